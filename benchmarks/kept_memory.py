@@ -1,14 +1,14 @@
-"""Every speed benchmark times both ways: with glibc's allocator as it is, and with memory kept.
+"""Run speed benchmarks with both allocator settings: the default of glibc, and a fixed setting.
 
-glibc gives blocks above 32 MB back to the kernel and gets them anew, page by page, which on a virtual machine takes
-longer than some arithmetic: a ratio against what allocates more is flattered by it. So a benchmark runs as two
-processes, one after the other, and one JSON has both reports:
+By default, glibc returns blocks above 32 MB to the kernel and requests them again page by page. On a virtual machine
+this can take longer than the computation, so that a ratio to a contestant that allocates more looks too good.
+Therefore a benchmark runs as two processes, one after the other, and one JSON contains both reports:
 
     {..., "memory": {"glibc": {...}, "kept": {...}}, "kept": {...}}
 
-the report of the first one as ever, the other's under "kept". Each figure in them has its page faults and seconds of
-system time beside it, in the timed part alone. The second run counts as kept where the faults of a figure are few
-(`page_faults.bound`). What is claimed is the smaller ratio (`claimed`).
+The report of the default setting is at the top level, and that of the fixed setting is under "kept". Each figure has
+the page faults and the seconds of system time of its timed part. The fixed setting counts only if the faults of a
+figure are few (`page_faults.bound`). The claim is the smaller ratio (`claimed`).
 """
 
 import argparse
@@ -48,28 +48,28 @@ SHORT_MARK = "page faults not recorded"
 WAYS = ("glibc", "kept")
 # Their names in texts: glibc's default settings, and the fixed setting in which it does not return memory.
 SETTINGS = {"glibc": "default", "kept": "fixed"}
-# Arguments that a report does not repeat: where it lies, and the ways, which it says otherwise.
+# Arguments that a report does not repeat: its path, and the allocator setting.
 NOT_SHOWN = ("output_dir", "output", "memory")
-# Two ratios that differ by more are both said.
+# Both ratios are shown if they differ by more.
 SAME = 1.1
-# What a process must not inherit that is to have glibc's allocator as it is.
+# Variables that a process with the default allocator setting must not inherit.
 ALLOCATORS = (*KEEPING, "GLIBC_TUNABLES", "MALLOC_TOP_PAD_", "MALLOC_ARENA_MAX", "LD_PRELOAD")
 
 
 class Claim(NamedTuple):
-    """What may be said of a ratio: the number, None if there is none, and the words."""
+    """The claim for a ratio: the number, or None without a claim, and the text."""
 
     ratio: float | None
     text: str
 
 
 def claimed(ratio_default: float, ratio_kept: float | None, is_cost: bool = False) -> Claim:
-    """Return what may be said of a ratio that was measured both ways.
+    """Return the claim for a ratio that was measured with both allocator settings.
 
     Args:
-        ratio_default: with glibc's allocator as it is.
-        ratio_kept: with memory kept; None if that was not run, or its faults were not few.
-        is_cost: less is better, as in times another's time: the larger one is claimed then.
+        ratio_default: The ratio with the default setting of glibc.
+        ratio_kept: The ratio with the fixed setting, or None if it was not measured or had too many faults.
+        is_cost: Whether lower is better, as for a ratio of times. The claim is then the larger ratio.
     """
     if ratio_kept is None:
         return Claim(None, f"{ratio_default:.2f}×, no claim")
@@ -219,7 +219,7 @@ def views(report: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None
 
 
 def print_claims(name: str, report: dict[str, Any]) -> None:
-    """Print what each figure of a report took, both ways, and of each ratio what may be said."""
+    """Print the cost of each figure with both settings, and the claim for each ratio."""
     from benchmarks.speed_claims import claims  # which asks `claimed`
 
     kept = dict(usages(report.get("kept", {})))

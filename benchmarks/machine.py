@@ -13,12 +13,12 @@ import transformers
 
 import hf_attn_variants
 
-# Of a processor's instructions those that decide how fast matrices are multiplied.
+# The instructions of a processor that determine the speed of matrix products.
 INSTRUCTIONS = ("avx2", "avx512", "avx_vnni", "amx")
 
 
 def read_bandwidth(device: str) -> float:
-    """Return the bytes a second that a sum over 512 MiB reads, far more than a processor's cache holds."""
+    """Return the bytes per second at which a sum reads 512 MiB, far more than a processor's cache."""
     numbers = torch.ones(2**27, device=device)
     numbers.sum()
     times = [seconds(lambda: numbers.sum(), device) for _ in range(9)]

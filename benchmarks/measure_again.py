@@ -1,10 +1,10 @@
-"""Measure all claims of speed again, both ways (`kept_memory.py`): every report of benchmarks/ that has some.
+"""Measure all claims of speed again with both allocator settings (`kept_memory.py`), for every report of benchmarks/.
 
-Each report says with which arguments it was made, or this file does; the script behind it is run with the same ones,
-on an idle machine, and its JSON and plot replace what is there. A report that has both ways is done, so that the same
-command goes on where it was ended; one that cannot be made is named at the end. The reports from before lie in
---work_dir, and beside them after each report: `claims.md`, every ratio before and now, and `tables.md`, the new
-tables. `python -m benchmarks.result_tables` writes them into the Markdown files.
+Each report, or this file, contains the arguments with which it was made. The script runs again with these arguments on
+an idle machine, and its JSON and plot replace the old ones. Reports that already have both settings are skipped, so
+that the command can be continued. The end of the output names reports that cannot be measured. --work_dir gets the old
+reports, `claims.md` with every ratio before and now, and `tables.md` with the new tables.
+`python -m benchmarks.result_tables` writes the tables into the Markdown files.
 
 Example:
     python -m benchmarks.measure_again --dry_run
@@ -48,7 +48,7 @@ ENCODE = ["--batch_size", "32", "--rounds", "15", "--threads", "2", "--run_name"
 WINDOW = ["--batch_size", "1", "--length", "2048", "--max_position_embeddings", "2048", "--attention_window", "256"]
 WINDOW += ["--threads", "2", "--run_name"]
 TALKING = ["--device", "cpu", "--num_threads", "2", "--peers", "sdpa", "naive", "blocked"]
-# Of reports that do not say with which arguments they were made, or not where their input lies.
+# The arguments of reports that do not contain them, or that lack the path of their input.
 GIVEN = {
     "encode_minilm_cpu": ("speed.encode", ["--model_name_or_path", MINILM, *ENCODE]),
     "encode_bert-base_cpu": ("speed.encode", ["--threads", "2"]),
@@ -67,9 +67,9 @@ GIVEN = {
     "talking_heads_cpu_plain": ("speed.talking_heads", [*TALKING, "--options", "plain", "--parts", "errors", "times"]),
     "talking_heads_cpu_layers": ("speed.talking_heads", [*TALKING, "--parts", "layers", "training_steps"]),
 }
-# With one thread, as they were measured.
+# With one thread, like the original measurement.
 ONE_THREAD = ("loop_overhead", "onnx_latency")
-# What a report's script imports beside the package: the peer of a claim, or what is measured.
+# Additional imports of a report's script: the peer of a claim, or the measured library.
 NEEDED = {"talking_heads_cpu": "x_transformers", "talking_heads_cpu_layers": "x_transformers", "onnx_latency": "onnx"}
 # The claims that page faults flatter most come first; then README's.
 FIRST = (
@@ -132,7 +132,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
 
 def read(folder: Path | None, name: str) -> dict[str, Any] | None:
-    """Return a report, None if there is none."""
+    """Return a report, or None if it does not exist."""
     path = report_path(name, folder)
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 

@@ -1,8 +1,8 @@
-"""How much of a time is the kernel's: the pages that a process gets from it, and how memory is kept instead.
+"""Measure the time that the kernel takes to provide memory pages, and avoid it with another allocator setting.
 
-glibc gives each block above 32 MB back to the kernel and gets it anew, zeroed, page by page. Where a program frees and
-allocates such blocks all the time, and most of all on a virtual machine, that can take longer than its arithmetic.
-Allocators that keep memory (jemalloc, tcmalloc, glibc with the variables of `KEEPING`) do not do so.
+glibc returns each block above 32 MB to the kernel and requests it again, zeroed, page by page. In a program that
+allocates such blocks all the time this can take longer than the computation, most of all on a virtual machine.
+Allocators that keep memory (jemalloc, tcmalloc, glibc with the variables of `KEEPING`) avoid this.
 """
 
 import os
@@ -37,22 +37,22 @@ __all__ += ["watched_rounds", "way_now"]
 # With which glibc keeps memory: no block is so large that it is mapped by itself, and none is given back.
 KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(2**34), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 KEEPERS = ("jemalloc", "tcmalloc", "mimalloc")
-# So few faults a second (10 MB of new pages) take a hundredth of the time where one takes 4 microseconds, which is
-# dear; and so few in all are no matter in any time, for Python's own objects need a page now and then.
+# 2,500 faults per second (10 MB of new pages) take one percent of the time if each takes 4 microseconds, a high
+# value. 16 faults in total never matter, because the objects of Python also need some pages.
 FEW_A_SECOND, FEW = 2500, 16
-# What a fault of a huge page (2 MiB, zeroed) takes, in those of a small one, where the kernel gives huge ones unasked.
+# The cost of a fault of a huge page (2 MiB, zeroed) in faults of small pages, if the kernel uses huge pages.
 HUGE_FAULT = 100
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a stretch of work took.
+    """The resources that a part of a run used.
 
     Args:
-        seconds: on the clock.
-        minor_faults: pages got from the kernel by all threads; None where they are not counted.
-        system_seconds: of all threads, in the kernel; None where they are not counted.
+        seconds: The elapsed time.
+        minor_faults: The page faults of all threads, or None if they are not counted.
+        system_seconds: The time of all threads in the kernel, or None if it is not counted.
     """
 
     seconds: float
@@ -119,12 +119,12 @@ def has_few_faults(minor_faults: float | None, seconds: float, few: Mapping[str,
 
 
 def way_now() -> str:
-    """Return how this process was told to hold memory: "glibc", its allocator as it is, or "kept"."""
+    """Return the allocator setting of this process: "glibc" for the default, or "kept" for a fixed setting."""
     return "kept" if _keeper() or all(os.environ.get(name) == value for name, value in KEEPING.items()) else "glibc"
 
 
 def memory_now() -> dict[str, dict[str, Any]]:
-    """Return by `way_now` which allocator there is, and what it was told, for the reports."""
+    """Return the allocator of this process and its settings under `way_now`, for the reports."""
     name, version = platform.libc_ver()
     allocator = _keeper() or f"{name} {version}".strip() or platform.system()
     variables = {name: os.environ[name] for name in (*KEEPING, "GLIBC_TUNABLES") if name in os.environ}

@@ -1,7 +1,7 @@
-"""What the benchmarks keep of their runs: rows in a JSON file, and finished training runs in a work folder.
+"""Record benchmark runs: rows in a JSON file, and finished training runs in a work folder.
 
-A run of a part of a benchmark adds its rows to the file and leaves the others; a finished training run is used again
-only if it was made with the arguments that are asked for now.
+A part of a benchmark adds its rows to the file and keeps the others. A finished training run is used again only if it
+was made with the requested arguments.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from hf_attn_variants.files import atomic_write
 
 __all__ = ["check_arguments", "check_data_dir", "check_source", "write_rows"]
 
-# Of where things are written and shown, not of what is computed.
+# Arguments about paths and output that do not affect results.
 IGNORED = ("output_dir", "overwrite_output_dir", "disable_tqdm")
 
 
@@ -63,7 +63,7 @@ def check_arguments(
     results = json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
     wanted = json.loads(json.dumps(vars(parse_args(flags)), default=str))
     used = results["arguments"]
-    # What is not given is None here, and in the results what the script took for it.
+    # Omitted arguments are None here, and the results contain the values that the script used.
     given = {name: value for name, value in wanted.items() if value is not None and name not in IGNORED}
     different = {
         name: f"{used[name]!r}, now {value!r}"

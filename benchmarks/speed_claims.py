@@ -1,7 +1,7 @@
-"""The ratios in each report of speed: what of them may be said, and how they are found again in a later report.
+"""Find the ratios in each report of speed, and the claims that follow from them.
 
-A ratio has a label that is the same in every report of a kind, so that one from before stands beside one from now, and
-the ratio of the process with glibc's allocator as it is beside that with memory kept.
+The label of a ratio is the same in every report of a kind, so that ratios of an earlier and a later report, and of
+both allocator settings, can be compared.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class Ratio(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A ratio both ways, and what may be said of it; `kept` is None where memory was not kept or not looked at."""
+    """A ratio with both allocator settings, and its claim; `kept` is None if the fixed setting was not measured."""
 
     label: str
     glibc: float

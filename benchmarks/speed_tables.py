@@ -19,7 +19,7 @@ Rows = Iterable[Sequence[Any]]
 
 
 def report_paths(folder: Path | None = None) -> dict[str, Path]:
-    """Return the reports in a folder by name; without one, those of all groups here but a GPU's."""
+    """Return {name: path} of the reports in a folder, or by default of all groups except the GPU's."""
     found = FOLDER.glob("*/results/*.json") if folder is None else folder.glob("*.json")
     return {path.stem: path for path in sorted(found) if folder is not None or path.parts[-3] != "gpu"}
 
@@ -80,9 +80,9 @@ def milliseconds(value: float) -> str:
 
 
 def pairs(report: dict[str, Any], part: str) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
-    """Yield the rows of a part, each with that of the run that kept memory.
+    """Yield the rows of a part, each with the row of the fixed allocator setting.
 
-    The latter is {} where that run is missing from a report of both ways, None where the report is from before.
+    The second row is {} if a report with both settings lacks it, and None if the report has one setting.
     """
     kept = (views(report)[1] or {}).get(part)
     for number, row in enumerate(report[part]):

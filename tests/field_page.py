@@ -32,13 +32,13 @@ ANY = {"attention": "an attention module", "layer": "a layer"}
 
 
 def page_text() -> str:
-    """Return the page."""
+    """Return the text of the page."""
     text = TEXT.read_text(encoding="utf-8")
     return "<!-- generated -->\n" + text.replace("{fields}\n", table_of()).replace("{pairs}\n", pairs_of())
 
 
 def table_of(fields: tuple[Field, ...] = FIELDS) -> str:
-    """Return the table of the fields."""
+    """Return the table of the fields as Markdown."""
     return HEADER + "".join(f"| {' | '.join(_cells(row))} |\n" for row in fields)
 
 
@@ -48,7 +48,7 @@ def pairs_of() -> str:
 
 
 def _setting_of(mechanism: type[Mechanism]) -> str:
-    """Return the setting of a configuration that selects a mechanism."""
+    """Return the configuration setting that selects a mechanism."""
     if mechanism is DistanceBias:
         return "the distance bias of T5 and UMT5"
     name = getattr(mechanism, "name", None)

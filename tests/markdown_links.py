@@ -1,4 +1,4 @@
-"""The links that somebody sees who reads a page of Markdown."""
+"""Extract the links that a reader of a Markdown page sees."""
 
 import re
 
@@ -7,5 +7,5 @@ LINK = re.compile(r'(?:\]\(|\b(?:src|href)=")([^)"\s]+)')
 
 
 def shown_links(markdown: str) -> list[str]:
-    """The targets of links and pictures, but for those in code."""
+    """Return the targets of links and pictures outside of code."""
     return LINK.findall(CODE.sub("", markdown))

@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_attn_variants"
 PAGE = ROOT / "docs/tree.md"
-# Rooms in the order in which they build on each other; other folders stand by their names.
-ROOMS = (
+# Folders in the order of their layers; other folders are sorted by name.
+FOLDERS = (
     "modeling",
     "reference",
     "shared_memory",
@@ -25,18 +25,18 @@ ROOMS = (
     "export",
     "commands",
 )
-# Where a sentence begins, from where its name does.
+# The column of the sentence, relative to the column of the name.
 SENTENCE_COLUMN = 29
 
 
 def tree_of(package: Path = PACKAGE) -> str:
-    """Return the tree. Of `__init__.py` only the package's own is named: the others say what their folders are."""
+    """Return the tree of the package. It lists only the `__init__.py` of the package itself."""
     first = _line("  ", "__init__.py", package / "__init__.py")
     return "\n".join([f"{package.name}/", first, *_inside(package, "  ")])
 
 
 def tree_in(page: str) -> str:
-    """Return the tree in the text of the page."""
+    """Return the tree that the text of the page contains."""
     return page[slice(*_place(page))]
 
 
@@ -50,7 +50,7 @@ def _inside(folder: Path, indent: str) -> Iterator[str]:
 
 
 def _order(folder: Path) -> tuple[int, str]:
-    return (ROOMS.index(folder.name) if folder.name in ROOMS else len(ROOMS), folder.name)
+    return (FOLDERS.index(folder.name) if folder.name in FOLDERS else len(FOLDERS), folder.name)
 
 
 def _line(indent: str, name: str, file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The relatives of BERT and BART, Whisper among them, as rows of the table in architectures.py."""
+"""The relatives of BERT and BART, including Whisper, as rows of the table in architectures.py."""
 
 from typing import Any
 
@@ -119,7 +119,7 @@ _BART_FAMILY = tuple(
 
 
 class _UMT5(Architecture):
-    """UMT5, whose decoder looks ahead under sdpa in transformers 5.15 and 5.17: there upstream's is put right."""
+    """UMT5 with a correction: under sdpa, its decoder attends to future tokens in Transformers 5.15 to 5.17."""
 
     def upstream_model(self, head: str, seed: int = 0, **fields: Any) -> Any:
         model = super().upstream_model(head, seed, **fields)
@@ -153,7 +153,7 @@ def _speech_and_target() -> dict[str, torch.Tensor]:
 
 
 def _target_of_states() -> dict[str, Any]:
-    # The decoder alone reads what an encoder elsewhere has made.
+    # The decoder without its encoder attends to given encoder outputs.
     return text_inputs() | {"encoder_outputs": torch.randn(BATCH, _FRAMES // 2, _BART["d_model"])}
 
 

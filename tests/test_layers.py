@@ -1,4 +1,4 @@
-"""The rooms of the package: who may import whom, what starts light, how long files and functions are."""
+"""Check the layers of the package: imports between them, light modules, and the lengths of files and functions."""
 
 import ast
 import importlib
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hf_attn_variants"
-# From the lowest to the highest: a room imports those of the lines above its own, and none beside it on its line.
+# The layers from low to high. A package imports only packages of earlier lines, and none of its own line.
 ORDER = (
     ("modeling",),
     ("registration", "reference"),
@@ -27,9 +27,9 @@ ORDER = (
     ("front doors",),
 )
 FRONT_DOORS = (PACKAGE, f"{PACKAGE}.__main__", "attn_variants")
-# The same of the rooms in modeling/; what stands beside them is below all.
-MODELING = ("beside", "ops", "mechanisms", "fields", "attention", "architectures")
-LEVELS = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+# The folders of modeling/ in the same order; the files next to them are below all folders.
+MODELING = ("files", "ops", "mechanisms", "fields", "attention", "architectures")
+LEVELS = {layer: level for level, layers in enumerate(ORDER) for layer in layers}
 MOST_LINES, MOST_FUNCTION_LINES = 800, 60
 # Triton kernels: parts of them would take 25 arguments each, and none has run on a GPU yet.
 LONG_FUNCTIONS = {"forward_kernel", "backward_kernel"}
@@ -48,22 +48,22 @@ MODULES = {module_name(path): path for path in python_files()}
 
 
 def imported_modules(name, modules=MODULES):
-    """The package's modules that a module imports anywhere: at its top, in a function, for type checkers."""
-    found = set()
+    """Return the modules of the package that a module imports at its top, in a function or for type checkers."""
+    result = set()
     path = modules[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             submodules = [f"{base}.{alias.name}" for alias in node.names]
-            found |= {each if each in modules else base for each in submodules}
-    return {each for each in found if each in modules} - {name}
+            result |= {item if item in modules else base for item in submodules}
+    return {item for item in result if item in modules} - {name}
 
 
-def room(name):
+def layer_of(name):
     if name in FRONT_DOORS:
         return "front doors"
     inside = name.split(".")[1]
@@ -71,19 +71,19 @@ def room(name):
 
 
 def arrows_upward(imports):
-    """Each import that leads to a room above, or to one beside."""
-    found = []
+    """Return each import of a module in a higher layer or in another package of the same layer."""
+    result = []
     for name, others in imports.items():
         for other in others:
-            here, there = room(name), room(other)
+            here, there = layer_of(name), layer_of(other)
             if here != there and LEVELS[there] >= LEVELS[here]:
-                found.append(f"{name} ({here}) imports {other} ({there})")
-    return sorted(found)
+                result.append(f"{name} ({here}) imports {other} ({there})")
+    return sorted(result)
 
 
 def circles(imports):
-    """The groups of modules that reach each other (Tarjan's strongly connected components)."""
-    index, low, stack, found = {}, {}, [], []
+    """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
+    index, low, stack, result = {}, {}, [], []
 
     def visit(name):
         index[name] = low[name] = len(index)
@@ -96,60 +96,60 @@ def circles(imports):
         if low[name] == index[name]:
             group = stack[stack.index(name) :]
             del stack[stack.index(name) :]
-            found.extend([sorted(group)] * (len(group) > 1))
+            result.extend([sorted(group)] * (len(group) > 1))
 
     for name in imports:
         if name not in index:
             visit(name)
-    return found
+    return result
 
 
 IMPORTS = {name: imported_modules(name) for name in MODULES}
 
 
 def names_defined(path):
-    """The names that a module's own lines define at its top, with those under an `if` and a `try`."""
-    found = set()
+    """Return the names that a module defines at its top, including those under an `if` and a `try`."""
+    result = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            result.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+            result.add(node.id)
+    return result
 
 
 def borrowed_names(name, modules=MODULES):
-    """What a module imports from another that has it from a third; a package's `__init__` is a front door."""
-    found, package = [], name.split(".")[:-1]
+    """Return the names that a module imports from another module that imports them from a third one."""
+    result, package = [], name.split(".")[:-1]
     for node in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.level:
             source = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
             if source in modules and modules[source].name != "__init__.py":
                 known = names_defined(modules[source])
-                found += [
-                    f"{name}: {each.name} from {source}" for each in node.names if each.name not in (*known, "*")
+                result += [
+                    f"{name}: {item.name} from {source}" for item in node.names if item.name not in (*known, "*")
                 ]
-    return found
+    return result
 
 
-def test_a_name_is_imported_from_where_it_is_defined(tmp_path):
+def test_names_are_imported_from_the_module_that_defines_them(tmp_path):
     (tmp_path / "a.py").write_text("from .b import x, y\n")
     (tmp_path / "b.py").write_text("from .c import x\ny = 1\n")
     modules = {f"{PACKAGE}.hub.{name}": tmp_path / f"{name}.py" for name in "ab"}
     assert borrowed_names(f"{PACKAGE}.hub.a", modules) == [f"{PACKAGE}.hub.a: x from {PACKAGE}.hub.b"]
-    borrowed = [each for name in MODULES if MODULES[name].name != "__init__.py" for each in borrowed_names(name)]
+    borrowed = [item for name in MODULES if MODULES[name].name != "__init__.py" for item in borrowed_names(name)]
     assert not borrowed, "\n".join(borrowed)
 
 
-def test_no_module_imports_itself_through_others():
+def test_imports_have_no_cycles():
     assert not circles(IMPORTS), "\n".join(" <-> ".join(group) for group in circles(IMPORTS))
 
 
-def test_no_room_imports_one_above_it():
+def test_layers_import_only_lower_layers():
     assert not arrows_upward(IMPORTS), "\n".join(arrows_upward(IMPORTS))
 
 
-def test_the_rooms_of_modeling_import_downwards():
+def test_folders_of_modeling_import_only_lower_folders():
     def level(name):
         parts = name.split(".")
         return MODELING.index(parts[2]) if len(parts) > 3 else 0
@@ -160,40 +160,40 @@ def test_the_rooms_of_modeling_import_downwards():
     assert {level(name) for name in inside} == {*range(len(MODELING))}
 
 
-def test_a_name_at_a_files_top_has_one_meaning_in_a_room():
-    """In a repository a room is one file."""
-    rooms = {}
+def test_top_level_names_are_unique_within_a_layer():
+    """Check that top-level names are unique per layer, because each layer is one file in a repository."""
+    layers = {}
     for name in IMPORTS:
         if (
             name.startswith(f"{PACKAGE}.modeling.")
             and len(parts := name.split(".")) > 3
             and parts[2] != "architectures"
         ):
-            rooms.setdefault(parts[2], []).append(vars(importlib.import_module(name)))
-    found = []
-    for room, files in rooms.items():
+            layers.setdefault(parts[2], []).append(vars(importlib.import_module(name)))
+    result = []
+    for layer, files in layers.items():
         for name in set().union(*files) - {"__all__", "logger"}:
-            meanings = {id(each[name]): each[name] for each in files if name in each}
+            meanings = {id(item[name]): item[name] for item in files if name in item}
             if len(meanings) > 1 and not re.fullmatch(r"__\w+__", name):
-                found.append(f"{room}: {name}: {list(meanings.values())}")
-    assert not found, "\n".join(found)
+                result.append(f"{layer}: {name}: {list(meanings.values())}")
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.parametrize("kind", ["kernel", "pattern"])
-def test_mechanisms_are_named_in_their_file_and_the_table_alone(kind):
-    """What else has to be known of one, its class says."""
+def test_mechanism_names_occur_only_in_their_file_and_the_table(kind):
+    """Check that other files read the facts about a mechanism from its class."""
     table = importlib.import_module(f"{PACKAGE}.modeling.mechanisms.{kind}s.{kind}_table")
     names, class_of = getattr(table, f"{kind.upper()}S"), getattr(table, f"{kind}_class")
     assert [class_of(name).name for name in names] == [*names] and len({*map(class_of, names)}) == len(names)
     assert not literals(names, rf"(.*_{kind}s?|{kind}_table|transient_global)\.py")
 
 
-def test_scores_positions_and_terms_are_named_in_their_file_and_the_table_alone():
-    """`transformers_internals.py`, which all of `modeling/` stands on, lists the arguments of our own calls."""
+def test_score_position_and_term_names_occur_only_in_their_file_and_the_table():
+    """Check the names of scores, positions and terms. `transformers_internals.py` may list arguments of our calls."""
     mechanisms = f"{PACKAGE}.modeling.mechanisms"
     names = {*importlib.import_module(f"{mechanisms}.talking_heads").DYNAMIC_PROJECTIONS}
     sharing = importlib.import_module(f"{mechanisms}.head_sharing")
-    names |= {each.label for each in (sharing.HeadSharing, sharing.MultiQuery, sharing.GroupedQuery)}
+    names |= {item.label for item in (sharing.HeadSharing, sharing.MultiQuery, sharing.GroupedQuery)}
     names |= {importlib.import_module(f"{mechanisms}.additive_score").AdditiveScore.name}
     names |= {importlib.import_module(f"{mechanisms}.sinusoidal_positions").SinusoidalPositions.name}
     assert not literals(
@@ -202,28 +202,29 @@ def test_scores_positions_and_terms_are_named_in_their_file_and_the_table_alone(
     )
 
 
-def test_refusals_of_pairs_are_in_the_table_alone():
-    found = {
+def test_conflicts_of_mechanisms_are_only_in_the_composition_table():
+    """Check that only the table rejects pairs of mechanisms; checks of one architecture stay in its file."""
+    result = {
         path.name
         for name, path in MODULES.items()
         if name.startswith(f"{PACKAGE}.modeling.")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "cannot be combined" in node.value
     }
-    assert found == {"composition.py"}
+    assert result == {"composition.py"}
 
 
 def literals(names, own):
-    """Where any of some names stands as a string by itself, but in files whose name fits, and in formulas."""
-    found = []
+    """Return the places where one of some names occurs as a string, except in files of that name and in formulas."""
+    result = []
     for name, path in MODULES.items():
         is_own = re.fullmatch(own, path.name) or ".reference" in name
         nodes = () if is_own else ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        found += [f"{name}: {node.value}" for node in nodes if isinstance(node, ast.Constant) and node.value in names]
-    return found
+        result += [f"{name}: {node.value}" for node in nodes if isinstance(node, ast.Constant) and node.value in names]
+    return result
 
 
-def test_the_checks_find_what_is_wrong(tmp_path):
+def test_layer_checks_detect_violations(tmp_path):
     (tmp_path / "a.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import x\n")
     (tmp_path / "b.py").write_text("def f():\n    from . import a\n")
     modules = {f"{PACKAGE}.hub.{name}": tmp_path / f"{name}.py" for name in "ab"}
@@ -238,7 +239,7 @@ def test_the_checks_find_what_is_wrong(tmp_path):
 
 
 def light_modules():
-    """What runs before a command line is checked, and so imports neither torch nor transformers at its top."""
+    """Return the modules that run before a command line is checked, and so import neither torch nor Transformers."""
     names = ["attn_variants", PACKAGE, *(f"{PACKAGE}.{name}" for name in ("cli", "command_line", "errors"))]
     names += [name for name in MODULES if name.startswith(f"{PACKAGE}.commands.")]
     settings = [name for name in MODULES if re.search(r"\.training\..*\bsettings$", name)]
@@ -260,28 +261,28 @@ for name in {names!r}:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_push_loads_nothing_that_fits_trains_or_draws(loaded_by):
+def test_push_imports_no_training_or_conversion_code(loaded_by):
     unwanted = [f"{PACKAGE}.conversion.calibration.", f"{PACKAGE}.conversion.conversions.", f"{PACKAGE}.training."]
     loaded = loaded_by(f"{PACKAGE}.hub.push")
-    assert not [each for each in loaded if f"{each}.".startswith((*unwanted, "matplotlib."))]
+    assert not [item for item in loaded if f"{item}.".startswith((*unwanted, "matplotlib."))]
 
 
 @pytest.fixture(scope="module")
 def loaded_by():
-    """The modules that are there after an import, as a function that remembers them."""
-    found = {}
+    """Return a cached function that lists the modules that are loaded after an import."""
+    result = {}
 
     def loaded(name):
-        if name not in found:
+        if name not in result:
             code = f"import {name}, sys; print(*sys.modules)"
             command = [sys.executable, "-c", code]
-            found[name] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-        return found[name]
+            result[name] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        return result[name]
 
     return loaded
 
 
-def test_no_file_and_no_function_is_too_long():
+def test_files_and_functions_respect_the_length_limits():
     long = []
     for path in [*python_files(), *sorted((ROOT / "scripts").glob("*.py"))]:
         text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
@@ -295,15 +296,15 @@ def test_no_file_and_no_function_is_too_long():
     assert not long, "\n".join(long)
 
 
-def test_the_tree_of_the_architecture_is_the_packages():
+def test_documented_tree_matches_the_package():
     assert package_tree.tree_in(package_tree.PAGE.read_text(encoding="utf-8")) == package_tree.tree_of(), (
         "run `make tree`"
     )
 
 
-def test_a_tree_has_folders_within_folders_and_first_sentences(tmp_path):
+def test_tree_lists_nested_folders_with_first_sentences(tmp_path):
     files = {
-        "__init__.py": '"""A house. Of stone."""',
+        "__init__.py": '"""A package. With modules."""',
         "b.py": '"""Two\nlines of v1.1: one.\n\nMore."""',
         "a.py": "",
         "modeling/core/c.py": '"""Inner."""',
@@ -312,11 +313,11 @@ def test_a_tree_has_folders_within_folders_and_first_sentences(tmp_path):
         "commands/a_name_that_is_longer_than_others.py": '"""E."""',
     }
     for name, text in files.items():
-        (tmp_path / "house" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "house" / name).write_text(text)
-    assert package_tree.tree_of(tmp_path / "house").splitlines() == [
-        "house/",
-        "  __init__.py                  A house",
+        (tmp_path / "package" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "package" / name).write_text(text)
+    assert package_tree.tree_of(tmp_path / "package").splitlines() == [
+        "package/",
+        "  __init__.py                  A package",
         "  a.py",
         "  b.py                         Two lines of v1.1: one",
         "  modeling/",

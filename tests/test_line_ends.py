@@ -1,4 +1,4 @@
-"""Lines end in the same places for every reader, whatever program wrote the file."""
+"""Check that every reader splits files into the same lines, whichever program wrote the file."""
 
 import gzip
 from pathlib import Path
@@ -25,7 +25,7 @@ def write(path: Path, lines: list[str], end: str) -> str:
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_readers_of_lines(tmp_path, end, suffix):
+def test_line_readers_agree_on_line_ends(tmp_path, end, suffix):
     assert read_conll(write(tmp_path / f"a.txt{suffix}", CONLL, end)) == SENTENCES
     # A form feed and the separators of Unicode are text.
     texts = ["one\u2028half", "two\x85b", "a\x0cb"]
@@ -33,12 +33,12 @@ def test_readers_of_lines(tmp_path, end, suffix):
     assert read_lines([source]) == texts
     assert read_pairs(source, write(tmp_path / "c.txt", ["x", "y", "z"], "\n"))[2] == ("a\x0cb", "z")
     rows = ['{"text": "x"}', '{"text": "y"}']
-    found = [record.values["text"] for record in read_records(Path(write(tmp_path / f"d.jsonl{suffix}", rows, end)))]
-    assert found == ["x", "y"]
+    result = [record.values["text"] for record in read_records(Path(write(tmp_path / f"d.jsonl{suffix}", rows, end)))]
+    assert result == ["x", "y"]
 
 
 @pytest.mark.parametrize("end", ENDS[:3])
-def test_tables(tmp_path, end):
+def test_tables_are_read_with_every_line_end(tmp_path, end):
     for name, separator in (("a.csv", ","), ("a.tsv", "\t")):
         path = Path(write(tmp_path / name, [separator.join(row) for row in ("ab", "cd", "ef")], end))
         assert [tuple(record.values.values()) for record in read_records(path)] == [("c", "d"), ("e", "f")]
@@ -49,19 +49,19 @@ def test_tables(tmp_path, end):
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("most", [2**18, 16])
-def test_articles_and_their_offsets(tmp_path, monkeypatch, end, most):
+def test_article_offsets_are_right_with_every_line_end(tmp_path, monkeypatch, end, most):
     monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", most)
     file = TextFile(Path(write(tmp_path / "a.txt", ["one two", "three", "", "four five six seven", "", "é"], end)))
-    found = list(file.read_articles())
-    words = [text.split() for _, text in found]
+    result = list(file.read_articles())
+    words = [text.split() for _, text in result]
     assert [word for text in words for word in text] == "one two three four five six seven é".split()
     if most > 16:
         assert words == [["one", "two", "three"], ["four", "five", "six", "seven"], ["é"]]
-    for i, (begin, _) in enumerate(found):
-        assert list(file.read_articles(begin)) == found[i:]
+    for i, (begin, _) in enumerate(result):
+        assert list(file.read_articles(begin)) == result[i:]
 
 
-def test_mixed_ends(tmp_path, caplog):
+def test_mixed_line_ends_are_read(tmp_path, caplog):
     path = tmp_path / "a.txt"
     path.write_bytes(b"a B-X\rb O\n\nc O\n")
     with pytest.raises(ValueError, match=r"line 1.*carriage return"):

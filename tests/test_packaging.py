@@ -1,4 +1,4 @@
-"""The source distribution and the wheel: what is in them, what a package index shows, and that the wheel runs."""
+"""Check the source distribution and the wheel: their files, their metadata, and that the wheel runs."""
 
 import ast
 import os
@@ -28,7 +28,7 @@ BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, f'bu
 
 
 class Built(NamedTuple):
-    """What a build left: the names in the sdist and in the wheel, the wheel unpacked, and its metadata."""
+    """The results of a build: the file names in the sdist and in the wheel, the unpacked wheel and its metadata."""
 
     sdist: set[str]
     wheel: set[str]
@@ -38,7 +38,7 @@ class Built(NamedTuple):
 
 @pytest.fixture(scope="module")
 def repository_files():
-    """The files that git knows, or would be told of by `git add`: no cache and no build of the working folder."""
+    """The files that git tracks or would add, without caches and build outputs."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("needs a clone and git: an unpacked sdist does not say what belongs to it")
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -48,14 +48,14 @@ def repository_files():
 
 @pytest.fixture(scope="module")
 def built(repository_files, tmp_path_factory):
-    """The sdist of a copy of the repository, and the wheel of what is in that sdist, as an installer builds it."""
+    """The sdist of a copy of the repository, and the wheel that is built from this sdist."""
     folder = tmp_path_factory.mktemp("build")
     for name in repository_files:
         (folder / "clone" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, folder / "clone" / name)
     build("sdist", folder / "clone", folder)
     with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        sdist = {each.name.partition("/")[2] for each in archive.getmembers() if each.isfile()}
+        sdist = {item.name.partition("/")[2] for item in archive.getmembers() if item.isfile()}
         archive.extractall(folder / "sdist", filter="data")
     build("wheel", next((folder / "sdist").iterdir()), folder)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
@@ -73,7 +73,7 @@ def build(kind: str, source: Path, target: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run_wheel(built, tmp_path_factory):
-    """`python -m hf_attn_variants` of the wheel, with the dependencies in a folder that is not named site-packages."""
+    """Run `python -m hf_attn_variants` from the wheel, with dependencies in a folder not named site-packages."""
     dependencies = tmp_path_factory.mktemp("dependencies")
     for site in (Path(path) for path in sys.path if Path(path).name.endswith("-packages")):
         for entry in site.iterdir():
@@ -93,14 +93,14 @@ def run_wheel(built, tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_the_sdist_is_the_repository(built, repository_files):
-    """So the tests, the documentation and the benchmarks run from it."""
+def test_sdist_contains_the_repository(built, repository_files):
+    """Check that the sdist contains all tracked files, so that tests, docs and benchmarks run from it."""
     made = {"PKG-INFO", *(name for name in built.sdist if ".egg-info/" in name)}
     assert built.sdist - made == {name for name in repository_files if not name.startswith(NOT_SHIPPED)}
 
 
 @pytest.mark.thorough
-def test_the_wheel_is_the_package(built, repository_files):
+def test_wheel_contains_only_the_package(built, repository_files):
     package = {name for name in built.wheel if ".dist-info/" not in name and ".data/" not in name}
     assert package == {name for name in repository_files if name.startswith(("hf_attn_variants/", "attn_variants.py"))}
     assert "hf_attn_variants/py.typed" in package
@@ -108,8 +108,8 @@ def test_the_wheel_is_the_package(built, repository_files):
     assert any(name.endswith("/licenses/LICENSE") for name in built.wheel)
 
 
-def test_every_place_that_names_the_version_names_the_packages():
-    """It is written in `modeling/variant_names.py`, which travels to the Hub; setup.cfg and the commands read it."""
+def test_version_is_the_same_in_all_files():
+    """Check all files that state the version; it is defined in `modeling/variant_names.py`."""
     version = hf_attn_variants.__version__
     assert package_version() == version
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def test_every_place_that_names_the_version_names_the_packages():
     assert (citation["version"], citation["date-released"].isoformat()) == newest.groups() == (version, newest[2])
 
 
-def test_workflows_call_targets_that_there_are():
+def test_workflows_call_existing_make_targets():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     steps = []
     for path in sorted((ROOT / ".github/workflows").glob("*.yml")):
@@ -131,17 +131,17 @@ def test_workflows_call_targets_that_there_are():
     )
 
 
-def test_a_package_index_gets_no_link_that_leads_nowhere(built):
-    """There is no file beside the description that an index shows, and the repository has no address yet."""
+def test_package_description_has_no_broken_links(built):
+    """Check the links of the description: an index has no relative links, and the repository has no address."""
     assert built.metadata.get_all("Project-URL") is None
     description = built.metadata.get_payload(decode=True).decode()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    addresses = [each for each in shown_links(readme) if re.match(r"https?://", each)]
+    addresses = [item for item in shown_links(readme) if re.match(r"https?://", item)]
     assert shown_links(description) == addresses and len(addresses) > 2
     assert "`quantize`" in description and "[`quantize`]" not in description
 
 
-def test_no_file_names_an_address_that_does_not_exist():
+def test_files_contain_no_placeholder_addresses():
     names = ("setup.cfg", "CITATION.cff", "README.md", "CONTRIBUTING.md", "docs/*.md", "model_cards/*.md")
     files = [path for name in names for path in ROOT.glob(name)] + [*(ROOT / "hf_attn_variants").rglob("*.py")]
     named = [path.name for path in files if "github.com/hf-attn-variants" in path.read_text(encoding="utf-8")]
@@ -149,7 +149,7 @@ def test_no_file_names_an_address_that_does_not_exist():
 
 
 @pytest.mark.parametrize("has_package", [True, False])
-def test_the_quickstart_uses_the_environment_that_has_the_package(tmp_path, has_package):
+def test_quickstart_uses_the_environment_of_the_package(tmp_path, has_package):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho $0 $1 >> {tmp_path}/calls\n[ $1 != -c ] || exit {int(not has_package)}\n")
     python.chmod(0o755)
@@ -166,8 +166,8 @@ def test_the_quickstart_uses_the_environment_that_has_the_package(tmp_path, has_
 
 
 @pytest.mark.thorough
-def test_the_wheel_has_the_pages_and_all_that_they_link_to(built, run_wheel):
-    """Whoever has the wheel alone reads them: `--help` says where."""
+def test_wheel_contains_the_pages_and_their_link_targets(built, run_wheel):
+    """Check that a user of the wheel can read the pages that `--help` names."""
     [data] = built.folder.glob("*.data/data")
     top = data / "share/doc/hf_attn_variants"
     pages = [path.relative_to(top) for path in top.rglob("*.md")]
@@ -182,9 +182,9 @@ def test_the_wheel_has_the_pages_and_all_that_they_link_to(built, run_wheel):
     assert f"documentation:\n  {installed}\n" in run_wheel("--help").stdout
 
 
-def test_no_message_names_a_script():
-    """A wheel has none: messages name the subcommands."""
-    # A parser called by a script names that script; what modeling/ says is tested beside it.
+def test_messages_name_subcommands_instead_of_scripts():
+    """Check that messages name subcommands, because the wheel contains no scripts."""
+    # A parser that a script calls names this script; another test checks modeling/.
     package = (ROOT / "hf_attn_variants").rglob("*.py")
     paths = [path for path in package if path.name != "command_line.py" and "modeling" not in path.parts]
     for path in paths:
@@ -197,14 +197,14 @@ def test_no_message_names_a_script():
 
 
 @pytest.mark.thorough
-def test_the_wheel_runs_as_a_module(run_wheel):
+def test_wheel_runs_as_a_module(run_wheel):
     done = run_wheel("--version")
     assert (done.returncode, done.stdout) == (0, f"hf_attn_variants {hf_attn_variants.__version__}\n"), done.stderr
 
 
 @pytest.mark.slow
-def test_glue_runs_where_dependencies_are_in_a_folder_of_another_name(run_wheel, tmp_path):
-    """There dill takes pyarrow for the user's own code and cannot pickle it, so no table may be hashed by it."""
+def test_glue_runs_with_dependencies_outside_site_packages(run_wheel, tmp_path):
+    """Check that no table is hashed with dill, which would try to pickle pyarrow as user code there."""
     model = make_tiny_bert(tmp_path / "tiny")
     argv = ["--model_name_or_path", str(model), "--task_name", "stsb", "--data_dir", str(FIXTURES / "STS-B")]
     argv += ["--output_dir", str(tmp_path / "out"), "--max_train_steps", "1", "--max_length", "48", "--cpu"]

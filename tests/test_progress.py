@@ -1,4 +1,4 @@
-"""One rule for every bar of the package: live on a terminal, rare in a log file, and none where none is wanted."""
+"""Check the progress bars: live on a terminal, rare lines in a log file, and none if bars are disabled."""
 
 import io
 import sys
@@ -28,7 +28,7 @@ def _bars_enabled(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [progress.progress_bar, training_bar])
-def test_a_bar_is_live_on_a_terminal_and_rare_in_a_log_file(make, monkeypatch):
+def test_progress_bar_is_live_on_terminals_and_rare_in_log_files(make, monkeypatch):
     for stream, interval in ((Terminal(), 0.1), (io.StringIO(), 20.0)):
         monkeypatch.setattr(sys, "stderr", stream)
         bar = make(range(2))
@@ -38,20 +38,20 @@ def test_a_bar_is_live_on_a_terminal_and_rare_in_a_log_file(make, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [progress.progress_bar, training_bar])
-def test_the_switches_of_the_libraries_count(make, monkeypatch):
+def test_progress_bars_follow_the_switches_of_the_libraries(make, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with progress.no_progress_bars():
         assert make(range(2)).disable
         assert not transformers_logging.is_progress_bar_enabled() and datasets.are_progress_bars_disabled()
         with progress.no_progress_bars():
             pass
-        assert make(range(2)).disable  # as it was outside
+        assert make(range(2)).disable  # unchanged outside of the context
     with progress.no_progress_bars(False):
         assert not make(range(2)).disable
     assert transformers_logging.is_progress_bar_enabled() and not datasets.are_progress_bars_disabled()
 
 
-def test_timings_show_theirs_by_the_same_rule(monkeypatch):
+def test_timings_show_progress_bars_by_the_same_rule(monkeypatch):
     sizes = {"d_model": 8, "num_heads": 2, "d_kv": 4, "num_layers": 1, "d_ff": 8, "decoder_start_token_id": 0}
     config = {"model_type": "t5", "vocab_size": 16, "is_encoder_decoder": True, **sizes}
     for shown in (True, False):

@@ -1,4 +1,4 @@
-"""Rows, cells and fields that a reader once cut or swallowed: read whole, or an error with file and row."""
+"""Check that rows, cells and fields are read completely, or that an error names the file and the row."""
 
 import json
 import logging
@@ -64,13 +64,13 @@ MANY = "".join(f"{i},row {i}\n" for i in range(100))
         ("a.csv.gz", "source,target\n", "not a complete gzip"),
     ],
 )
-def test_a_row_that_does_not_fit_is_named(tmp_path, name, text, message):
+def test_malformed_row_error_names_the_row(tmp_path, name, text, message):
     with pytest.raises((ValueError, OSError), match=message) as raised:
         columns(tmp_path, name, text)
     assert name in str(raised.value)
 
 
-def test_what_fits_is_whole(tmp_path):
+def test_well_formed_rows_are_read_completely(tmp_path):
     assert columns(tmp_path, "a.csv", "\n  \nsource,target\n\nA dog,Ein Hund\n") == [("A dog", "Ein Hund")]
     assert columns(tmp_path, "b.csv", "source,target\ra,b\rc,d") == [("a", "b"), ("c", "d")]  # an old Mac's
     assert columns(tmp_path, "c.csv", 'source,target\n5" nail,"a\n""b"", c"\n') == [('5" nail', 'a\n"b", c')]
@@ -82,7 +82,7 @@ def test_what_fits_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_a_csv_without_commas_is_read_by_what_its_header_has(tmp_path, caplog, separator):
+def test_csv_without_commas_uses_the_separator_of_its_header(tmp_path, caplog, separator):
     rows = [["source", "target is, what"], ["a, b", 'x"; \ty|'], ["c", "z"]]
     quoted = "\n" + "".join(separator.join('"' + cell.replace('"', '""') + '"' for cell in row) + "\n" for row in rows)
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
@@ -94,12 +94,12 @@ def test_a_csv_without_commas_is_read_by_what_its_header_has(tmp_path, caplog, s
         columns(tmp_path, "b.csv", plain + "c\n", ("Happy?",))
 
 
-def test_a_header_with_a_comma_is_divided_by_commas(tmp_path):
+def test_csv_header_with_a_comma_is_split_at_commas(tmp_path):
     assert columns(tmp_path, "a.csv", "source;x,target|y\na,b\n", ("source;x", "target|y")) == [("a", "b")]
     assert columns(tmp_path, "b.csv", 'text\n"a;b"\n', ("text",)) == [("a;b",)]
 
 
-def test_quotes_behind_a_space_are_told(tmp_path, caplog):
+def test_quotes_after_a_space_give_a_warning(tmp_path, caplog):
     spaced = 'id, text\n1, "good"\n2, "bad"\n'
     assert columns(tmp_path, "a.csv", spaced, (" text",)) == [(' "good"',), (' "bad"',)]
     assert caplog.text.count("there is a space before the quote in ' \"good\"'") == 1
@@ -110,14 +110,14 @@ def test_quotes_behind_a_space_are_told(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_a_column_that_is_nearly_there_is_named(tmp_path):
+def test_misspelled_column_error_suggests_the_column(tmp_path):
     with pytest.raises(ValueError, match=r"a.csv, line 1, the header: .*'Hapy'; .* Did you mean 'Happy\?'\?$"):
         columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("Hapy",), flag="--label_column")
     with pytest.raises(ValueError, match=r"'zzz'; its columns are text, Happy\?\. .*--label_column"):
         columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("zzz",), flag="--label_column")
 
 
-def test_rows_that_are_left_out_are_counted(tmp_path, caplog):
+def test_skipped_rows_are_counted(tmp_path, caplog):
     assert columns(tmp_path, "a.csv", "source,target\na,b\nc,\n,\n") == [("a", "b")]
     assert "a.csv: 2 of 3 rows are left out" in caplog.text
     assert f"The first one is {tmp_path}/a.csv, line 3, row 2" in caplog.text
@@ -135,7 +135,7 @@ def conll(tmp_path, text, **options):
     return read_conll(tmp_path / "words.txt", **options)
 
 
-def test_words_keep_their_unicode_spaces(tmp_path):
+def test_words_keep_unicode_spaces(tmp_path):
     tagged = "Paris\tB-LOC\n2\u00a0000\tO\nNew York\tNNP\tB-LOC \n \t\n\u2009 X O\na\u3000b  X  B-LOC\n"
     assert conll(tmp_path, tagged) == [
         (["Paris", "2\u00a0000", "New York"], ["B-LOC", "O", "B-LOC"]),
@@ -143,9 +143,9 @@ def test_words_keep_their_unicode_spaces(tmp_path):
     ]
 
 
-def test_words_of_a_test_file_keep_them_too(tmp_path, caplog):
-    found = conll(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", needs_tags=False)
-    assert found == [(["Paris", "2\u00a0000", "\u00a0", "New", "San Jose"], []), (["EU"], [])]
+def test_words_of_test_files_keep_unicode_spaces(tmp_path, caplog):
+    result = conll(tmp_path, "Paris\n2\u00a0000\n\u00a0\nNew York\nSan Jose\t\n\nEU\n", needs_tags=False)
+    assert result == [(["Paris", "2\u00a0000", "\u00a0", "New", "San Jose"], []), (["EU"], [])]
     assert "line 4: 'New York' must have 1 columns" in caplog.text
 
 
@@ -157,12 +157,12 @@ def test_words_of_a_test_file_keep_them_too(tmp_path, caplog):
         ("a\tb\t", "line 2: .* its tag"),
     ],
 )
-def test_a_line_of_other_columns_is_named(tmp_path, line, message):
+def test_line_with_other_columns_error_names_the_line(tmp_path, line, message):
     with pytest.raises(ValueError, match=f"words.txt, {message}"):
         conll(tmp_path, f"Ann B-PER\n{line}\n")
 
 
-def test_words_that_are_written_are_read_again(tmp_path):
+def test_written_words_are_read_unchanged(tmp_path):
     words = ["New York", "2\u00a0000", "\u00a0", "EU", "a\tb\nc"]
     text = _format_conll([(words, [])], [["B-LOC", "O", "O", "B-ORG", "O"]])
     assert conll(tmp_path, text) == [([*words[:4], "a b c"], ["B-LOC", "O", "O", "B-ORG", "O"])]
@@ -174,9 +174,9 @@ def squad(tmp_path, answer, **qa):
     return read_squad(tmp_path / "s.json")
 
 
-def test_an_answers_start_may_be_written_as_a_string(tmp_path):
-    [found] = squad(tmp_path, {"text": "cat", "answer_start": "2"})
-    assert found.answers[0].start == 2
+def test_answer_start_may_be_a_string(tmp_path):
+    [result] = squad(tmp_path, {"text": "cat", "answer_start": "2"})
+    assert result.answers[0].start == 2
 
 
 @pytest.mark.parametrize(
@@ -192,12 +192,12 @@ def test_an_answers_start_may_be_written_as_a_string(tmp_path):
         (2, {"question": "a\ud800"}, "half a surrogate pair"),
     ],
 )
-def test_answers_that_are_wrong_are_named(tmp_path, start, qa, message):
+def test_wrong_answers_error_names_the_question(tmp_path, start, qa, message):
     with pytest.raises(ValueError, match=rf"qas\[0\].*{message}"):
         squad(tmp_path, {"text": "cat", "answer_start": start}, **qa)
 
 
-def test_a_name_twice_in_squad_is_refused(tmp_path):
+def test_duplicate_json_key_in_squad_raises_an_error(tmp_path):
     squad(tmp_path, {"text": "cat", "answer_start": 2})
     path = tmp_path / "s.json"
     path.write_text(path.read_text().replace('"question": "Who?"', '"question": "Who?", "question": "What?"'))
@@ -205,7 +205,7 @@ def test_a_name_twice_in_squad_is_refused(tmp_path):
         read_squad(path)
 
 
-def test_empty_cells_of_glue_are_said(tmp_path, caplog):
+def test_empty_cells_of_glue_give_a_warning(tmp_path, caplog):
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\na\t1\n\t0\n \t1\n")
     with caplog.at_level(logging.WARNING):
         assert read_tsv(tmp_path / "dev.tsv", TASKS["sst2"])["text1"][:] == ["a", "", " "]
@@ -225,10 +225,10 @@ def test_empty_cells_of_glue_are_said(tmp_path, caplog):
     ],
 )
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
-def test_json_with_the_name_of_a_table_is_named(tmp_path, name, text):
+def test_json_content_in_a_table_file_raises_an_error(tmp_path, name, text):
     with pytest.raises(ValueError, match=rf"{name}.* contains JSON"):
         columns(tmp_path, name, text)
 
 
-def test_a_header_may_begin_with_a_bracket(tmp_path):
+def test_table_header_may_begin_with_a_bracket(tmp_path):
     assert columns(tmp_path, "a.csv", "[x],{y}\n1,2\n", names=("[x]", "{y}")) == [("1", "2")]

@@ -1,4 +1,4 @@
-"""Reading lines, parallel files and tables, and what is said of those that cannot be read."""
+"""Check that lines, parallel files and tables are read, and the errors for files that cannot be read."""
 
 import gzip
 
@@ -18,12 +18,12 @@ def write(tmp_path):
     return call
 
 
-def test_lines_of_plain_and_gzip_files_come_in_order_without_blank_ones(write):
+def test_plain_and_gzip_lines_are_read_in_order_without_blank_lines(write):
     paths = [write("a.txt", "one\r\n\ntwo \n   \n"), write("b.txt.gz", "drei\nvier")]
     assert read_lines(paths) == ["one", "two ", "drei", "vier"]
 
 
-def test_a_carriage_return_inside_a_line_ends_none(write):
+def test_carriage_return_inside_a_line_does_not_end_it(write):
     source = write("s.txt", "one\rhalf\r\ntwo\n")
     assert read_lines([source]) == ["one\rhalf", "two"]
     assert read_pairs(source, write("t.txt.gz", "eins\nzwei\rhalb\n")) == [
@@ -35,7 +35,7 @@ def test_a_carriage_return_inside_a_line_ends_none(write):
 
 
 @pytest.mark.parametrize("end", ["", ".gz"])
-def test_a_byte_order_mark_is_no_text(write, end):
+def test_byte_order_mark_is_removed(write, end):
     assert read_lines([write(f"a.txt{end}", "\ufeffone\n")]) == ["one"]
     assert read_columns([write(f"a.csv{end}", "\ufeffsource\none\n")], ["source"]) == [("one",)]
     assert list(TextFile(write(f"b.txt{end}", "\ufeffone\n\ntwo")).read_articles()) == [(0, "one\n"), (8, "two")]
@@ -50,13 +50,13 @@ def test_a_byte_order_mark_is_no_text(write, end):
         ("none.txt", None, OSError, r"none\.txt does not exist"),
     ],
 )
-def test_unreadable_text_is_named(write, tmp_path, name, content, error, message):
+def test_unreadable_text_error_names_the_file(write, tmp_path, name, content, error, message):
     path = tmp_path / name if content is None else write(name, content)
     with pytest.raises(error, match=message):
         read_lines([path])
 
 
-def test_a_truncated_gzip_file_is_named(write):
+def test_truncated_gzip_error_names_the_file(write):
     path = write("cut.txt.gz", "line\n" * 1000)
     path.write_bytes(path.read_bytes()[:-12])
     with pytest.raises(OSError, match=r"cut\.txt\.gz is not a complete gzip file"):
@@ -66,7 +66,7 @@ def test_a_truncated_gzip_file_is_named(write):
         read_lines([path])
 
 
-def test_pairs_need_as_many_lines_and_lose_blank_ones(write):
+def test_parallel_files_need_equal_line_counts_and_skip_blank_lines(write):
     source, target = write("s.txt", "a\nb\nc\n"), write("t.txt.gz", "x\n\nz\n")
     assert read_pairs(source, target) == [("a", "x"), ("c", "z")]
     with pytest.raises(ValueError, match=r"must have the same number of lines, got 3 and 2"):
@@ -85,7 +85,7 @@ def test_pairs_need_as_many_lines_and_lose_blank_ones(write):
         ("list.json.gz", '[\n{"en": "a, b", "de": "x"},\n{"en": "c", "de": "z"}]'),
     ],
 )
-def test_tables_give_their_columns(write, name, text):
+def test_tables_return_the_requested_columns(write, name, text):
     path = write(name, text)
     assert read_columns([path], ("en", "de")) == [("a, b", "x"), ("c", "z")]
     place = "line 1, the header" if name.endswith(("csv", "tsv")) else "row 1"
@@ -95,7 +95,7 @@ def test_tables_give_their_columns(write, name, text):
         read_columns([path], ("en", "fr"), "--text_columns")
 
 
-def test_a_row_with_a_blank_side_is_told_whatever_space_the_other_is(write, caplog):
+def test_rows_with_one_blank_side_give_a_warning(write, caplog):
     path = write("a.jsonl", '{"s": "\\u00a0", "t": ""}\n{"s": "", "t": " "}\n{"s": "one", "t": "two"}\n')
     assert read_columns([path], ("s", "t")) == [("one", "two")]
     assert (
@@ -104,19 +104,19 @@ def test_a_row_with_a_blank_side_is_told_whatever_space_the_other_is(write, capl
     )
 
 
-def test_a_table_whose_rows_are_all_half_blank_is_named(write):
+def test_table_with_only_half_blank_rows_raises_an_error(write):
     with pytest.raises(ValueError, match=r"a.csv: at least one row must have a text in each of the columns s, t"):
         read_columns([write("a.csv", "s,t\none,\ntwo,\n")], ("s", "t"))
 
 
-def test_a_dot_leads_into_a_nested_column(write):
+def test_dotted_name_selects_a_nested_column(write):
     path = write("rows.jsonl", '{"pair": {"en": "a", "de": "x"}, "c.d": "flat"}\n')
     assert read_columns([path], ("pair.de", "c.d")) == [("x", "flat")]
     with pytest.raises(ValueError, match=r"no column 'pair.fr'; its columns are pair.en, pair.de, c.d"):
         read_columns([path], ("pair.en", "pair.fr"))
 
 
-def test_blank_rows_stay_where_they_are_wanted(write):
+def test_blank_rows_are_kept_on_request(write):
     lines, table = write("a.txt", "one\n\ntwo\n"), write("a.csv", "s,t\none,1\n,2\n")
     assert read_lines([lines], keep_blank=True) == ["one", "", "two"]
     assert read_columns([table], ["s"], keep_blank=True) == [("one",), ("",)]
@@ -141,12 +141,12 @@ def test_blank_rows_stay_where_they_are_wanted(write):
         ("rows.csv", b"en,de\n\xff,x\n", "line 2, must be UTF-8"),
     ],
 )
-def test_other_tables_are_refused(write, name, text, message):
+def test_unsupported_tables_raise_an_error(write, name, text, message):
     with pytest.raises(ValueError, match=message):
         read_columns([write(name, text)], ("en", "de"))
 
 
-def test_a_document_in_a_csv_may_be_long_and_a_cut_file_is_named(write):
+def test_csv_cells_may_be_long_and_truncated_csv_error_names_the_file(write):
     document = "word " * 40_000
     assert read_columns([write("rows.csv", f'en,de\n"{document}",x\n')], ("en", "de")) == [(document, "x")]
     path = write("rows.csv.gz", "en,de\n" + "a,b\n" * 5000)
@@ -155,6 +155,6 @@ def test_a_document_in_a_csv_may_be_long_and_a_cut_file_is_named(write):
         read_columns([path], ("en", "de"))
 
 
-def test_tables_are_told_by_their_names():
+def test_table_formats_are_recognized_by_file_name():
     assert all(map(is_table, ("a.csv", "b.json", "c.jsonl", "d.CSV.gz", "e.tsv")))
     assert not any(map(is_table, ("a.txt", "b.gz", "csv", "c.txt.gz")))

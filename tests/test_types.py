@@ -1,4 +1,4 @@
-"""What a user's type checker sees: every public name and its annotations; and that nothing is exempt from our own."""
+"""Check the public names and annotations that a type checker sees, and that no module is excluded from mypy."""
 
 import ast
 import importlib
@@ -36,39 +36,39 @@ convert("bert", num_key_value_heads="4")
 
 
 def names_for_checkers(package):
-    """The names that a package imports where a type checker reads it."""
-    found = set()
+    """Return the names that a package imports under `TYPE_CHECKING`."""
+    result = set()
     for node in ast.walk(ast.parse(Path(package.__file__).read_text(encoding="utf-8"))):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            found |= {each.asname or each.name for sub in node.body for each in getattr(sub, "names", ())}
-    return found
+            result |= {item.asname or item.name for sub in node.body for item in getattr(sub, "names", ())}
+    return result
 
 
 @pytest.mark.parametrize("name", LAZY[1:])
-def test_what_is_imported_late_is_there_for_checkers(name):
+def test_lazy_imports_are_visible_to_type_checkers(name):
     package = importlib.import_module(f"hf_attn_variants{name}")
     public = set(package.__all__)
     assert names_for_checkers(package) == public
     assert any(isinstance(value, dict) and set(value) == public for value in vars(package).values())
-    assert all(getattr(package, each) is not None for each in package.__all__)
+    assert all(getattr(package, item) is not None for item in package.__all__)
 
 
-def test_the_front_door_is_there_for_checkers():
+def test_package_exports_are_visible_to_type_checkers():
     assert "convert" in names_for_checkers(hf_attn_variants)
     assert sorted(hf_attn_variants.__all__) == sorted({*hf_attn_variants.__all__}) and hf_attn_variants.convert
 
 
 @pytest.mark.parametrize("name", LAZY)
-def test_public_functions_say_their_types(name):
+def test_public_functions_are_annotated(name):
     package = importlib.import_module(f"hf_attn_variants{name}")
-    functions = [getattr(package, each) for each in package.__all__ if inspect.isfunction(getattr(package, each))]
+    functions = [getattr(package, item) for item in package.__all__ if inspect.isfunction(getattr(package, item))]
     for function in functions:
         hints = get_type_hints(function)  # raises for a name that only checkers know
         assert hints.keys() == {*inspect.signature(function).parameters, "return"}, function.__name__
     assert functions
 
 
-def test_nothing_is_exempt_from_the_check():
+def test_no_module_is_excluded_from_mypy():
     with (ROOT / "pyproject.toml").open("rb") as file:
         settings = tomllib.load(file)["tool"]["mypy"]
     overrides = settings.pop("overrides")
@@ -81,11 +81,11 @@ def test_nothing_is_exempt_from_the_check():
     ]
     for options in (settings, *overrides):
         assert not {"ignore_errors", "disable_error_code", "follow_imports", "exclude"} & options.keys()
-    ours = [name for each in overrides for name in each["module"] if name.startswith("hf_attn_variants")]
+    ours = [name for item in overrides for name in item["module"] if name.startswith("hf_attn_variants")]
     assert ours == [f"hf_attn_variants.modeling.ops.{name}_kernels" for name in ("latent", "triton")]
 
 
-def test_an_ignore_has_its_code_and_its_reason():
+def test_type_ignores_have_a_code_and_a_reason():
     ignores = [match for path in CHECKED for match in IGNORE.finditer(path.read_text(encoding="utf-8"))]
     assert len(ignores) <= MOST_IGNORES and all(match[1] for match in ignores)
     assert IGNORE.fullmatch("# type: ignore[assignment]  # a number by now")[1]
@@ -93,16 +93,16 @@ def test_an_ignore_has_its_code_and_its_reason():
 
 
 @pytest.mark.slow
-def test_a_users_code_is_checked(tmp_path):
-    """By mypy, in half a minute: it reads torch and transformers."""
+def test_mypy_checks_user_code(tmp_path):
+    """Check user code with mypy. It takes half a minute, because mypy reads torch and Transformers."""
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(USER)
     (tmp_path / "mypy.ini").write_text(f"[mypy]\nmypy_path = {ROOT}\nfollow_imports = silent\n")
     command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache"), "user.py"]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
-    revealed = [line.split('"')[1].rpartition(".")[2] for line in told.splitlines() if "Revealed type" in line]
+    outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    revealed = [line.split('"')[1].rpartition(".")[2] for line in outcome.splitlines() if "Revealed type" in line]
     assert revealed == ["PreTrainedModel", "ConversionReport", "int | None", "AttnVariantBertModel", "int | None"], (
-        told
+        outcome
     )
-    assert re.search(r'user\.py:11: error: Module has no attribute "convrt"', told), told
-    assert re.search(r"user\.py:12: error: No overload variant of \"convert\"", told), told
+    assert re.search(r'user\.py:11: error: Module has no attribute "convrt"', outcome), outcome
+    assert re.search(r"user\.py:12: error: No overload variant of \"convert\"", outcome), outcome

@@ -1,13 +1,13 @@
-"""The number that `convert` prints at its end, beside the true metric of the converted model on labeled examples.
+"""Compare the number that `convert` prints at its end with the true metric of the converted model on labeled examples.
 
 Three kinds of model are measured on examples that no conversion has read:
 
-- `masked`: a masked language model. The loss of masked tokens compared with the original's (nats per token), and the
-  share of masked tokens that is found.
-- `labels`: a classifier. The share of predictions that differ from the original's, and the accuracy. A line of the
-  file is a text, a tab and the name of its class.
-- `written`: an encoder-decoder. The share of written tokens that differ from the original's, by edit distance, and
-  the share of outputs that are the same.
+- `masked`: a masked language model. The number is the loss of masked tokens compared with the original model (nats per
+  token), and the metric is the share of masked tokens that are predicted.
+- `labels`: a classifier. The number is the share of predictions that differ from the original model, and the metric is
+  the accuracy. A line of the file is a text, a tab and the name of its class.
+- `written`: an encoder-decoder. The number is the share of generated tokens that differ from the original model, by
+  edit distance, and the metric is the share of equal outputs.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def batches(tokenizer: Any, texts: Sequence[str], size: int) -> Iterator[Any]:
-    """Yield texts as a model's arguments, cut at the tokenizer's own length alone."""
+    """Yield texts as a model's arguments, truncated only to the tokenizer's maximum length."""
     for start in range(0, len(texts), size):
         yield tokenizer(list(texts[start : start + size]), padding=True, truncation=True, return_tensors="pt")
 

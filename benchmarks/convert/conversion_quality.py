@@ -1,9 +1,10 @@
-"""What conversion costs in quality: methods by key/value heads by steps of uptraining, on a real BERT and a real T5.
+"""Measure the quality of conversions by method, key/value heads and steps of uptraining, on a real BERT and a real T5.
 
-all-MiniLM-L6-v2 is scored by Spearman's correlation on the STS-B dev set (zero-shot cosines) and by the mean cosine of
-its embeddings to the multi-head model's on held-out Wikipedia lines; the T5 of shared/data/checkpoints, whose decoder
-is converted, by BLEU (greedy) and loss on the Multi30k validation set. Each checkpoint is made by the commands a user
-has, scripts/convert_checkpoint.py and scripts/uptrain.py. The JSON is written after each row; rows in it are kept.
+all-MiniLM-L6-v2 is scored by Spearman's correlation on the STS-B dev set (zero-shot cosines), and by the mean cosine
+of its embeddings to those of the multi-head model on held-out Wikipedia lines. The decoder of the T5 of
+shared/data/checkpoints is converted, and scored by BLEU (greedy) and loss on the Multi30k validation set. The commands
+scripts/convert_checkpoint.py and scripts/uptrain.py make each checkpoint. The script writes the JSON after each row
+and keeps existing rows.
 """
 
 import argparse
@@ -97,7 +98,7 @@ class Results:
         return sorted(self._rows.values(), key=_order)
 
     def __contains__(self, key: tuple) -> bool:
-        # A row that has a batch_order was made by an earlier version of --group_by_length: it is measured anew.
+        # An earlier version of --group_by_length made rows with a batch_order. They are measured again.
         return key in self._rows and "batch_order" not in self._rows[key]
 
     def add(self, row: Row) -> None:
@@ -120,9 +121,9 @@ def row_key(row: Row) -> tuple:
 def planned_rows(
     subject: Any, methods: Sequence[str], kv_heads: Sequence[int] | None, steps: Sequence[int], seeds: Sequence[int]
 ) -> list[Row]:
-    """List the keys of the rows that are asked for, those of one conversion beside each other.
+    """List the keys of the requested rows, ordered by conversion.
 
-    Where nothing is random, no training and no sample of texts, there is seed 0 alone.
+    Settings without randomness (no training and no sample of texts) only use seed 0.
     """
     rows = [(MULTI_HEAD, subject.heads, 0, 0)]
     for method, k, seed, count in itertools.product(methods, kv_heads or subject.kv_heads, seeds, steps):
@@ -196,7 +197,7 @@ def summarise(values: Sequence[float], form: str) -> str:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Return the Markdown tables: one a metric, methods and steps by key/value heads, in today's order of batches."""
+    """Return one Markdown table per metric, methods and steps by key/value heads, in the current order of batches."""
     rows = [row for row in rows if "batch_order" not in row]
     return "\n\n".join(
         table(rows, subject, name)
@@ -228,10 +229,9 @@ def table(rows: Sequence[Row], subject: Any, metric: str) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw quality against key/value heads: a panel for each model and number of steps, a line a method.
+    """Plot quality against key/value heads, with a panel per model and number of steps, and a line per method.
 
-    Models and steps that were measured at one number of heads only, and steps that were not measured of every model,
-    are in the tables alone.
+    The plot omits settings with one number of heads, and steps that were not measured for every model.
     """
     names = ("model", "steps", "num_key_value_heads")
     measured = {tuple(row[name] for name in names) for row in rows if row["method"] != MULTI_HEAD}

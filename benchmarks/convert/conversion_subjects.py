@@ -64,7 +64,7 @@ class SentenceEncoder:
         """Write the texts of one seed and return the flags that name them."""
         lines = self.calibration_lines(seed)
         sizes = ["--calibration_size", str(self.calibration_texts), "--max_length", str(self.calibration_length)]
-        # As these texts were chosen; what passages beside them change is measured by retention.py.
+        # The texts are used without passages; retention.py measures the effect of passages.
         return [*write_texts(folder, {"calibration_file": lines}), *sizes, "--no-calibration_passages"]
 
     def training_flags(self, folder: Path, seed: int, steps: int) -> list[str]:

@@ -1,8 +1,8 @@
-"""Does it help to fit each layer to what the converted layers before it make, instead of to what the source makes?
+"""Compare two orders of fitting layers: to the original model, or to the layers that were converted before.
 
-All layers at once, as `convert` does it, beside one layer after the other: the model in which the layers before are
-converted already is the source of the next layer's conversion, so that its queries, keys and values are read from
-what will be there, and its own outputs on that are what it is fitted to. Same texts, same seed.
+The first run converts all layers at once, like `convert`. The second run converts one layer after the other. Its
+source is the model whose earlier layers are already converted, so that inputs and target outputs come from this model.
+Both runs use the same texts and the same seed.
 
 Example:
     python -m benchmarks.convert.fit_order --data_dir ../shared/data --subject minilm --num_key_value_heads 4 1

@@ -1,9 +1,9 @@
-"""What real models keep in int8: a T5 and a Marian on Multi30k, MiniLM on STS-B, a Whisper on recordings.
+"""Measure the quality of real models in int8: a T5 and a Marian on Multi30k, MiniLM on STS-B, a Whisper on recordings.
 
-Each model runs in float32, by `quantize`, and by torch's own `quantize_dynamic`; after `share_memory`, and as variants
-of this package that put out the same in float32, by `quantize` alone. "agree" is the share of tokens that are still
-the likeliest ones after what float32 has written. No figure here is of speed. The JSON is written after each row; rows
-in it stay.
+Each model runs in float32, with `quantize`, and with torch's `quantize_dynamic`. Models with `share_memory` and
+variants with equal float32 outputs run only with `quantize`. "agree" is the share of tokens that are still the most
+likely ones after the float32 outputs. The script measures no speed. It writes the JSON after each row and keeps
+existing rows.
 
 Example:
     python -m benchmarks.convert.int8_quality --data_dir ../shared/data
@@ -74,7 +74,7 @@ def by_torch(model: Any) -> Any:
 
 
 def ways(args: argparse.Namespace) -> dict[str, Callable[[Any], Any]]:
-    """Return what is done with a model, by name."""
+    """Return a dictionary of functions that quantize a model."""
     found = {FLOAT32: lambda model: model, INT8: lambda model: quantize(copy.deepcopy(model)), TORCHS: by_torch}
     return found | ({BFLOAT16: lambda model: quantize(copy.deepcopy(model), "bfloat16")} if args.bfloat16 else {})
 
@@ -104,7 +104,7 @@ class Translation:
         self.written: list[torch.Tensor] = []
 
     def models(self) -> Iterator[tuple[str, Any]]:
-        """Yield the model as it is and otherwise, by name."""
+        """Yield the names and forms of the model, beginning with the unchanged one."""
         upstream = AutoModelForSeq2SeqLM.from_pretrained(self.folder).eval()
         yield self.name, upstream
         yield f"{self.name}, shared", share_memory(copy.deepcopy(upstream))
@@ -180,7 +180,7 @@ class Speech:
         self.source: list[str] | None = None
 
     def models(self) -> Iterator[tuple[str, Any]]:
-        """Yield the model as it is, and sharing its memory."""
+        """Yield the unchanged model, and a copy that shares its memory."""
         upstream = AutoModelForSpeechSeq2Seq.from_pretrained(self.folder).eval()
         yield self.name, upstream
         yield f"{self.name}, shared", share_memory(copy.deepcopy(upstream))

@@ -1,10 +1,10 @@
-"""Which layers are worth keeping: does `keep_matching_layers` choose those that save most, on other encoders too?
+"""Check which layers `keep_matching_layers` should keep, on other encoders than MiniLM too.
 
-The finding is MiniLM's: two of its six layers look for a word's other occurrences, and a fine-tuning on pairs needs
-them. Here MiniLM, the BERT of 12 layers that reads chemical reactions (PyPI rxnfp, see `reactions.py`) and the encoder
-of the T5 are converted with no layer kept, with one at a time, with the two that `keep_matching_layers` chooses, and
-with the two whose heads look for other occurrences least, and scored as they are. The encoders get hedgehog features,
-for one head costs the BERT nothing; the T5's encoder one head of eight. Rows that the JSON has are kept.
+Two of MiniLM's six layers are token-matching layers, and fine-tuning on pairs needs them. This script converts MiniLM,
+a BERT of 12 layers for chemical reactions (PyPI rxnfp, see `reactions.py`) and the encoder of the T5. It keeps no
+layer, each single layer, the two layers that `keep_matching_layers` chooses, or the two with the lowest shares. The
+models are scored without training. The encoders get hedgehog features, because one head costs the BERT nothing. The
+encoder of the T5 gets one head of eight. Existing rows of the JSON are kept.
 
 Example:
     python -m benchmarks.convert.kept_layers minilm

@@ -1,10 +1,11 @@
-"""What a kernel in a softmax's place costs in quality, before and after the fit: a real sentence encoder, no labels.
+"""Measure the quality of conversions to linear attention, before and after the fit: a sentence encoder without labels.
 
-all-MiniLM-L6-v2 by Spearman's correlation on the STS-B dev set and by the mean cosine of its embeddings to its own on
-held-out Wikipedia lines, as `conversion_quality.py` scores heads. A hybrid has three rows: as it is, and with either
-branch taken away, by the factor between them; distilled three more. The JSON is written after each model; rows in it
-are kept. A fit of 400 steps takes some five minutes of one core. With `--distillation_steps` the last fit is distilled
-too, by the recipe that `attn-variants convert` prints: all parameters, lines of Wikipedia, the source as teacher.
+all-MiniLM-L6-v2 is scored by Spearman's correlation on the STS-B dev set, and by the mean cosine of its embeddings to
+the original ones on held-out Wikipedia lines, like in `conversion_quality.py`. A hybrid has three rows: unchanged, and
+without either branch, by the factor between them. With distillation it has three more. The script writes the JSON
+after each model and keeps existing rows. A fit of 400 steps takes about five minutes on one core. With
+`--distillation_steps`, the last fit is also distilled with the recipe that `attn-variants convert` prints: all
+parameters, lines of Wikipedia, and the original model as teacher.
 
 Example:
     python -m benchmarks.convert.kernel_conversion --kernels elu hedgehog --fit_steps 0 400 --num_threads 1
@@ -36,7 +37,7 @@ UNFITTED = "unfitted"
 SUBJECTS = {"lines": SentenceEncoder, "sentences": SentenceEncoderOnSentences}
 KEY = ("texts", "kernel", "features", "fit", "calibration_size", "max_length")
 OF_SOME = ("window", "reads", "keep_matching_layers", "distillation_steps")  # of hybrids the first two
-# The branches of a hybrid that are read, by the logarithm of gamma; None = as it is. By 80 nothing is left of the
+# The branches of a hybrid that are used, by the logarithm of gamma; None: unchanged. With 80, nothing is left of the
 # kernel's weights in float32, and the window's sums are below its largest number.
 BRANCHES = {"both": None, "the window": 80.0, "outside of it": -torch.inf}
 
@@ -61,9 +62,9 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 def convert(
     subject: SentenceEncoder, kernel: str, steps: int | None, args: argparse.Namespace
 ) -> tuple[PreTrainedModel, float]:
-    """Return the converted model and the seconds that it took; without steps (None) the weights stay as they are.
+    """Return the converted model and the seconds of the conversion; without steps (None) the weights do not change.
 
-    The fit reads the texts of `--texts`, and features are `--features` where the kernel has any.
+    The fit reads the texts of `--texts`, and kernels with features have `--features` of them.
     """
     source, started = AutoModel.from_pretrained(subject.source), time.perf_counter()
     fields: dict[str, Any] = {"attention_kernel": kernel}

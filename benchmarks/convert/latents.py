@@ -1,11 +1,11 @@
-"""Latents against shared heads: what a conversion keeps at each size of the cache, on a real T5 and a real BERT.
+"""Compare latents with shared heads: the quality at each size of the cache, on a real T5 and a real BERT.
 
-The T5 of shared/data/checkpoints is scored by BLEU (greedy) and loss on Multi30k, all-MiniLM-L6-v2 by Spearman's
-correlation on STS-B dev and by the mean cosine of its embeddings to the source's, on Wikipedia lines (of the kind that
-it was calibrated on) and on STS-B's sentences (of another). Nothing is trained. Each checkpoint is made by the command
-that a user has, with its defaults and with the closed form alone. The JSON is written after each row; rows in it stay.
+The T5 of shared/data/checkpoints is scored by BLEU (greedy) and loss on Multi30k. all-MiniLM-L6-v2 is scored by
+Spearman's correlation on STS-B dev, and by the mean cosine of its embeddings to the original ones. The cosine uses
+Wikipedia lines, like the calibration, and sentences of STS-B. Nothing is trained. The command makes each checkpoint,
+with its defaults and with only the closed form. The script writes the JSON after each row and keeps existing rows.
 
-Numbers a token: what the caches of all layers hold, of a source token and of a generated one.
+The cache size is the number of values that the caches of all layers store per source token and per generated token.
 """
 
 import argparse
@@ -42,7 +42,7 @@ T5_OPTIONS: tuple[dict[str, int], ...] = (
     *({"cross_kv_lora_rank": 128, "kv_lora_rank": r} for r in (64, 32)),
     {"cross_kv_lora_rank": 64, "kv_lora_rank": 32},
 )
-# By numbers a token (2 k d of heads, r of a latent) and, the last four, by parameters of keys and values.
+# Equal cache size per token (2 k d of heads, r of a latent), and for the last four equal parameters.
 MINILM_OPTIONS: tuple[dict[str, int], ...] = (
     {},
     *({"num_key_value_heads": k} for k in (6, 4, 2, 1)),
@@ -191,7 +191,7 @@ def tables(rows: list[Row]) -> str:
 
 
 def plot(rows: list[Row], output: Path) -> None:
-    """Draw quality against numbers a token and against parameters, heads beside latents: a file a model."""
+    """Plot quality against cache size per token and parameters of heads and latents, with one file per model."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -206,7 +206,7 @@ def plot(rows: list[Row], output: Path) -> None:
         grid = figure.subplots(len(metrics), 2, squeeze=False, sharey="row")
         for (metric, title), line in zip(metrics.items(), grid, strict=True):
             for axes, (size, label) in zip(line, axes_of.items(), strict=True):
-                named: set[str] = set()  # the closed form and the fit lie close together
+                named: set[str] = set()  # the closed form and the fit are close together
                 for row in mine:
                     if row["option"]:
                         is_heads = "num_key_value_heads" in row["option"]

@@ -1,8 +1,8 @@
-"""What conversions of a Marian keep on Multi30k, English to German: without training, and after some distillation.
+"""Measure the quality of converted Marian models on Multi30k, English to German, without and with distillation.
 
-The Marian is what `train_marian.py` makes, plain upstream code. Conversions are made by the command that a user
-has, with its defaults, on 2,048 training pairs; distillation is `scripts/uptrain.py` on all. BLEU (greedy) and loss
-are those of the validation set. The JSON is written after each row; rows in it stay.
+`train_marian.py` trains the Marian with the code of Transformers. The command converts it with its defaults on 2,048
+training pairs, and `scripts/uptrain.py` distills it on all pairs. The scores are BLEU (greedy) and loss on the
+validation set. The script writes the JSON after each row and keeps existing rows.
 
 Example:
     python -m benchmarks.convert.marian_multi30k --model MARIAN_FOLDER --data_dir ../shared/data

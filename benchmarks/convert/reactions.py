@@ -1,9 +1,9 @@
-"""What fewer heads cost models that were never tuned on here: an ALBERT and a BERT of 12 layers that read chemistry.
+"""Measure conversions to fewer heads on chemistry models that were not used for tuning: an ALBERT and a BERT.
 
 The models are those of the PyPI packages rxnmapper 0.4.3 (ALBERT, 8 heads) and rxnfp 0.1.0 (BERT, 4 heads), trained
-on masked tokens of chemical reactions. The reactions are the 50,000 of the PyPI package drfp 0.3.7. Converted by the
-command's defaults on 2,048 reactions of the training split; scored by the share of masked tokens that are found in 600
-reactions of the test split.
+on masked tokens of chemical reactions. The 50,000 reactions are those of the PyPI package drfp 0.3.7. The command
+converts the models with its defaults on 2,048 reactions of the training split. The score is the share of masked tokens
+that are predicted in 600 reactions of the test split.
 
 Example:
     pip download --no-deps rxnmapper==0.4.3 rxnfp==0.1.0 && pip download --no-deps --no-binary :all: drfp==0.3.7
@@ -33,12 +33,12 @@ from benchmarks.convert.conversion_quality import run_record
 from hf_attn_variants.cli import main as command
 from hf_attn_variants.files import atomic_write, load_json
 
-# Where a model lies in its wheel, and the class of its head.
+# The folder of a model in its wheel, and the class of its head.
 SOURCES = {
     "albert": ("rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k", "AlbertForMaskedLM"),
     "bert": ("rxnfp/models/transformers/bert_pretrained", "BertForMaskedLM"),
 }
-# Of SMILES: an atom in brackets, one of two letters, a ring's number of two digits, the arrow; else a character.
+# Tokens of SMILES: an atom in brackets, two-letter atoms, two-digit ring numbers, the arrow, or a character.
 TOKENS = r"\[[^\]]+\]|Br|Cl|%\d\d|>>|."
 MASKED, BATCH, MAX_LENGTH = 0.15, 50, 256
 

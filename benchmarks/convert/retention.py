@@ -1,12 +1,12 @@
-"""What a conversion of all-MiniLM-L6-v2 keeps on text of many kinds, calibrated on lines, or on passages beside them.
+"""Measure the quality of a converted all-MiniLM-L6-v2 on many kinds of text, calibrated on lines or on passages.
 
-Each checkpoint is made by the command at its defaults, from lines of Wikipedia, with `--calibration_passages` or
-without, in all layers or in those alone that do not find words again (`--keep_matching_layers`). Nothing is trained.
-Measured is what the converted model makes of text that nothing was fitted to, beside what its source makes of it:
+The command makes each checkpoint with its defaults, from lines of Wikipedia, with or without
+`--calibration_passages`. It converts all layers, or all except the token-matching ones (`--keep_matching_layers`).
+Nothing is trained. On text that was not used for fitting, three numbers compare the converted with the original model:
 
-- error: of the last hidden states, the root of the squared error over the variance, all tokens together;
-- cosine: of the embeddings (means over tokens), the mean over texts;
-- neighbours: the share of texts whose nearest other one is the same.
+- error: the root of the squared error of the last hidden states over their variance, over all tokens together
+- cosine: the mean cosine over texts of the embeddings (means over tokens)
+- neighbours: the share of texts that keep their nearest other text
 
 Example:
     python -m benchmarks.convert.retention --num_key_value_heads 4 1
@@ -91,7 +91,7 @@ def _questions(path: Path) -> list[tuple[str, str]]:
 
 @torch.inference_mode()
 def compare(model: Any, source: Any, tokenizer: Any, texts: Texts, length: int) -> dict[str, float]:
-    """Return error, cosine and neighbours of a model on texts, against its source; of pairs the error alone."""
+    """Return error, cosine and neighbours of a model on texts compared with its source; for pairs only the error."""
     wrong = spread = 0.0
     for start in range(0, len(texts), BATCH_SIZE):
         rows = list(texts[start : start + BATCH_SIZE])

@@ -1,7 +1,7 @@
-"""What little text, or text of another kind, makes of a conversion: MiniLM with 4 of 12 heads, beside averaged heads.
+"""Measure conversions with little or unsuitable text: MiniLM with 4 of 12 heads, compared with averaged heads.
 
-Scored by Spearman's correlation on the STS-B dev set and by the mean cosine of embeddings to the source's on 512
-held-out lines of Wikipedia; with what the conversion itself says of the whole model, and the warnings that it gives.
+The scores are Spearman's correlation on the STS-B dev set, and the mean cosine of embeddings to the original ones on
+512 held-out lines of Wikipedia. The report also contains the quality that the conversion reports, and its warnings.
 """
 
 import argparse

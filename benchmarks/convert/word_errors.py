@@ -77,7 +77,7 @@ def error_rate(references: Sequence[str], found: Sequence[str]) -> dict[str, Any
 
 
 class Transcript(NamedTuple):
-    """What a model writes of a recording: its text, its tokens, and the second at which each is said, if asked for."""
+    """A transcript of a recording: its text, its tokens, and optionally the second of each token."""
 
     text: str
     tokens: list[int]

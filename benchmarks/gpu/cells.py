@@ -25,7 +25,7 @@ from benchmarks.machine import machine
 from benchmarks.page_faults import Watch, memory_now
 from hf_attn_variants.files import atomic_write, load_json
 
-# A part's exit status: all cells have a result; time is up; the device must be opened anew, by a new process.
+# The exit statuses of a part: all cells have a result, the time is up, or the device needs a new process.
 COMPLETE, UNFINISHED, DEVICE_LOST = 0, 3, 4
 MAX_TRIES = 2
 # After such an error every later call of the process fails.

@@ -1,8 +1,8 @@
-"""T5-base and T5-large decode: tokens a second, memory and the largest batch, by batch; `decode.py` at a GPU's sizes.
+"""Measure decoding of T5-base and T5-large by batch size: tokens per second, memory and the largest batch.
 
-Beside upstream's are multi-head attention, two key/value heads, one, cross-attention that reads the encoder's outputs
-themselves ("exact"), and one from latents a quarter as wide. Goal: exact, at batch 64 and a source of 2,048 tokens,
-1.5 times upstream's speed.
+The contestants are Transformers, multi-head attention, two key/value heads, one key/value head, cached encoder outputs
+("exact"), and latents a quarter as wide. The target for "exact" is 1.5 times the speed of Transformers, at batch 64
+and a source of 2,048 tokens. `decode.py` does the same on CPUs.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from benchmarks.speed import decode
 from hf_attn_variants.modeling.ops import latent_decoding
 
 SOURCE = 2048
-# First what the goal is about. None: the largest batch. Each change of the shape makes all models anew.
+# The shape of the target comes first. None: the largest batch. A change of the shape rebuilds all models.
 SETTINGS = [("t5-base", 64), *(("t5-large", batch) for batch in (64, 256, 1, None))]
 SETTINGS += [*(("t5-base", batch) for batch in (256, 1, None, 16)), ("t5-large", 16)]
 TINY_SETTINGS = [("tiny", 2), ("tiny", 1), ("tiny", None)]
@@ -43,7 +43,7 @@ def make_cells(args: argparse.Namespace) -> Cells:
 
 @cache
 def contestants(shape: str, device: str, *flags: str) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Return the settings of `decode.py`, and the models by name."""
+    """Return the settings of `decode.py`, and a dictionary of the models."""
     width, heads = decode.SHAPES[shape]["d_model"], decode.heads_of(decode.SHAPES[shape])
     argv = ["--shape", shape, "--device", device, "--dtype", "bfloat16" if device == "cuda" else "float32"]
     argv += ["--num_key_value_heads", str(heads), "2", "1", "--cross_kv_lora_rank", str(width), str(width // 4)]
@@ -69,9 +69,9 @@ def speed(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_static_cache(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return `decode.py`'s rows with `cache_implementation="static"`, for which `generate` compiles a step itself.
+    """Return the rows of `decode.py` with `cache_implementation="static"`, for which `generate` compiles the step.
 
-    The last row is of "exact" without our kernels, and beside itself.
+    The last row compares "exact" without and with our kernels.
     """
     settings, models = contestants(shape, args.device, "--cache", "static")
     chosen = {name: model for name, model in models.items() if name not in NOT_COMPILED}
@@ -109,7 +109,7 @@ def peak_bytes(model: Any, settings: argparse.Namespace, batch: int, source: int
 
 
 def largest_batches(shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return of each model the largest power of two that fits beside all models' weights, and its bytes."""
+    """Return the largest power of two that fits with the weights of all models, and its bytes, for each model."""
     settings, models = contestants(shape, args.device)
     source, most = (8, 4) if args.tiny else (SOURCE, MOST_BATCH)
     found: dict[str, Any] = {}

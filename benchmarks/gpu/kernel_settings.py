@@ -1,8 +1,8 @@
-"""How the talking-heads kernels are best launched: block, warps and workspace, and where the time goes.
+"""Compare launch settings of the talking-heads kernels (block, warps and workspace), and split up their time.
 
-BERT-base's 12 heads of 64 and some 16,384 tokens a call, as in `kernel_speed`. Each cell times `triton_forward` and
-`triton_backward` with one choice in place of the package's, in turn with the package's own. "Launching" is what Python
-takes to launch all of it: where it is more than the device's time, the device waits.
+The sizes are BERT-base's 12 heads of 64 and about 16,384 tokens per call, as in `kernel_speed`. Each cell times
+`triton_forward` and `triton_backward` with one changed setting, alternating with the default. "Launching" is the time
+that Python needs to launch the kernels. If it exceeds the time of the device, the device waits.
 """
 
 import argparse

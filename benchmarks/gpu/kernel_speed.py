@@ -1,7 +1,7 @@
-"""The talking-heads kernels beside torch's fused attention, which mixes no heads, and the compiled formula.
+"""Compare the talking-heads kernels with torch's fused attention, which mixes no heads, and with the compiled formula.
 
-BERT-base's 12 heads of 64, some 16,384 tokens a call. Goals: at most three times fused attention's time, five times
-the compiled formula's speed, memory linear in the length.
+The sizes are BERT-base's 12 heads of 64 and about 16,384 tokens per call. The targets are at most three times the time
+of fused attention, five times the speed of the compiled formula, and memory that is linear in the length.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def chosen(n: int, device: str, tiny: bool) -> dict[str, Any]:
 
 
 def times(n: int, option: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds by peer, and ours beside the goals."""
+    """Return milliseconds by peer, and our ratios with their targets."""
     heads, head_dim = (2, 8) if args.tiny else (HEADS, HEAD_DIM)
     shape = (max(1, (2 * n if args.tiny else TOKENS) // n), heads, n, head_dim)
     inputs = make_inputs(shape, option, args.device, getattr(torch, dtype))

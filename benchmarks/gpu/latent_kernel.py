@@ -1,8 +1,8 @@
-"""One query a head of a latent, as a decoder's step reads it: our Triton kernels, torch's, and the truth.
+"""Compare kernels for one query per head and a latent, as in a decoding step: our Triton kernels, torch, the formula.
 
-Beside it stands multi-head attention to keys and values of every head, which reads 2 h d numbers a token where a
-latent has r. Sizes are those of cross-attention in T5-base, T5-large and Whisper base. "Reading" is the time that the
-device takes to read the latent once.
+Multi-head attention to separate keys and values of every head reads 2 h d numbers per token, and attention to a latent
+reads r. The sizes are those of cross-attention in T5-base, T5-large and Whisper base. "Reading" is the time that the
+device needs to read the latent once.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def truth(case: Case, kind: str | None, dtype: str, args: argparse.Namespace) ->
     logits = query.double() @ latent.double().mT * scaling + added
     want = logits.softmax(-1) @ latent.double()
     launch = launch_of(query, latent)
-    # The kernels themselves: the other way round, torch's would stand in for those that fail.
+    # Call the kernels directly, because the public function falls back to torch.
     error = relative_error(one_latent_by_kernels(query, latent, mask, scaling, launch), want)
     return {"error": error, "launch": list(launch), "met": error <= LIMITS[dtype]}
 
@@ -168,7 +168,7 @@ def times(case: Case) -> dict[str, Any]:
 
 
 def measure(name: str, way: Callable[[], Tensor], row: dict[str, Any]) -> None:
-    """Put the median of a way's replays into the row, or why there is none."""
+    """Put the median time of a contestant's replays into the row, or the reason why it is missing."""
     from triton.testing import do_bench_cudagraph
 
     if name in row["microseconds"]:

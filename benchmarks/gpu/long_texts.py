@@ -1,7 +1,8 @@
-"""Attention whose cost is linear in the length, beside fused full attention, to 65,536 tokens; `sliding_window.py`'s.
+"""Compare attention of linear cost with fused full attention, up to 65,536 tokens, like `sliding_window.py`.
 
-Attention alone (12 heads of 64), BERT-base's layer, memory. Windows, by FlexAttention where it agrees with the blocks
-and in blocks, and each `attention_kernel` that the package has. First whether FlexAttention agrees, a cell a kind.
+The cells measure attention (12 heads of 64), a layer of BERT-base, and memory. The contestants are windows with
+FlexAttention, if it agrees with the blocks, windows in blocks, and each `attention_kernel` of the package. First, one
+cell per kind checks whether FlexAttention agrees.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from benchmarks.long.sliding_window import HEAD_DIM, HEADS, PEERS, WINDOW, bert_
 from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_step
 from hf_attn_variants.modeling.ops import flex_windows
 
-try:  # a package without them has windows alone
+try:  # an older package only has windows
     from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 except ImportError:
     KERNELS = ()
@@ -94,7 +95,7 @@ def _fields(kernel: str, n: int) -> dict[str, Any]:
 
 
 def memory(n: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the MiB that a call of attention alone adds."""
+    """Return the MiB that a call of attention adds."""
     heads, dtype = _heads_and_dtype(args)
     return memory_row(make_peers(args.device, WINDOWS), heads, HEAD_DIM, n, dtype, args.device)
 

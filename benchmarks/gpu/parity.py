@@ -1,8 +1,8 @@
-"""Every host beside upstream's on the device: outputs, gradients, tokens; and every variant beside the CPU's.
+"""Compare every architecture with Transformers on the device, and every variant with the CPU.
 
-Half precision differs by rounding: our model may be as far from upstream's float32 as upstream's own half-precision
-model is, and half as far again. The hosts are those of the tests, at their tiny sizes; `real` ones have heads of 64
-and 512 tokens, where other kernels serve.
+Half precision differs by rounding. The limit is 1.5 times the distance of Transformers' half-precision model from its
+float32 model. The architectures are those of the tests, at their tiny sizes. `real` ones have heads of 64 and 512
+tokens, for which other kernels are used.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from benchmarks.gpu.cells import Cells, main, relative_error
 
 DTYPES = ("float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("eager", "sdpa")
-# Of float32: sums in another order. Of half precision: so many times upstream's own error, and two roundings of the
-# format: by chance a handful of numbers may lie near upstream's float32.
+# The limit of float32 covers another order of sums. For half precision it is a multiple of the error of
+# Transformers, plus two roundings, because few values can be close to float32 by chance.
 FLOAT32_LIMIT, TIMES_UPSTREAMS, SPARE = 2e-5, 1.5, {"bfloat16": 2**-7, "float16": 2**-10}
-# Of a variant beside itself on the CPU in float32.
+# The limits of a variant compared with itself on the CPU in float32.
 VARIANT_LIMITS = {"float32": 1e-4, "bfloat16": 6e-2, "float16": 1e-2}
-HOSTS = (*ARCHITECTURES, *RELATIVES)
+ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
 REAL_LENGTH, REAL_BATCH = 512, 4
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 12, "intermediate_size": 3072, "hidden_size": 768}
 SIZES |= {"vocab_size": 32000, "max_position_embeddings": 512}
@@ -35,32 +35,36 @@ REAL = {
 
 
 def make_cells(args: argparse.Namespace) -> Cells:
-    """One cell a host and number format, then the real sizes, then a variant and format each."""
+    """One cell an architecture and number format, then the real sizes, then a variant and format each."""
     cells: Cells = {}
-    for host in HOSTS:
+    for architecture in ALL_ARCHITECTURES:
         for dtype in DTYPES:
-            cells[f"{host.name}, {dtype}"] = lambda host=host, dtype=dtype: host_parity(host, args.device, dtype)
-    for name, (host, sizes) in REAL.items():
-        for dtype in DTYPES if not args.tiny else ():
-            cells[f"real {name}, {dtype}"] = lambda host=host, sizes=sizes, dtype=dtype: real_parity(
-                replace(host, tiny=host.tiny | sizes), args.device, dtype
+            cells[f"{architecture.name}, {dtype}"] = lambda architecture=architecture, dtype=dtype: (
+                architecture_parity(architecture, args.device, dtype)
             )
-    for host in ARCHITECTURES:
+    for name, (architecture, sizes) in REAL.items():
+        for dtype in DTYPES if not args.tiny else ():
+            cells[f"real {name}, {dtype}"] = lambda architecture=architecture, sizes=sizes, dtype=dtype: real_parity(
+                replace(architecture, tiny=architecture.tiny | sizes), args.device, dtype
+            )
+    for architecture in ARCHITECTURES:
         for variant in VARIANTS:
             for dtype in DTYPES:
-                cells[f"{host.name} {variant}, {dtype}"] = lambda host=host, variant=variant, dtype=dtype: (
-                    variant_parity(host, variant, args.device, dtype)
+                cells[f"{architecture.name} {variant}, {dtype}"] = (
+                    lambda architecture=architecture, variant=variant, dtype=dtype: variant_parity(
+                        architecture, variant, args.device, dtype
+                    )
                 )
     return cells
 
 
-def host_parity(host: Architecture, device: str, dtype: str) -> dict[str, Any]:
-    """Return the largest errors over a host's heads, both implementations; the gradients' and the tokens' too."""
+def architecture_parity(architecture: Architecture, device: str, dtype: str) -> dict[str, Any]:
+    """Return the largest errors over an architecture's heads with both implementations, including gradients."""
     worst: dict[str, float] = {"ours": 0.0, "upstream": 0.0}
     misses, tokens = [], None
-    for head in host.heads:
-        upstream, ours = pair(host, head)
-        batch = host.batch(head, labels=True)
+    for head in architecture.heads:
+        upstream, ours = pair(architecture, head)
+        batch = architecture.batch(head, labels=True)
         with torch.no_grad():
             exact = outputs(upstream.to(device), to_device(batch, device))
         for implementation in IMPLEMENTATIONS:
@@ -78,17 +82,17 @@ def host_parity(host: Architecture, device: str, dtype: str) -> dict[str, Any]:
     return {"errors": worst, "misses": misses, "same_tokens": tokens, "met": not misses and tokens is not False}
 
 
-def pair(host: Architecture, head: str, **fields: Any) -> tuple[Any, Any]:
+def pair(architecture: Architecture, head: str, **fields: Any) -> tuple[Any, Any]:
     """Return upstream's model of a head and ours, with the same weights."""
-    upstream = host.upstream_model(head)
-    ours = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head, **fields)).eval()
+    upstream = architecture.upstream_model(head)
+    ours = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head, **fields)).eval()
     ours.load_state_dict(upstream.state_dict())
     ours.tie_weights()
     return upstream, ours
 
 
 def to_device(batch: dict[str, Any], device: str, dtype: str = "float32") -> dict[str, Any]:
-    """Return a batch on the device; what is no number of a token in the dtype."""
+    """Return a batch on the device, with floating-point tensors in the dtype."""
     moved = {name: value.to(device) for name, value in batch.items()}
     return {
         name: value.to(getattr(torch, dtype)) if value.is_floating_point() else value for name, value in moved.items()
@@ -142,15 +146,18 @@ def same_tokens(ours: Any, upstream: Any, batch: dict[str, Any]) -> bool | None:
     return True
 
 
-def real_parity(host: Architecture, device: str, dtype: str) -> dict[str, Any]:
-    """Return errors at a real shape, padded to 512 tokens: multi-head, and two heads a group, upstream's repeated."""
-    head, errors = next(iter(host.heads)), {}
+def real_parity(architecture: Architecture, device: str, dtype: str) -> dict[str, Any]:
+    """Return errors at a real shape, padded to 512 tokens: multi-head, and grouped heads against repeated heads."""
+    head, errors = next(iter(architecture.heads)), {}
     ids = torch.randint(5, 32000, (REAL_BATCH, REAL_LENGTH), device=device)
     lengths = torch.tensor([REAL_LENGTH, REAL_LENGTH - 100, REAL_LENGTH // 2, 20], device=device)
     mask = (torch.arange(REAL_LENGTH, device=device) < lengths[:, None]).long()
     batch = {"input_ids": ids, "attention_mask": mask}
-    batch |= {"decoder_input_ids": ids[:, :128]} if "decoder_input_ids" in host.batch(head) else {}
-    for name, upstream, ours in (("multi-head", *pair(host, head)), ("6 heads", *shared_heads(host, head, 6))):
+    batch |= {"decoder_input_ids": ids[:, :128]} if "decoder_input_ids" in architecture.batch(head) else {}
+    for name, upstream, ours in (
+        ("multi-head", *pair(architecture, head)),
+        ("6 heads", *shared_heads(architecture, head, 6)),
+    ):
         with torch.no_grad():
             exact = outputs(upstream.to(device), batch)
         for implementation in IMPLEMENTATIONS:
@@ -163,11 +170,13 @@ def real_parity(host: Architecture, device: str, dtype: str) -> dict[str, Any]:
     return {"errors": errors, "misses": misses, "met": not misses}
 
 
-def shared_heads(host: Architecture, head: str, kv_heads: int) -> tuple[Any, Any]:
+def shared_heads(architecture: Architecture, head: str, kv_heads: int) -> tuple[Any, Any]:
     """Return upstream's model whose key/value heads are alike in groups, and ours, which has one of each."""
-    upstream, wide = pair(host, head)
+    upstream, wide = pair(architecture, head)
     torch.manual_seed(0)
-    ours = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head, num_key_value_heads=kv_heads)).eval()
+    ours = getattr(hf_attn_variants, f"AttnVariant{head}")(
+        architecture.config(head=head, num_key_value_heads=kv_heads)
+    ).eval()
     plain = {
         name: value for name, value in upstream.state_dict().items() if value.shape == ours.state_dict()[name].shape
     }
@@ -185,10 +194,10 @@ def shared_heads(host: Architecture, head: str, kv_heads: int) -> tuple[Any, Any
     return upstream, ours
 
 
-def variant_parity(host: Architecture, variant: str, device: str, dtype: str) -> dict[str, Any]:
+def variant_parity(architecture: Architecture, variant: str, device: str, dtype: str) -> dict[str, Any]:
     """Return the error of a variant's outputs, on the device in a dtype, against the CPU's in float32."""
-    head = BASE_HEADS[host.name]
-    model, batch = host.model(head, variant), host.batch(head)
+    head = BASE_HEADS[architecture.name]
+    model, batch = architecture.model(head, variant), architecture.batch(head)
     with torch.no_grad():
         want = next(iter(outputs(model, batch).values()))
         model.to(device, getattr(torch, dtype))

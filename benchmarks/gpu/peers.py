@@ -15,9 +15,9 @@ def side_by_side(make_step: Callable[[Any, bool], Callable[[], None]], peers: di
     """Return median milliseconds: {"forward" | "training": {peer: ms}, "failures": {mode: {peer: error}}}.
 
     Args:
-        make_step: (peer, whether with the backward pass) -> one step.
-        peers: by name; one that fails has its error in "failures" and no time.
-        device: where they run.
+        make_step: A function from a peer, and whether to run the backward pass, to one step.
+        peers: The peers, {name: peer}. A peer that fails has its error in "failures" and no time.
+        device: The device of the calls.
     """
     row: dict[str, Any] = {"failures": {}, "usage": {}}
     for mode in MODES:

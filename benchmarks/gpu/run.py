@@ -30,7 +30,7 @@ ROOT = HERE.parents[1]
 
 # Each part, its minutes of 25, and what it shows; in order of importance.
 PARTS: dict[str, tuple[float, str]] = {
-    "parity": (3, "every host against upstream, in float32, bfloat16 and float16"),
+    "parity": (3, "every architecture against upstream, in float32, bfloat16 and float16"),
     "kernel_truth": (3, "the talking-heads kernels against the formula"),
     "latent_kernel": (1.5, "the kernel that reads a latent once, against the formula, and its time beside torch's"),
     "kernel_settings": (1.5, "how the kernels are best launched, and where their time goes"),
@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[float, str]] = {
 }
 # A part whose process ends by itself without being complete is started again so often at most.
 MAX_STARTS = 60
-# What a process is given beyond its deadline to end the cell that it is in.
+# Seconds after the deadline in which a process can finish its cell.
 GRACE_SECONDS = 20
 # A part is not started for less: its imports take some.
 MIN_SECONDS = 30
@@ -70,7 +70,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the parts, print and write what came of them; returns 0 if every cell has a result that is no failure."""
+    """Run the parts, and print and write their results. Return 0 if every cell has a result without a failure."""
     deadline = time.time() + 60 * args.minutes
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if args.retry:
@@ -100,9 +100,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None:
-    """Start a part's process until its cells are done or the time is up.
+    """Start the process of a part until its cells are finished or the time is up.
 
-    What ends it otherwise, a lost device or a crash of the interpreter, costs the cell that it was in.
+    A lost device or a crash of the interpreter only loses the cell that was running.
 
     Returns:
         Why it could not begin, if it could not.
@@ -126,7 +126,7 @@ def run_part(args: argparse.Namespace, part: str, deadline: float) -> str | None
             stop_group(process)
         before_any_cell = not output.exists() or output.stat().st_mtime < started
         if before_any_cell and status:
-            # Its import failed, or it refuses the file that is there: it said so on stderr.
+            # Its import failed, or it does not accept the existing file; stderr has the error.
             return f"ended with status {status} before its first cell"
         if summary(args.output_dir, part)["complete"] or time.time() > deadline - GRACE_SECONDS / 2:
             return None

@@ -29,7 +29,7 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "in
 WORDS, LENGTH, MASK = 64, 32, 1
 # The loss of the last steps is to be below this share of the first ones'.
 LEARNED = 0.7
-# Whether it comes in a checkpoint, and after which share of the steps; a quarter of them is between checkpoints.
+# Whether the signal comes in a checkpoint, and after which share of the steps, with four checkpoints.
 KILLS = {"in a step": (False, 0.65), "in a checkpoint": (True, 0.5)}
 CLOSE = 2e-2
 
@@ -72,7 +72,7 @@ def train(folder: str, device: str, precision: str, tiny: bool, resume: bool, ki
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 if tiny else 5e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    # Without a generator of its own, opening it would draw from the numbers that dropout goes by.
+    # Without its own generator, the data loader would change the random numbers of dropout.
     loader = DataLoader(rows(8 if tiny else 1024), batch_size=4 if tiny else 32, generator=torch.Generator())
     prepared = accelerator.prepare(model, optimizer, schedule, loader)
     settings = LoopSettings(

@@ -1,6 +1,6 @@
-"""Training steps in bfloat16 and float16: tokens a second, and the share of a large matrix product's speed (MFU).
+"""Measure training steps in bfloat16 and float16: tokens per second, and the share of a matrix product's speed (MFU).
 
-BERT-base on masked words and T5-base on targets, with upstream's attention and ours; the models take turns.
+BERT-base trains on masked tokens and T5-base on targets, with the attention of Transformers and ours in turn.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def matmul_flops_per_second(device: str, dtype: torch.dtype) -> float:
 
 
 def speed(kind: str, dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return milliseconds a step, tokens a second and MFU of each contestant."""
+    """Return milliseconds per step, tokens per second and MFU of each contestant."""
     batch, number_format = make_batch(kind, args), getattr(torch, dtype)
     models = {name: make_model(kind, fields, args) for name, fields in CONTESTANTS.items()}
     steps = {name: training_step(model, batch, number_format) for name, model in models.items()}

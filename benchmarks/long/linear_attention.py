@@ -1,11 +1,11 @@
-"""Linear attention beside torch's fused softmax, in one run: time, memory, a decoder's step, and random estimates.
+"""Compare linear attention with torch's fused softmax in one run: time, memory, decoding steps, and random estimates.
 
-What is compared takes turns within each round; each time is the median over rounds. Queries, keys and values are given
-(12 heads of 64, batch 1); the features are computed in the call. Memory is what a call adds at its peak, a process for
-each measurement. A decoder's step is one token of 12 heads after others: of a softmax it reads their keys and values,
-of a kernel the sums over them. Estimates: how far favor's and rfa's mean weights are from the exponential that they
-estimate, on unit vectors, by the number of random vectors. Models: one pass of a BERT-base with kernels in all layers,
-and in all but two (`--kept`), beside upstream's; random weights, batch 1.
+The contestants take turns within each round, and each time is the median over rounds. The queries, keys and values are
+inputs (12 heads of 64, batch 1), and the call computes the features. Memory is the peak that a call adds, in one
+process per measurement. A decoding step is one token of 12 heads after other tokens. A softmax then reads their keys
+and values, and a kernel reads its sums. "Estimates" is the error of the mean weights of favor and rfa on unit vectors,
+by the number of random vectors. "Models" is one pass of a BERT-base with random weights and batch 1: kernels in all
+layers, kernels in all layers except two (`--kept`), and Transformers.
 
 Example:
     python -m benchmarks.long.linear_attention --num_threads 2
@@ -41,10 +41,10 @@ from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
 from hf_attn_variants.reference.linear import favor_features
 
 PARTS = ("attention", "causal", "memory", "steps", "estimates", "models")
-# What a part is called in the report, where that is not its own name.
+# Names of parts in the report, if they differ.
 REPORTED = {"memory": "peak_memory"}
 PEERS = ["sdpa", "elu", "hedgehog", "favor", "rfa"]
-# Measured where asked for, a hybrid with a window of 64; linformer is of encoders.
+# Only measured on request. The hybrid has a window of 64, and linformer is only for encoders.
 OTHERS = ["hybrid", "linformer"]
 VECTORS = (32, 64, 128, 256, 512, 1024)
 DRAWS = 20

@@ -1,12 +1,12 @@
-"""What a sentence encoder of 512 positions makes of articles of 2,000 to 8,000 tokens, read in several ways.
+"""Compare ways to encode articles of 2,000 to 8,000 tokens with a sentence encoder of 512 positions.
 
-all-MiniLM-L6-v2 on Wikipedia: each article is cut in the middle, and its second half (at most 4,096 tokens) is to be
-found among all second halves, by the first half and by eight passages of 64 tokens of the first half: accuracy at one
-and the mean reciprocal rank, by the cosine of embeddings (the mean over tokens). Beside it Spearman's correlation on
-the STS-B dev set, which says what short text lost. The articles are of the last three training shards; what a reading
-is fitted to or trained on is of the others. Models are made by the commands that users have, and kept in --work_dir.
-Encoding runs in bfloat16 (its distance from float32 is in the rows), STS-B in float32. The JSON is written after each
-row; rows in it are kept.
+all-MiniLM-L6-v2 encodes Wikipedia articles, which are split in the middle. The first half, or eight passages of 64
+tokens of it, must retrieve the second half (at most 4,096 tokens) among all second halves by the cosine of embeddings
+(means over tokens). The scores are accuracy at one and the mean reciprocal rank, and Spearman's correlation on the
+STS-B dev set, which shows the loss on short text. The articles come from the last three training shards, and all
+fitting and training uses the other shards. User commands make the models, which are kept in --work_dir. Encoding runs
+in bfloat16 (the rows contain its distance from float32), and STS-B in float32. The script writes the JSON after each
+row and keeps existing rows.
 
 Example:
     python -m benchmarks.long.long_inputs --work_dir long --readings truncated chunks window
@@ -46,7 +46,7 @@ Encode = Callable[[Ids], torch.Tensor]
 
 WINDOW = ("--attention_pattern", "sliding_window", "--attention_window", "256", "--num_global_tokens", "1")
 INTERPOLATED = ("--position_extension", "interpolated")
-# MiniLM, reading pieces, teaches the model of windows: on articles and, that short text stays as it is, on lines.
+# MiniLM with pieces is the teacher of the model with windows: on articles, and on lines to keep short text.
 TRAINING_TEXTS = 320  # of each
 UPTRAINING = (
     *("--objective", "embedding", "--teacher_max_length", "256", "--max_length", "1024", "--trainable", "all"),
@@ -54,7 +54,7 @@ UPTRAINING = (
     *("--group_by_length", "--per_device_eval_batch_size", "2", "--eval_steps", "150", "--mixed_precision", "bf16"),
 )
 UPTRAINED = ", uptrained"
-# How a text is read by MiniLM as it is -> tokens of a piece, and how many are read; None = all.
+# Ways to read a text with MiniLM -> tokens per piece, and number of pieces; None: all.
 PIECES: dict[str, tuple[int, int | None]] = {
     "truncated": (OLD_POSITIONS, 1),
     "chunks": (OLD_POSITIONS, None),

@@ -1,10 +1,10 @@
-"""Questions about whole articles: one window of 4,096 tokens beside windows of 384, by one fine-tuned reader.
+"""Compare one window of 4,096 tokens with windows of 384 for questions about articles, with one fine-tuned reader.
 
-The paragraphs of each article of SQuAD's dev set are joined, as many as 4,096 tokens hold, and a few of its questions
-are asked of all of it. The reader is a BERT that `attn-variants squad` fine-tuned on single paragraphs. It reads the
-article in windows of 384 that share 128 tokens, as it is; or, converted to 4,096 positions and to attention in windows
-of 256, as one (the question's tokens are global: docs/sparse.md). Nothing is trained in between. Seconds are those of
-the processor. The JSON is written after each row; rows in it are kept.
+The paragraphs of each article of SQuAD's dev set are joined up to 4,096 tokens, with a few of its questions. The
+reader is a BERT that `attn-variants squad` fine-tuned on single paragraphs. It reads the article without changes in
+windows of 384 that share 128 tokens. Converted to 4,096 positions and to attention in windows of 256, it reads the
+article in one pass (the tokens of the question are global: docs/sparse.md). Nothing is trained in between. Seconds are
+CPU times. The script writes the JSON after each row and keeps existing rows.
 
 Example:
     python -m benchmarks.long.long_questions --model runs/squad --work_dir long
@@ -28,7 +28,7 @@ from hf_attn_variants.commands import squad as squad_command
 ROOT = Path(__file__).resolve().parents[2]
 DEV = "squad/dev-v1.1.json"
 POSITIONS = 4_096
-ROOM = 80  # tokens beside the article: the question, of at most 64, and special ones
+ROOM = 80  # tokens of the question (at most 64) and special tokens
 GAP = "\n"  # between two paragraphs
 KEY = ("reading", "questions", "seed")
 LONGER = ("--max_position_embeddings", str(POSITIONS))

@@ -1,12 +1,14 @@
-"""A T5 whose encoder reads windows, on text that fits into them: what it translates before any training, and after.
+"""Measure a T5 whose encoder uses windows, on text that fits into them: translations before and after a training.
 
-The T5 of shared/data/checkpoints, as it is; with windows of 128 tokens in its encoder, half of them longer than any
-caption; and with windows and summaries of 16 tokens (LongT5's transient-global attention), whose norm and bias are
-new: untrained, and after a short distillation by the source. BLEU (greedy) and loss on the Multi30k validation set.
-The JSON is written after each row; rows in it are kept.
+The models are the unchanged T5 of shared/data/checkpoints, and two variants of it. One has windows of 128 tokens in
+its encoder, half of them longer than any caption. The other has windows and summaries of 16 tokens (LongT5's
+transient-global attention), whose norm and bias are new. It is scored without training and after a short distillation.
+The scores are BLEU (greedy) and loss on the Multi30k validation set. The script writes the JSON after each row and
+keeps existing rows.
 
-Then one pass of an encoder of T5-small's shape (random weights, batch 1) by the number of tokens, beside upstream's T5
-and LongT5 with as wide windows and blocks: milliseconds, medians over rounds in which the contestants take turns.
+The second part times one pass of an encoder of T5-small's shape (random weights, batch 1) by the number of tokens. The
+contestants are Transformers' T5 and LongT5 with equal windows and blocks. Times are medians over rounds in which the
+contestants take turns, in milliseconds.
 
 Example:
     python -m benchmarks.long.long_t5 --work_dir long --steps 100
@@ -37,7 +39,7 @@ from hf_attn_variants.files import atomic_write
 ROOT = Path(__file__).resolve().parents[2]
 KEY = ("encoder", "steps")
 SUMMARIES = "transient global"
-# What the encoder reads -> the fields that say it.
+# The attention of the encoder -> its fields.
 ENCODERS: dict[str, dict[str, Any]] = {
     "everything": {},
     "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 128},
@@ -76,7 +78,7 @@ def make_model(subject: Translator, encoder: str, steps: int, work_dir: Path) ->
 
 
 def make_encoders() -> dict[str, PreTrainedModel]:
-    """Return ours and upstream's encoders by name, what they read being the same by pairs."""
+    """Return a dictionary of our encoders and those of Transformers, in pairs that attend to the same tokens."""
     shape, made = SHAPES["t5-small"], {}
     for name, fields in ENCODERS.items():
         widths = {"encoder_attention_window": 2 * RADIUS} if fields else {}

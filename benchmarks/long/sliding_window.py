@@ -1,9 +1,9 @@
-"""Attention in windows beside torch's fused full attention, and beside upstream's Longformer layer, in one run.
+"""Compare attention in windows with torch's fused full attention and Transformers' Longformer layer, in one run.
 
-What is compared takes turns within each round; each time is the median over rounds. Queries, keys and values are given
-(12 heads of 64, batch 1, a window of 128 on each side and 1 global token); then whole layers: BERT-base's, and its
-self-attention with the projections of queries, keys and values beside Longformer's, which has those of global tokens
-as well. Memory is what a call adds at its peak, a process for each measurement.
+The contestants take turns within each round, and each time is the median over rounds. The queries, keys and values are
+inputs (12 heads of 64, batch 1, a window of 128 on each side and 1 global token). The whole layers are BERT-base's,
+and self-attention with its projections compared with Longformer's, which also has projections of global tokens. Memory
+is the peak that a call adds, in one process per measurement.
 
 Example:
     python -m benchmarks.long.sliding_window --num_threads 2
@@ -47,7 +47,7 @@ PARTS = ("attention", "layers", "memory")
 PEERS = ["sdpa", "window"]
 FULL, WINDOWED = "BERT layer", "BERT layer, window"
 OURS, LONGFORMER = "self-attention, window", "Longformer's self-attention"
-# At 4,096 tokens: how many times as fast, forward and in training; of Longformer's layer; and memory beside full's.
+# At 4,096 tokens: the speedup, forward and in training; that of Longformer's layer; and relative memory.
 GOALS = {"forward": 5.0, "training": 4.0, "longformer": 2.0, "memory": 1.5}
 GOAL_LENGTH, SHORT_LENGTH = 4096, 1024
 
@@ -110,7 +110,7 @@ def bert_layer(hidden_size: int, **fields: Any) -> nn.Module:
 
 
 def make_layers(hidden_size: int, length: int) -> dict[str, nn.Module]:
-    """Return the layers by name, each a function of states [1, n, hidden size]; without dropout."""
+    """Return a dictionary of layers, each a function of states [1, n, hidden size] without dropout."""
     window = {"attention_pattern": "sliding_window", "attention_window": WINDOW, "num_global_tokens": GLOBAL_TOKENS}
     layers = {FULL: bert_layer(hidden_size), WINDOWED: bert_layer(hidden_size, **window)}
     layers[OURS] = layers[WINDOWED].attention.self

@@ -1,9 +1,10 @@
-"""Does CTranslate2 write the tokens of `generate`, of checkpoints that `attn-variants export --to ctranslate2` wrote?
+"""Check whether CTranslate2 generates the tokens of `generate` with checkpoints of `attn-variants export`.
 
-Each translation model as it is and with fewer key/value heads (averaged), 50 sentences of Multi30k's validation set in
-one padded batch, greedy and with 4 beams; each Whisper on recordings, greedily (fewer heads of one have to be
-calibrated: averaged, it writes one token for ever, which any engine does). Beams are compared by the same sums (a
-length penalty of 0), and by each library's defaults. A machine's speed does not matter.
+Each translation model runs unchanged and with fewer key/value heads (averaged) on 50 sentences of Multi30k's
+validation set, in one padded batch, greedily and with 4 beams. Each Whisper runs greedily on recordings. Whisper
+models with fewer heads must be calibrated, because averaged heads repeat one token endlessly in every engine. Beams
+are compared with equal scores (a length penalty of 0), and with each library's defaults. The speed of the machine does
+not matter.
 
 Example:
     python -m benchmarks.speed.ctranslate2_tokens --model ../shared/data/checkpoints/t5-mini-multi30k-en-de
@@ -28,10 +29,10 @@ from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.files import atomic_write
 
 FOLDER = Path(__file__).resolve().parent
-# Of the encoder and of the decoder, in self- and cross-attention; None: as many as queries.
+# Key/value heads of the encoder, the decoder and cross-attention; None: as many as query heads.
 HEADS = ((None, None), (2, 2), (1, 1), (4, 1), (None, 2))
 SENTENCES, NEW_TOKENS, HEARD_TOKENS = 50, 60, 120
-# What is compared in which precision; of the others float32 says enough.
+# The comparisons per precision; for the others float32 is enough.
 QUANTIZATIONS = {"float32": ("greedy", "4 beams", "4 beams, defaults"), "int8": ("greedy",), "bfloat16": ("greedy",)}
 SEARCHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"num_beams": 1}, {"beam_size": 1, "min_decoding_length": 0}),

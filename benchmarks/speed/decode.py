@@ -1,12 +1,11 @@
-"""Decoding speed of T5 and Marian: upstream's multi-head model beside this package's variants, in turn in one run.
+"""Compare the decoding speed of T5 and Marian in Transformers and with the variants of this package, in one run.
 
-The variants are MHA, GQA, MQA, cross-attention that reads the encoder's outputs themselves ("exact") and
-cross-attention from a latent of them.
+The variants are MHA, GQA, MQA, cached encoder outputs ("exact"), and cross-attention to a latent of them.
 
-Random weights: speed does not depend on them. `generate` is given the encoder's output, so what is timed is decoding
-(the keys and values of the source included); the encoder's own time, which the decoder's key/value heads do not touch,
-stands beside it. Every figure is the median over the repeats; all is timed twice, with glibc's allocator as it is and
-with memory kept (`kept_memory.py`).
+The weights are random, because speed does not depend on them. `generate` gets the encoder outputs, so the time is that
+of decoding, including the keys and values of the source. The time of the encoder, which the decoder's key/value heads
+do not affect, is a separate figure. Every figure is the median over the repeats, and everything runs with both
+allocator settings (`kept_memory.py`).
 
 Example:
     python -m benchmarks.speed.decode --shape t5-small --batch_size 32 --source_length 1024 --threads 2
@@ -127,7 +126,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_models(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the contestants by name, all with the same random weights where their shapes agree."""
+    """Return a dictionary of the contestants, with equal random weights if their shapes agree."""
     fields = SHAPES[args.shape] | ({"num_layers": args.num_layers} if args.num_layers else {})
     fields |= {"decoder_start_token_id": 0, "attn_implementation": "sdpa"}
     heads, kind = heads_of(fields), "marian" if args.shape in MARIANS else "t5"
@@ -310,7 +309,7 @@ def key_value_maps(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.nn.M
 
 
 def size_of(cache: Any) -> int:
-    """Return the bytes of the keys and values in a cache, with those that are kept beside a short latent."""
+    """Return the bytes of the keys and values in a cache, including those that are cached with a short latent."""
     kept = [expanded for layer in cache.layers for expanded in vars(layer).get(EXPANDED, {}).values()]
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
     tensors += [tensor for _, *pair, _ in kept for tensor in pair]
@@ -348,7 +347,7 @@ def alike(row: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
-    """Draw tokens a second against the cache's bytes: a panel for each batch size and source length."""
+    """Plot tokens per second against the bytes of the cache, with a panel per batch size and source length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -384,7 +383,7 @@ def plot(results: dict[str, Any], path: Path, args: argparse.Namespace) -> None:
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.margins(x=0.2)
-        axes.set_ylim(0, 1.12 * axes.get_ylim()[1])  # room for the highest name
+        axes.set_ylim(0, 1.12 * axes.get_ylim()[1])  # space for the highest name
         axes.set_xlabel("key/value cache, MiB")
         axes.set_title(f"batch {at[0]}, source {at[1]}")
         axes.grid(alpha=0.3)

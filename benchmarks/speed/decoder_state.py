@@ -1,8 +1,9 @@
-"""What a T5's decoder keeps of its own tokens, and how long one more takes, by how many there are: kernels, a softmax.
+"""Measure the cache of a T5 decoder and the time of one more token, by length, with kernels and a softmax.
 
-T5-small's shape and random weights: neither time nor bytes depend on them. Kernels need positions that are no bias, so
-those models have sinusoids, beside a softmax with the same and upstream's T5, whose bias is made anew each step. The
-contestants take turns, a token each; a time is the median over rounds. Bytes are of self-attention, all layers.
+The model has T5-small's shape and random weights, on which neither time nor bytes depend. Kernels need positions that
+are not a bias, so those models have sinusoids. They are compared with a softmax with sinusoids, and with Transformers'
+T5, which computes its bias in each step. The contestants take turns, one token each, and a time is the median over
+rounds. The bytes are those of self-attention in all layers.
 
 Example:
     python -m benchmarks.speed.decoder_state --num_threads 2
@@ -56,7 +57,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_models() -> dict[str, PreTrainedModel]:
-    """Return the contestants by name."""
+    """Return a dictionary of the contestants."""
     shape = SHAPES["t5-small"]
     models = {UPSTREAM: T5ForConditionalGeneration(T5Config(**shape))}
     for name, fields in PEERS.items():

@@ -1,9 +1,9 @@
-"""A later decoding step of cross-attention from the encoder's outputs, beside its bare matrix products, in turn.
+"""Compare a decoding step of cross-attention to the encoder outputs with its matrix products, in turn.
 
-Timed are the cross-attentions of all decoder layers, one after the other, for one new token of each sentence or beam:
-the exact form (`cross_kv_lora_rank` = d_model), `share_memory` with the encoder's outputs, and upstream's with keys
-and values. "products" are the matrix products of the exact form: of the same shapes, with operands that lie ready and
-results that have their place, and nothing between them. Random weights: speed does not depend on them.
+The time is that of the cross-attentions of all decoder layers for one new token of each sentence or beam. The
+contestants are cached encoder outputs (`cross_kv_lora_rank` = d_model), `share_memory` with the encoder outputs, and
+Transformers with keys and values. "products" are the matrix products of the first contestant, with existing operands
+and results and nothing between them. The weights are random, because speed does not depend on them.
 
 Example:
     python -m benchmarks.speed.exact_step --shape t5-small --batch_size 1 8 32 --source_length 256 1024 --num_beams 1 4
@@ -119,7 +119,7 @@ def arithmetic(modules: list[torch.nn.Module], rows: int, memories: int, length:
 
 @torch.no_grad()
 def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, length: int, beams: int) -> dict:
-    """Return the times of one size in milliseconds, and what arithmetic and memory alone would take."""
+    """Return the times of one size in milliseconds, and those of only the arithmetic and only the memory access."""
     torch.manual_seed(0)
     width = models[UPSTREAM].config.d_model
     states, source = torch.randn(batch_size * beams, 1, width), torch.randn(batch_size, length, width)

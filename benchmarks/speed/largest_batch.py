@@ -1,8 +1,8 @@
-"""How many texts an engine can serve at once in a given memory: its peak is measured, nothing is estimated.
+"""Measure how many texts an engine can serve at once in a given memory, by its peak memory.
 
-Each trial is a process with the engine alone, its libraries included, and glibc as it is. The batch grows until the
-peak is above the memory; then the interval is narrowed to a thirtieth, for peaks of one batch differ by as much.
-Random weights: memory does not depend on them.
+Each trial is a process with only the engine and its libraries, with the default setting of glibc. The batch grows
+until the peak exceeds the memory. Then the interval is narrowed to a thirtieth, because peaks of equal batches differ
+by as much. The weights are random, because memory does not depend on them.
 
 Example:
     python -m benchmarks.speed.largest_batch --shape t5-small --source_length 1024 --num_beams 4 --memory_gib 4

@@ -66,10 +66,10 @@ class DecodingStep(nn.Module):
         """Return the logits [b, vocabulary] and the decoder's own keys and values, one token longer.
 
         Args:
-            token: the newest token [b, 1].
-            source_mask: which source tokens are none of padding [b, m].
-            own: keys and values of the tokens before it, a pair [b, k, n, d] for each layer.
-            source: keys and values of the source, a pair [b, k, m, d] for each layer.
+            token: The newest token [b, 1].
+            source_mask: Which source tokens are not padding [b, m].
+            own: Keys and values of the earlier tokens, a pair [b, k, n, d] per layer.
+            source: Keys and values of the source, a pair [b, k, m, d] per layer.
         """
         cache = EncoderDecoderCache(DynamicCache(own), DynamicCache(source))
         # The source's states are in its cache; only their length is looked at.
@@ -211,7 +211,7 @@ def arrays(session: onnxruntime.InferenceSession, inputs: dict[str, Any]) -> dic
 
 
 def measure(contestants: dict, sizes: list, inputs_of: Any, part: str, args: argparse.Namespace) -> list[dict]:
-    """Return a row for each size and contestant, all of which take the same inputs but for their caches."""
+    """Return a row for each size and contestant; all of them get the same inputs except for their caches."""
     rows = []
     sessions = {name: open_session(program, args.threads) for name, (_, program) in contestants.items()}
     for size in sizes:

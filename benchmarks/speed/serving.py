@@ -1,8 +1,8 @@
-"""What to serve a model with on a CPU: transformers, `share_memory`, int8, fewer heads and CTranslate2, in turn.
+"""Compare engines for serving on a CPU: Transformers, `share_memory`, int8, fewer heads and CTranslate2, in turn.
 
-Random weights: speed does not depend on them. It is `attn-variants benchmark --serving` over several sizes. An
-encoder-decoder generates, its encoder included; an encoder reads. A time is the median over rounds, a peak that of a
-process with the engine alone.
+The script runs `attn-variants benchmark --serving` for several sizes. The weights are random, because speed does not
+depend on them. An encoder-decoder generates, including its encoder, and an encoder computes its outputs. A time is the
+median over rounds, and a peak is that of a process with only the engine.
 
 Example:
     python -m benchmarks.speed.serving --shape t5-small --batch_size 8 --source_length 512 --num_beams 1 4

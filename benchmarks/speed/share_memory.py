@@ -1,8 +1,8 @@
-"""`generate` of transformers' own models, encoder included: as they are, beside `share_memory`, in turn in one run.
+"""Compare `generate` of Transformers' models with and without `share_memory`, including the encoder, in one run.
 
-Random weights: speed does not depend on them. The contestants are one model and copies of it that share their memory:
-keys and values once for each sentence, and the encoder's outputs once for all layers. Before anything is timed they
-generate the same tokens. A time is the median over rounds.
+The weights are random, because speed does not depend on them. The contestants are one model and copies of it that
+share their memory: keys and values once per sentence, and the encoder outputs once for all layers. Before the timing,
+all of them must generate the same tokens. A time is the median over rounds.
 
 Example:
     python -m benchmarks.speed.share_memory --shape t5-small --batch_size 1 8 32 --source_length 64 512 --num_beams 1 4
@@ -37,7 +37,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_models(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the model as it is, and copies that share their memory by what their caches hold."""
+    """Return the unchanged model, and copies that share their memory, by the contents of their caches."""
     model = random_model(args.shape).to(getattr(torch, args.dtype))
     kinds = (KEYS_AND_VALUES, ENCODER_OUTPUTS)
     return {UPSTREAM: model} | {kind: share_memory(copy.deepcopy(model), cross_cache=kind) for kind in kinds}

@@ -1,11 +1,11 @@
-"""Talking-heads attention beside its peers, in one run: time and peak memory, forward and with the backward pass.
+"""Compare talking-heads attention with other functions in one run: time and memory, with and without backward pass.
 
-Peers: torch's fused multi-head attention ("sdpa", which mixes no heads: the mark to reach), the talking-heads formula
-written plainly ("naive"), that under torch.compile ("compiled", CUDA only), and this package's "blocked" and "triton"
-(CUDA only). Beside them whole attention layers, with x-transformers' where it is installed, and the training step of a
-BERT-base-shaped model with and without talking heads. The peers take turns within each round, so that a change in the
-machine's load meets them all; each time is the median over rounds. Memory is what a call adds at its peak: the
-allocator's figure on CUDA; on a CPU the growth of the process's peak resident size, a process for each measurement.
+The peers are torch's fused multi-head attention ("sdpa", which mixes no heads and is the target), the talking-heads
+formula ("naive"), the formula under torch.compile ("compiled", CUDA only), and this package's "blocked" and "triton"
+(CUDA only). There are also whole attention layers, with those of x-transformers if it is installed, and the training
+step of a BERT-base-shaped model with and without talking heads. The peers take turns within each round, so that other
+load affects all of them. Each time is the median over rounds. Memory is the peak that a call adds: the figure of the
+allocator on CUDA, and the growth of the resident size on a CPU, in one process per measurement.
 
 x-transformers without touching this environment's torch:
     pip install --no-deps --target PEER x-transformers==2.31.10 torch-einops-utils einops einx loguru frozendict

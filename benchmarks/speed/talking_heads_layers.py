@@ -18,7 +18,7 @@ except ImportError:
 
 PEER = "x-transformers talking heads"
 PEER_FLASH = "x-transformers flash"
-# What the models of `measure_training_steps` are called: their talking heads and attention implementation.
+# The models of `measure_training_steps`: name -> talking heads and attention implementation.
 MODELS = {
     "MHA": (None, "sdpa"),
     "talking heads": ("both", "sdpa"),

@@ -21,7 +21,7 @@ from benchmarks.speed.talking_heads_peers import make_inputs, make_peers, make_s
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("forward", "training")
-# So long that a peer takes the way that is measured: what its code takes of memory when first run is no figure of it.
+# Long enough for the measured path of a peer; the memory of its first run is not counted.
 WARM_UP_LENGTHS = {"window": 1024}
 
 

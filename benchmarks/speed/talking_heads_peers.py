@@ -1,4 +1,4 @@
-"""What benchmarks of attention compare: attention functions, their inputs, how a step is timed."""
+"""Attention functions that benchmarks compare, their inputs, and the timing of a step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make_peers(device: str, peers: list[str]) -> dict[str, Callable]:
         return sdpa_attention_forward(module, query, key, value, None, scaling, dropout, position_bias=bias)[0]
 
     def window_in_blocks(query, key, value, logits_proj, weights_proj, bias, scaling, is_causal, dropout):
-        # What "window" does too, but on CUDA where FlexAttention has proved itself.
+        # "window" does the same, except on CUDA if FlexAttention passed its trial.
         key_range = KeyRange.of(WINDOW, 1, 0 if is_causal else GLOBAL_TOKENS, is_causal)
         return talking_heads_attention(
             query, key, value, None, bias, scaling=scaling, dropout=dropout, key_range=key_range

@@ -1,4 +1,4 @@
-"""What `talking_heads.py` measured, against its targets, as Markdown tables and as a plot."""
+"""Show the results of `talking_heads.py` and its targets as Markdown tables and as a plot."""
 
 from __future__ import annotations
 
@@ -129,15 +129,15 @@ def plot(report: dict, path: Path) -> None:
 
 
 def _with_kept(report: dict, part: str) -> list[dict]:
-    """Return a part's rows, each with the same of the run that kept memory, if there is one."""
+    """Return the rows of a part, each with the row of the fixed allocator setting, if it exists."""
     kept = (report.get("kept") or {}).get(part) or [None] * len(report[part])
     return [row | {"kept": other} for row, other in zip(report[part], kept, strict=True)]
 
 
 def _drawn_ratio(row: dict, mode: str, peer: str) -> float:
-    """Return how many times SDPA's time a peer takes: of both ways ours the longer, others' the shorter.
+    """Return a peer's time relative to SDPA: of both settings, the longer for ours and the shorter for others.
 
-    Where memory was not kept it is as it is.
+    A report with one setting has one ratio.
     """
     if not row[mode].get(peer):
         return float("nan")
@@ -171,7 +171,7 @@ def _draw_ratios(axis, rows: list[dict], mode: str, title: str, colours: dict[st
         axis.tick_params(axis="x", rotation=25)
     axis.set_xlabel("b, h, n, d")
     axis.set_ylabel("times SDPA")
-    axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # room for the legend
+    axis.set_ylim(top=1.2 * axis.get_ylim()[1])  # space for the legend
     axis.legend(fontsize=8, ncols=2, loc="upper center")
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of live models share: a random encoder-decoder of a shape, and a report that grows by sizes."""
+"""Shared parts of the benchmarks of live models: a random encoder-decoder, and a report that grows by sizes."""
 
 import argparse
 import itertools
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 
 def random_model(shape: str) -> Any:
-    """Return a model of transformers' own with the sizes of a shape; it ends no sentence by itself."""
+    """Return a Transformers model with the sizes of a shape, which never generates the end token."""
     kind, fields = "marian" if shape in MARIANS else "t5", SHAPES[shape] | {"decoder_start_token_id": 0}
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **fields)).eval()

@@ -1,8 +1,9 @@
-"""What a trained Whisper takes for recordings, to the end of each text: transformers, `share_memory`, CTranslate2.
+"""Measure the time in which a trained Whisper transcribes recordings: Transformers, `share_memory`, CTranslate2.
 
-`serving.py` times random weights, which write as many tokens as they are told. Here a checkpoint hears speech: it ends
-each text itself, and a batch ends with its longest. In float32 and int8, in turn in one run; a time is the median over
-rounds, which are all in the report. Beside it: how many recordings have transformers' own text.
+`serving.py` uses random weights and fixed lengths. In this script a checkpoint transcribes speech and ends each text,
+and the longest text determines the time of a batch. The engines run in float32 and int8, in turn in one run. A time is
+the median over rounds, and the report contains all of them. It also counts the recordings whose text equals that of
+Transformers.
 
 Example:
     python -m benchmarks.speed.transcription --checkpoint build/whisper-base --audio_dir build/speech/calibration
@@ -30,7 +31,7 @@ from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.inspection.speed import order_of_round
 
 UPSTREAM = "transformers"
-# What is done with the checkpoint, in turn.
+# The engines, in turn.
 IN_TORCH: dict[str, tuple[Callable[[Any], Any], ...]] = {
     "share_memory": (share_memory,),
     "int8": (quantize,),
@@ -51,7 +52,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def recordings(args: argparse.Namespace) -> list[Path]:
-    """Return as many files of audio as the largest batch has, by name.
+    """Return as many audio files as the largest batch needs, in alphabetical order.
 
     Raises:
         SystemExit: if there are not so many, or there is no checkpoint to hear them.
@@ -65,7 +66,7 @@ def recordings(args: argparse.Namespace) -> list[Path]:
 
 
 def engine_names(args: argparse.Namespace) -> list[str]:
-    """Return the engines beside transformers.
+    """Return the engines other than Transformers.
 
     Raises:
         SystemExit: for one that is not here.
@@ -77,12 +78,12 @@ def engine_names(args: argparse.Namespace) -> list[str]:
 
 
 class Engines:
-    """A checkpoint's engines by name: each gives the token numbers of a batch, without prompt and end.
+    """The engines of a checkpoint, {name: function}: each returns the token ids of a batch, without prompt and end.
 
     Args:
-        args: of the command line.
-        names: the engines beside transformers.
-        folder: where CTranslate2's model is written.
+        args: The arguments of the command line.
+        names: The engines other than Transformers.
+        folder: The folder for CTranslate2's model.
     """
 
     def __init__(self, args: argparse.Namespace, names: Sequence[str], folder: Path) -> None:
@@ -150,7 +151,7 @@ def heard_features(paths: Sequence[Path], processor: Any) -> torch.Tensor:
 
 
 def measure(engines: Engines, features: torch.Tensor, rounds: int, batch_size: int, length: int, beams: int) -> dict:
-    """Return the times of one size in milliseconds, and how many texts are transformers' own."""
+    """Return the times of one size in milliseconds, and how many texts equal those of Transformers."""
     batch = features[:batch_size]
     texts = {name: run(batch, beams) for name, run in engines.by_name.items()}  # it warms up, too
     usages: dict[str, list[Any]] = {name: [] for name in engines.by_name}

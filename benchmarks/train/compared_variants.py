@@ -21,7 +21,7 @@ AFTER = TaskDistillation(
 )
 
 
-# Of MiniLM its second and third layer: there a word of one text finds itself in the other.
+# The second and third layer of MiniLM are token-matching layers.
 MATCHING = {"keep_matching_layers": 2, "method": "calibrated"}
 
 
@@ -30,15 +30,15 @@ class Variant:
     """One model of the comparison.
 
     Args:
-        fields: What `convert_checkpoint` is given; none is the source itself.
-        distilled_from: Another variant, which `scripts/uptrain.py` trains on; nothing is converted then.
-        distillation: How, on the task's training texts; None: on lines of Wikipedia.
-        on_task: Whether the calibration, or the distillation, reads the task's training texts: a checkpoint for each
+        fields: The arguments of `convert_checkpoint`; without any, the model is the source itself.
+        distilled_from: Another variant, which `scripts/uptrain.py` trains; nothing is converted then.
+        distillation: The arguments for a distillation on the task's training texts, or None for lines of Wikipedia.
+        on_task: Whether the calibration, or the distillation, reads the task's training texts, with a checkpoint per
             task.
-        at_defaults: Whether the calibration is the converter's own, lines and passages of Wikipedia.
-        of_finetuned: Whether the source, and the teacher, is the fine-tuned "MHA" of the same task and seed; the
-            result is not trained on the task's labels any more, unless it is `trained_again`.
-        trained_again: The variant whose checkpoint this is, for its run trains it as MHA's trained the source.
+        at_defaults: Whether the calibration uses the converter's defaults, with lines and passages of Wikipedia.
+        of_finetuned: Whether the source and the teacher are the fine-tuned "MHA" of the same task and seed. The result
+            is not trained on the task's labels again, except with `trained_again`.
+        trained_again: The variant whose checkpoint is trained like MHA trained the source.
     """
 
     fields: Mapping[str, Any] = field(default_factory=dict)

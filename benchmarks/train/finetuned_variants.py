@@ -113,7 +113,7 @@ def main(args: argparse.Namespace, variants: Mapping[str, Variant] = VARIANTS) -
     # Tasks in the order given, so that a table begins to fill before the long ones end.
     runs = [Run(task, seed, name) for task in args.tasks for seed in args.seeds for name in args.variants]
     sources = {run._replace(variant=MHA): None for run in runs if variants[run.variant].of_finetuned}
-    for run in [*sources, *runs]:  # a finished run of other arguments is refused before any other one begins
+    for run in [*sources, *runs]:  # a finished run with other arguments raises an error before any other run starts
         if (_folder(args.work_dir, run) / "all_results.json").is_file():
             _row(args, run, variants)
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -203,7 +203,7 @@ def task_texts(args: argparse.Namespace, name: str, count: int = TASK_TEXTS) -> 
     task = TASKS[name]
     if task.script == "run_squad.py":
         questions = read_squad(args.data_dir / task.files["train_file"], has_answers=True)
-        # Whole articles stand together in the file.
+        # The file contains whole articles in order.
         questions = random.Random(0).sample(questions, min(count, len(questions)))
         return [(question.question.strip(), question.context) for question in questions]
     rows = load_glue(get_task(name), args.data_dir / task.files["data_dir"])["train"].data

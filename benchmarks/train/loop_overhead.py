@@ -1,11 +1,10 @@
-"""What `TrainingLoop` costs over a bare PyTorch loop of the same model, data and optimiser, and how long it waits for
-data.
+"""Measure the overhead of `TrainingLoop` over a plain PyTorch loop with the same model, data and optimizer.
 
-Two tasks: classification of rows that were tokenised beforehand, and masked-LM pretraining, whose text is tokenised,
-packed and masked while the model trains, without a worker. A third, classification by a model of next to no size,
-shows the loop's own milliseconds, which the noise of long steps hides. Both loops run by turns, some steps each; the
-figures are medians over the turns, and the two loops' losses must agree. Overhead and waiting are in CPU time of the
-process, to which other work on the machine matters little; the JSON has the time on the clock beside it.
+The first task is classification of tokenized rows. The second task is masked-LM pretraining, whose text is tokenized,
+packed and masked during the training, without a worker. The third task is classification with a tiny model, which
+shows the milliseconds of the loop itself. Both loops take turns of some steps each. The figures are medians over the
+turns, and the losses of both loops must agree. Overhead and waiting for data are CPU times of the process, which other
+load hardly affects. The JSON also contains the elapsed times.
 """
 
 import argparse
@@ -123,10 +122,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> dict[str, Any]:
-    """Run both loops by turns.
+    """Run both loops in turn.
 
     Returns:
-        Medians over the turns: seconds a step of either loop, the overhead and the share of waiting for data in %.
+        Medians over the turns: seconds per step of both loops, the overhead, and the share of waiting for data in %.
     """
     set_seed(0)
     model, objective, loader = make_task(args, accelerator, task)
@@ -134,7 +133,7 @@ def measure(args: argparse.Namespace, accelerator: Accelerator, task: str) -> di
     models = {name: copy.deepcopy(model) for name in loops}
     objectives = {name: objective(models[name]) for name in loops}
     optimizers = {name: torch.optim.AdamW(models[name].parameters(), LEARNING_RATE, fused=True) for name in loops}
-    # Once, as in a run: preparing is no part of a step.
+    # Once, as in a run, because the preparation is not a part of a step.
     models["loop"], optimizers["loop"] = accelerator.prepare(models["loop"], optimizers["loop"])
     cpu: dict[str, list[float]] = {name: [] for name in loops}
     clock: dict[str, list[float]] = {name: [] for name in loops}
@@ -193,12 +192,12 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
         ]
         loader = create_train_dataloader(data, EpochSampler(count, 0), args.batch_size, _stack, 0)
         return model, lambda _: make_classification_objective(), accelerator.prepare(loader)
-    # Without a pretrained head: its weights are drawn, which is no matter here.
+    # Without a pretrained head, because random weights do not matter here.
     model = AutoModelForMaskedLM.from_pretrained(args.model_name_or_path, config=config)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     prepare = MaskedLMPreparation(tokenizer, args.length, 0.15, seed=0)
     files = check_text_files(args.train_file)
-    # A turn begins the stream anew, and so pays for filling its shuffling window, which a real run does once a
+    # A turn restarts the stream and fills its shuffling window, which a real run does once per
     # window: a window of one turn's blocks costs a turn what its own blocks cost.
     window = args.batch_size * (args.steps + 1)
     stream = TextStream(files, tokenizer, prepare.block_length, prepare.separator, prepare, args.batch_size, 0, window)

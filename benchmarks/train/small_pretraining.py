@@ -1,8 +1,8 @@
-"""What the benchmarks that pretrain a small model share: a vocabulary of its size, and scripts run one by one.
+"""Shared parts of the benchmarks that pretrain a small model: a small vocabulary, and scripts that run one by one.
 
-Called itself, it makes such a vocabulary. With thousands of subwords a small model stays a unigram model for hours;
-with little more than the alphabet, a character's neighbours say much about it, and it begins to read its context
-within minutes on one CPU core.
+The module can also run as a script, which makes such a vocabulary. With thousands of subwords, a small model predicts
+only word frequencies for hours. With little more than the alphabet, it learns to use its context within minutes on one
+CPU core, because the neighbors of a character predict it well.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def run_script(command: list[str], folder: Path, done: str = "all_results.json")
     """
     if (folder / done).is_file():
         return
-    # An interrupted training goes on; other leftovers are the scripts' to refuse.
+    # An interrupted training continues; the scripts raise errors for other leftovers.
     resumed = ["--resume_from_checkpoint", "latest"] if any(folder.glob("checkpoint-*")) else []
     print(shlex.join(command + resumed), flush=True)
     if status := subprocess.run(command + resumed).returncode:

@@ -58,7 +58,7 @@ class Variant(Protocol):
         """How tables call it."""
 
     def flags(self, args: argparse.Namespace) -> list[str]:
-        """What scripts/run_seq2seq.py is given to make or load it."""
+        """Return the flags with which scripts/run_seq2seq.py makes or loads the model."""
 
 
 @dataclass(frozen=True)

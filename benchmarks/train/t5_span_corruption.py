@@ -1,8 +1,8 @@
-"""A small T5 from scratch by span corruption: which optimiser leaves the unigram plateau, and with which attention.
+"""Compare optimizers and attentions for a small T5 from scratch with span corruption: which ones learn to use context.
 
-Each run is `scripts/pretrain_span_corruption.py`, at T5's noise (15 %, spans of 3); a run that is finished in the work
-folder is kept, so that this can be made in pieces. The plot has the dev loss by step, beside the loss of a model that
-knows nothing but how frequent target tokens are.
+Each run is `scripts/pretrain_span_corruption.py` with T5's noise (15%, spans of 3). Finished runs in the work folder
+are kept, so that the comparison can be continued. The plot shows the dev loss by step, and the loss of a model that
+only knows the frequencies of target tokens.
 """
 
 import argparse
@@ -124,7 +124,7 @@ def pretraining(
 
 
 def frequency_loss(tokenizer_folder: Path, held_out: Path, seed: int) -> float:
-    """Return the entropy of the dev targets' tokens, in nats: the loss of knowing their frequencies alone."""
+    """Return the entropy of the tokens of the dev targets in nats, the loss of a model that only knows frequencies."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     prepare = SpanCorruption(tokenizer, LENGTH, seed)
     blocks = read_blocks(

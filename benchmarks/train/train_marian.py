@@ -142,7 +142,7 @@ def read_pairs(folder: Path, split: str) -> list[tuple[str, str]]:
 
 
 def write(model: MarianMTModel, tokenizer: Any, folder: Path, report: dict[str, Any]) -> None:
-    """Write the checkpoint beside its place, then move it there."""
+    """Write the checkpoint under a temporary name, and then move it."""
     new = folder.with_name(f"{folder.name}.new")
     model.save_pretrained(new)
     tokenizer.save_pretrained(new)

@@ -1,11 +1,11 @@
-"""Make the archives of tests/golden: repositories, conversions and unfinished trainings by the code that is there.
+"""Make the archives of tests/golden with the current code: repositories, conversions and unfinished trainings.
 
-tests/golden/test_golden.py asks of every later version that it loads them with the same outputs, and resumes the
-trainings to the same bits. So they are made once, by a version that is to be kept to, and not anew when a test fails.
-Each training is a run that went to its end, of which the checkpoint of step 3 and the last weights are kept.
+tests/golden/test_golden.py checks that every later version loads them with the same outputs, and resumes the trainings
+with the same bits. Therefore the archives are made once, and not again if a test fails. Each training is a complete
+run, and the archive contains its checkpoint of step 3 and its last weights.
 
-Takes a minute on one core. Made on one thread, as the tests run: trainings end with the same bits where torch, the CPU
-and the number of threads are the same, and elsewhere near them.
+The script takes a minute on one core. It uses one thread, like the tests. Trainings end with the same bits only with
+the same torch, CPU and number of threads, and elsewhere with similar weights.
 
 Example:
     python -m benchmarks.versions.golden_artefacts --output_dir build/golden

@@ -1,6 +1,6 @@
-"""One cell of `transformers_matrix.py`, run under one transformers: saves repositories of every host, or loads them.
+"""Run one cell of `transformers_matrix.py`: save or load repositories of every architecture with one Transformers.
 
-`save FOLDER` needs this package and its tests on the path; `load FOLDER` runs the code in the repositories alone. Both
+`save FOLDER` needs this package and its tests on the path. `load FOLDER` runs only the code in the repositories. Both
 print JSON as their last line.
 """
 
@@ -30,13 +30,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 WRITERS = ("ForConditionalGeneration", "MTModel", "LMHeadModel", "RobertaForCausalLM", "ElectraForCausalLM")
 NEW_TOKENS = 6
-# What a text is read in through a cache: several tokens, then one by one.
+# The lengths of calls with a cache: several tokens, then single tokens.
 PIECES = (3, 1, 1, 1, 1, 1, 1)
 SEARCHES = {"greedy": 1, "tokens": 2}  # beams
 
 
 def save(folder: Path) -> dict[str, Any]:
-    """Save a repository for each host and variant, with its inputs and what comes of them; return their names."""
+    """Save a repository for each architecture and variant, with inputs and outputs; return their names."""
     from architectures import ARCHITECTURES
     from relatives import RELATIVES
 
@@ -74,7 +74,7 @@ def _fields(row: Any, variant: str) -> dict[str, Any]:
     if variant == "latent" and hasattr(row.config_class, "encoder_decoder_layers"):
         fields |= RANKS
     if "talking_heads" in fields and "encoder_attention_heads" in row.tiny:
-        fields["encoder_attention_heads"] = 12  # heads that talk are as many in both stacks
+        fields["encoder_attention_heads"] = 12  # talking heads need equal heads in encoder and decoder
     if "attention_kernel" in fields and row.name in ("t5", "umt5"):
         fields["position_embedding_type"] = "sinusoidal"  # a kernel adds no relative bias
     return fields
@@ -98,7 +98,7 @@ def _cache_name() -> str:
 
 
 def _keeps_cache(model: Any) -> bool:
-    """Say whether a decoder keeps a cache at all: not where heads talk by what the memory says."""
+    """Return whether a decoder supports a cache; key-side dynamic projections do not."""
     return not any(name.startswith("m2") for name in getattr(model.config, "talking_heads_dynamic", None) or ())
 
 
@@ -108,7 +108,7 @@ def _outputs(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> dic
     found = {"logits": model(**inputs).logits.contiguous()}
     if _writes(model):
         given = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
-        if not model.config.is_encoder_decoder:  # padding on the right is no prompt
+        if not model.config.is_encoder_decoder:  # a prompt cannot be padded on the right
             given = {"input_ids": given["input_ids"]}
         options |= {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         for name, beams in SEARCHES.items():

@@ -1,8 +1,8 @@
-"""Is the code of today as fast as that of an earlier commit? Decoding, windows, talking heads and training, in turn.
+"""Compare the speed of the current code with an earlier commit: decoding, windows, talking heads and training.
 
-Each commit runs in a process of its own, on one thread. The two take turns, and the one that begins changes. A time is
-the CPU time of the process, so that other work of the machine hardly counts; what is compared are pairs of neighbours.
-The models are random and the same in both: their outputs must be equal to the bit.
+Each commit runs in a separate process on one thread. The processes take turns, and the first one changes. A time is
+the CPU time of the process, which other load hardly affects. The ratio is that of neighboring pairs. The models are
+random and equal in both commits, and their outputs must be equal to the bit.
 
 Example:
     python -m benchmarks.versions.side_by_side --before 48fcfa1^ --rounds 20
@@ -39,7 +39,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def tasks(size: str) -> dict[str, Callable[[], Any]]:
-    """Return what is timed, by name: called, it returns the outputs."""
+    """Return a dictionary of the timed functions, which return their outputs."""
     import torch
     import transformers
 
@@ -88,9 +88,9 @@ def tasks(size: str) -> dict[str, Callable[[], Any]]:
 
 
 def serve(size: str) -> None:
-    """Say whose code runs and which tasks there are; then run each whose name comes by stdin.
+    """Print which code runs and which tasks exist; then run each task whose name is read from stdin.
 
-    Of a task its CPU seconds and a digest of its outputs are said.
+    The answer contains the CPU seconds of the task and a digest of its outputs.
     """
     import hf_attn_variants
 
@@ -110,7 +110,7 @@ def worker(code: Path, size: str) -> Iterator[Callable[[str | None], Any]]:
 
     It starts in a folder without the package, which would come before that one.
     """
-    # The benchmark is today's in both; the package is the folder's.
+    # Both use the current benchmark, and the package of their folder.
     program = "import runpy, sys; runpy.run_path(sys.argv[1])['serve'](sys.argv[2])"
     command = [sys.executable, "-c", program, __file__, size]
     environment = os.environ | {"PYTHONPATH": str(code), "OMP_NUM_THREADS": "1"}

@@ -1,13 +1,13 @@
-"""Do repositories with our code load, and give the same, under every transformers from the oldest supported one on?
+"""Check that repositories with our code load with equal outputs under every supported Transformers.
 
-Tiny repositories of every host and variant are saved by this package under the oldest and the newest version, with
-inputs, logits and tokens. Each version then loads them by the code inside them, in a process that cannot import this
-package, and compares: logits with the saved ones; of models that write, those of each step through a cache with those
-of one pass, the length of that cache, and the tokens that greedy search and two beams find with a cache, without one
-and when it was saved. Each version is installed, with what it needs, in a folder of its own over the Python and torch
-that run this. Repositories that a release kept (`--keep NAME`) are loaded too.
+The package saves tiny repositories of every architecture and variant under the oldest and the newest version, with
+inputs, logits and tokens. Each version loads them with the code inside them, in a process that cannot import this
+package, and compares the logits. For generating models it also compares the logits of each step through a cache with
+those of one pass, the length of that cache, and the tokens of greedy search and two beams with a cache, without one,
+and from the time of saving. Each version is installed with its requirements in a separate folder, over the Python and
+torch that run this script. Repositories that a release kept (`--keep NAME`) are loaded too.
 
-Needs a package index. Takes some forty minutes on one core.
+The script needs a package index, and takes about forty minutes on one core.
 
 Example:
     python -m benchmarks.versions.transformers_matrix
@@ -36,7 +36,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 KEPT = FOLDER / "repositories"
 OLDEST = (5, 15)
-# Of the largest logit: float32 in another order of summation.
+# Relative to the largest logit, for another order of float32 sums.
 TOLERANCE = 1e-5
 # After each piece of a text that is read through it (`PIECES` of the worker).
 CACHE_LENGTHS = [3, 4, 5, 6, 7, 8, 9]
@@ -181,12 +181,12 @@ def run_under(version: str, action: str, folder: Path, work_dir: Path) -> dict[s
 
 
 def keep(folder: Path, name: str) -> None:
-    """Archive the repositories of a folder with latents and with hybrids, of each host, under a name."""
+    """Archive the repositories of a folder with latents and with hybrids, of each architecture, under a name."""
     KEPT.mkdir(exist_ok=True)
     with tarfile.open(KEPT / f"{name}.tar.xz", "w:xz", preset=9) as archive:
         paths = [path for variant in ("latent", "hybrid") for path in folder.glob(f"*-{variant}/*")]
         for path in sorted(paths, key=lambda path: (path.suffix, path.name, path)):
-            archive.add(path, path.relative_to(folder))  # the same code files beside each other, which compress
+            archive.add(path, path.relative_to(folder))  # equal code files are adjacent, so that they compress well
 
 
 def kept_repositories(work_dir: Path) -> dict[str, Path]:

@@ -413,7 +413,8 @@ def _largest_difference(graph: Graph, path: Path) -> float:
     for name, (difference, largest) in zip(expected, differences, strict=True):
         if not difference <= MAX_DIFFERENCE * max(1.0, float(largest)):
             raise ValueError(
-                f"`{name}` of {path.name} differs between ONNX Runtime and torch by {float(difference):.1e}."
+                f"`{name}` of {path.name} must be the same in ONNX Runtime and torch, but differs by "
+                f"{float(difference):.1e}."
             )
     return max(float(difference) for difference, _ in differences)
 

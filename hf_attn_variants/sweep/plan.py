@@ -101,13 +101,15 @@ def _load_yaml(text: bytes) -> dict[str, Any]:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
             names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             if repeated := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"`{repeated[0]}` occurs twice in the object at line {node.start_mark.line + 1}.")
+                raise ValueError(
+                    f"`{repeated[0]}` must occur only once in the object at line {node.start_mark.line + 1}."
+                )
             return super().construct_mapping(node, deep)
 
     try:
-        return _check_object(yaml.load(text, Loader), "the file")
+        return _check_object(yaml.load(text, Loader), "The file")
     except yaml.YAMLError as error:
-        raise ValueError(f"the file must be YAML: {' '.join(str(error).split())}.") from None
+        raise ValueError(f"The file must be YAML: {' '.join(str(error).split())}.") from None
 
 
 def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any
         raise ValueError(f"--set must name variables of the file ({', '.join(known)}), got {unknown[0]}.")
     values = known | {name: _parse_value(text) for name, text in overrides.items()}
     if missing := [name for name, value in values.items() if value is None]:
-        raise ValueError(f"the variable `{missing[0]}` must have a value. Give --set {missing[0]}=VALUE.")
+        raise ValueError(f"The variable `{missing[0]}` must have a value. Give --set {missing[0]}=VALUE.")
     return values
 
 
@@ -137,7 +139,7 @@ def _fill_variables(value: Any, variables: Mapping[str, Any]) -> Any:
 
 def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) -> Sweep:
     if unknown := [str(key) for key in content if key not in KEYS]:
-        raise ValueError(f"the keys must be variables, {', '.join(KEYS)}, got {unknown[0]}. Put flags under `flags`.")
+        raise ValueError(f"The keys must be variables, {', '.join(KEYS)}, got {unknown[0]}. Put flags under `flags`.")
     title, command = str(content.get("title", name.replace("_", " "))), str(content.get("command"))
     if command not in commands:
         raise ValueError(f"`command` must be one of {', '.join(commands)}, got {command}.")
@@ -149,7 +151,7 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
     }
     seeds, base = _as_list(content.get("seeds", 0)), _check_object(content.get("flags"), "`flags`")
     if not seeds or not (variants or grid):
-        raise ValueError("the file must contain `variants` or a `grid`, and `seeds` must not be empty.")
+        raise ValueError("The file must contain `variants` or a `grid`, and `seeds` must not be empty.")
     base |= {CONVERT: content[CONVERT]} if CONVERT in content else {}
     return Sweep(title, command, launch, seeds, metrics, base, variants or {"": {}}, references, grid)
 

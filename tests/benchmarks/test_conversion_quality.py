@@ -1,4 +1,4 @@
-"""The benchmark of conversion quality: sampling, scoring, resuming, tables and plot, on tiny models."""
+"""Check the benchmark of conversion quality: sampling, scoring, resuming, tables and plot, on tiny models."""
 
 import gzip
 import importlib
@@ -27,7 +27,7 @@ def subjects(monkeypatch):
 
 @pytest.fixture
 def tiny(quality, subjects, tmp_path, monkeypatch):
-    """A tiny BERT as the benchmark's only subject, scored by its numbers of parameters."""
+    """A tiny BERT as the only model of the benchmark, scored by its parameter count."""
     config = transformers.BertConfig(
         hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=8, vocab_size=20
     )
@@ -56,7 +56,7 @@ def write_gzip(path, lines):
     return path
 
 
-def test_lines_are_drawn_by_seed_from_every_file(subjects, tmp_path):
+def test_lines_are_sampled_by_seed_from_every_file(subjects, tmp_path):
     shards = [
         write_gzip(tmp_path / f"{name}.gz", ["short", "", *(f"{name} line {i:03d} of some length" for i in range(50))])
         for name in ("a", "b")
@@ -94,7 +94,7 @@ def test_translation_scores_do_not_depend_on_the_batches(subjects):
     together = subjects.translation_loss(model, tokenizer, sources, targets)
     one_by_one = subjects.translation_loss(model, tokenizer, sources, targets, batch_size=1)
     assert together == pytest.approx(one_by_one, rel=1e-5)
-    # By hand: the log-probabilities of all tokens, the end of each sentence among them.
+    # The expected value is the sum of the log-probabilities of all tokens, including the end tokens.
     total, tokens = 0.0, 0
     for source, target in zip(sources, targets, strict=True):
         labels = tokenizer(target, return_tensors="pt")["input_ids"]
@@ -110,7 +110,7 @@ def test_translation_scores_do_not_depend_on_the_batches(subjects):
     assert len(translations) == 4 and any(translations)
 
 
-def test_only_what_is_random_has_several_seeds(quality, tiny):
+def test_only_random_methods_run_with_several_seeds(quality, tiny):
     rows = quality.planned_rows(tiny.subject, ["mean", "calibrated"], None, [0, 100], [0, 1])
     keys = [quality.row_key(row)[1:] for row in rows]
     assert len(set(keys)) == len(keys)
@@ -123,7 +123,7 @@ def test_only_what_is_random_has_several_seeds(quality, tiny):
     assert [key[2:] for key in keys if key[:2] == ("calibrated", 1)] == [(0, 0), (100, 0), (0, 1), (100, 1)]
 
 
-def test_rows_that_are_there_are_kept(quality, tiny, tmp_path, capsys):
+def test_existing_rows_are_not_measured_again(quality, tiny, tmp_path, capsys):
     flags = ["--models", "tiny", "--seeds", "0", "1", "--output", str(tmp_path / "results" / "quality.json")]
     first = quality.main(quality.parse_args([*flags, "--methods", "mean"]))
     assert [(row["method"], row["num_key_value_heads"]) for row in first] == [
@@ -152,7 +152,7 @@ def test_rows_that_are_there_are_kept(quality, tiny, tmp_path, capsys):
     assert "| mean | 0 | " in capsys.readouterr().out
 
 
-def test_table_shows_means_and_ranges(quality, tiny):
+def test_quality_table_shows_means_and_ranges(quality, tiny):
     times = {"conversion_seconds": 2.0, "training_seconds": 1.0}
     rows = [
         dict(zip((*quality.KEY, "size"), ("tiny", *values), strict=True)) | times
@@ -175,7 +175,7 @@ def test_table_shows_means_and_ranges(quality, tiny):
     ]
 
 
-def test_rows_of_an_earlier_order_of_batches_are_measured_anew(quality, tiny, tmp_path):
+def test_rows_with_an_older_batch_order_are_measured_again(quality, tiny, tmp_path):
     path = tmp_path / "quality.json"
     row = dict(zip(quality.KEY, ("tiny", "mean", 2, 100, 0), strict=True)) | {"size": 5.0, "batch_order": "sorted"}
     path.write_text(json.dumps({"runs": [], "rows": [row]}))

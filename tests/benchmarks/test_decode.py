@@ -1,4 +1,4 @@
-"""The decoding benchmark, tiny: a row for each model, and models of equal size."""
+"""Check the decoding benchmark at tiny sizes: a row per model, and models of equal size."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ def decode(monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("flags", [[], ["--equal_parameters"]])
-def test_every_model_has_a_row_with_its_cache(decode, tmp_path, monkeypatch, flags):
+def test_every_model_has_a_row_with_its_cache_size(decode, tmp_path, monkeypatch, flags):
     argv = ["--shape", "tiny", "--batch_size", "2", "--source_length", "8", "--max_new_tokens", "3", "--repeats", "1"]
     argv += ["--skip_encoder", "--output_dir", str(tmp_path), "--run_name", "run", *flags]
     monkeypatch.setattr(sys, "argv", ["decode.py", *argv])
@@ -29,7 +29,7 @@ def test_every_model_has_a_row_with_its_cache(decode, tmp_path, monkeypatch, fla
     names, ratios = ["upstream MHA", "MHA", "GQA-2", "MQA"], [1, 1, 0.5, 0.25]
     if not flags:
         # A token has 2 layers of 2 x 4 x 16 numbers: 3 are fed (the start, and all but the last). Of the source's 8 a
-        # latent keeps r in all layers, and keys and values beside it where 2 x 8 of them are no more than r.
+        # latent stores r numbers for all layers, and also keys and values if 2 x 8 numbers are at most r.
         names += ["exact", "cross r=32", "cross r=16", "cross r=8"]
         token = 2 * 2 * 4 * 16
         kept = [3 * token + 8 * rank + (8 * token if rank >= 16 else 0) for rank in (64, 32, 16, 8)]
@@ -40,7 +40,7 @@ def test_every_model_has_a_row_with_its_cache(decode, tmp_path, monkeypatch, fla
 
 
 @pytest.mark.parametrize("shape", ["tiny", "t5-multi30k"])
-def test_wider_feed_forward_layers_make_up_for_fewer_heads(decode, shape):
+def test_wider_feed_forward_layers_equalize_parameter_counts(decode, shape):
     fields = decode.SHAPES[shape]
 
     def parameters(kv_heads):

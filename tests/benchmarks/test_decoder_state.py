@@ -1,4 +1,4 @@
-"""The benchmark of what a decoder keeps: bytes by length, as the formulas have them."""
+"""Check the benchmark of decoder caches and states: bytes by length, compared with the formulas."""
 
 import importlib
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_state_has_one_size_and_a_cache_grows(monkeypatch, tmp_path):
+def test_state_size_is_constant_and_cache_size_grows(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.speed.decoder_state")
     layers, heads, head_dim, width = 6, 4, 16, 4

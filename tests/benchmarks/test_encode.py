@@ -1,4 +1,4 @@
-"""The benchmark of forward passes: the models that it times, and the errors."""
+"""Check the benchmark of forward passes: the timed models and the errors."""
 
 import importlib
 from pathlib import Path
@@ -32,7 +32,7 @@ def names_and_fields(table):
         (WHISPER, "WhisperForCausalLM", 40),
     ],
 )
-def test_upstream_is_the_baseline_and_every_variant_is_timed(measure, architecture, head, length):
+def test_encode_times_transformers_and_every_variant(measure, architecture, head, length):
     config = architecture.upstream_model(head).config.to_dict() | {"architectures": [head]}
     table = measure(config, 2, length, 2)
     names, _ = names_and_fields(table)
@@ -45,22 +45,22 @@ def test_upstream_is_the_baseline_and_every_variant_is_timed(measure, architectu
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_an_encoder_of_t5_is_timed_with_its_own_fields(measure, stored):
+def test_t5_encoder_is_timed_with_encoder_fields(measure, stored):
     config = T5.upstream_model("T5EncoderModel").config.to_dict()
     config |= {"architectures": ["T5EncoderModel"], "is_encoder_decoder": stored}
     names, fields = names_and_fields(measure(config, 2, 8, 1, windows=[4]))
     assert names[0] == "upstream" and {"encoder_num_key_value_heads": 1} in fields
     assert {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4} in fields
-    assert not any("num_key_value_heads" in each for each in fields)
+    assert not any("num_key_value_heads" in item for item in fields)
 
 
-def test_only_heads_that_divide_the_value_heads_are_timed(measure):
+def test_only_divisors_of_the_value_heads_are_timed(measure):
     config = BERT.config(talking_heads="both", talking_heads_init="random", num_value_heads=6)
     _, fields = names_and_fields(measure(config.to_dict(), 2, 8, 1))
-    assert [each["num_key_value_heads"] for each in fields if "num_key_value_heads" in each] == [12, 2, 1]
+    assert [item["num_key_value_heads"] for item in fields if "num_key_value_heads" in item] == [12, 2, 1]
 
 
-def test_a_model_that_computes_something_else_is_not_timed(measure, monkeypatch):
+def test_model_with_other_outputs_raises_an_error(measure, monkeypatch):
     import hf_attn_variants
 
     model = hf_attn_variants.AttnVariantBertModel
@@ -73,6 +73,6 @@ def test_a_model_that_computes_something_else_is_not_timed(measure, monkeypatch)
 NO_MASK = {"attention_mask": None}
 
 
-def test_a_text_that_is_too_long(measure):
+def test_text_longer_than_the_positions_raises_an_error(measure):
     with pytest.raises(ValueError, match="`length`"):
         measure(BERT.upstream_model("BertModel").config.to_dict(), 2, 10**6, 1)

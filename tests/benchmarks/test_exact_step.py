@@ -1,4 +1,4 @@
-"""The benchmark of a step from the encoder's outputs: the same outputs as upstream's, and the operations of a step."""
+"""Check the benchmark of decoding steps with cached encoder outputs: equal outputs and the operation counts."""
 
 import importlib
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.thorough
-def test_a_step_is_upstreams_and_stands_beside_its_products(monkeypatch, tmp_path):
+def test_step_equals_transformers_and_reports_its_matrix_products(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.speed.exact_step")
     options = ["--shape", "tiny", "--batch_size", "2", "--source_length", "80", "--num_beams", "1", "3"]
@@ -18,7 +18,7 @@ def test_a_step_is_upstreams_and_stands_beside_its_products(monkeypatch, tmp_pat
     for row in report["runs"]:
         assert max(row["largest_difference"].values()) < 1e-5
         assert row["milliseconds"].keys() == {"products", "exact", "share_memory", "upstream"}
-    # Of the same source three times as many queries.
+    # Three times as many queries attend to the same source.
     one, three = report["runs"]
     assert one["operations"] * 3 == three["operations"] == 2 * 2 * 6 * (4 * 64 * 64 + 2 * 4 * 80 * 64)
     claims = importlib.import_module("benchmarks.speed_claims").claims("exact_step_tiny", report)

@@ -1,4 +1,4 @@
-"""The fine-tuning comparison: its checkpoints, its commands and its table."""
+"""Check the fine-tuning comparison: its checkpoints, commands and table."""
 
 import argparse
 import dataclasses
@@ -23,13 +23,13 @@ def comparison(monkeypatch):
     return importlib.import_module("benchmarks.train.finetuned_variants")
 
 
-def test_each_variant_has_a_folder_of_its_own_and_starts_from_one_that_is_there(comparison):
+def test_variants_have_separate_folders_and_existing_sources(comparison):
     assert len({comparison.slug(name) for name in comparison.VARIANTS}) == len(comparison.VARIANTS)
     starts = {variant.distilled_from for variant in comparison.VARIANTS.values()} - {None}
     assert starts and starts <= comparison.VARIANTS.keys()
 
 
-def test_commands_are_what_the_scripts_take(comparison, tmp_path):
+def test_commands_are_accepted_by_their_scripts(comparison, tmp_path):
     args = comparison.parse_args(["--model", "m", "--data_dir", str(tmp_path), "--work_dir", "w"])
     scripts = {"scripts/run_glue.py": run_glue, "scripts/run_squad.py": run_squad}
     for name, task in comparison.TASKS.items():
@@ -41,7 +41,7 @@ def test_commands_are_what_the_scripts_take(comparison, tmp_path):
         assert Path(data).is_relative_to(tmp_path) and parsed.max_length == (128 if name != "squad" else 256)
 
 
-def test_a_checkpoint_is_made_once(comparison, tmp_path):
+def test_existing_checkpoint_is_not_made_again(comparison, tmp_path):
     config = BertConfig(hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=8, vocab_size=20)
     BertModel(config).save_pretrained(tmp_path / "source")
     args = argparse.Namespace(model=tmp_path / "source", work_dir=tmp_path / "work", data_dir=tmp_path)
@@ -64,7 +64,7 @@ def _finish(folder, arguments):
 
 @pytest.fixture
 def distillations(comparison, monkeypatch):
-    """The arguments that uptrain.py was called with; it is not run, but leaves its results."""
+    """The recorded arguments of uptrain.py, which is replaced by a function that writes its results."""
     calls = []
 
     def run(command, **options):
@@ -75,7 +75,7 @@ def distillations(comparison, monkeypatch):
     return calls
 
 
-def test_a_distilled_variant_starts_from_its_calibrated_one(comparison, tmp_path, monkeypatch, distillations):
+def test_distilled_variant_starts_from_the_calibrated_variant(comparison, tmp_path, monkeypatch, distillations):
     (tmp_path / "wikipedia").mkdir()
     with gzip.open(tmp_path / "wikipedia/train-00000.txt.gz", "wt", encoding="utf-8") as file:
         file.writelines(f"Line number {number} of a text that is long enough to be used.\n" for number in range(4000))
@@ -101,7 +101,7 @@ def test_a_distilled_variant_starts_from_its_calibrated_one(comparison, tmp_path
 
 
 @pytest.mark.parametrize("task", ["squad", "stsb", "cola"])
-def test_a_fine_tuned_model_is_its_variants_source_and_teacher_and_they_are_only_evaluated(
+def test_fine_tuned_model_is_source_and_teacher_of_evaluated_variants(
     comparison, tmp_path, monkeypatch, shared_data, distillations, task
 ):
     monkeypatch.setattr(comparison, "check_source", lambda folder, source: None)
@@ -129,7 +129,7 @@ def test_a_fine_tuned_model_is_its_variants_source_and_teacher_and_they_are_only
     assert script.parse_args(flags).max_train_steps == 2
 
 
-def test_a_task_is_calibrated_on_its_own_texts(comparison, shared_data):
+def test_calibration_uses_the_texts_of_the_task(comparison, shared_data):
     args = argparse.Namespace(data_dir=shared_data)
     for name, kind in (("cola", str), ("stsb", tuple), ("squad", tuple)):
         texts = comparison.task_texts(args, name)
@@ -139,7 +139,7 @@ def test_a_task_is_calibrated_on_its_own_texts(comparison, shared_data):
 
 
 @pytest.mark.parametrize("variant", ["MHA", "GQA-4 (the fine-tuned MHA, calibrated on the task)"])
-def test_a_finished_run_of_another_model_is_refused_before_any_run(comparison, tmp_path, monkeypatch, variant):
+def test_finished_run_of_another_model_raises_before_any_run(comparison, tmp_path, monkeypatch, variant):
     for name in ("_run", "make_checkpoint"):
         monkeypatch.setattr(comparison, name, lambda *run: pytest.fail("work was begun"))
     (tmp_path / "glue/CoLA").mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_a_finished_run_of_another_model_is_refused_before_any_run(comparison, t
     assert not (tmp_path / "rows.json").exists()
 
 
-def test_the_table_has_means_ranges_and_gaps(comparison):
+def test_finetuning_table_has_means_ranges_and_gaps(comparison):
     rows = [
         {"variant": "MHA", "task": "cola", "seed": 1, "matthews_correlation": 0.2},
         {"variant": "MHA", "task": "cola", "seed": 2, "matthews_correlation": 0.3},

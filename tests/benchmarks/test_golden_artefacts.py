@@ -1,4 +1,4 @@
-"""The maker of tests/golden's archives: which hosts take which mechanism, and that it still makes them."""
+"""Check the script that makes tests/golden's archives: the mechanisms per architecture, and the archives."""
 
 import argparse
 import importlib
@@ -9,23 +9,29 @@ from fixtures import golden_conversions, golden_repositories, golden_trainings
 from fixtures.golden import folders_in, load_expected, unpack
 
 ROOT = Path(__file__).resolve().parents[2]
-PAIRS = [(host, mechanism) for host in golden_repositories.HOSTS for mechanism in golden_repositories.MECHANISMS]
+PAIRS = [
+    (architecture, mechanism)
+    for architecture in golden_repositories.ARCHITECTURE_HEADS
+    for mechanism in golden_repositories.MECHANISMS
+]
 
 
 @pytest.mark.parametrize(
-    ("host", "mechanism"), [pair for pair in PAIRS if not golden_repositories.takes(*pair)], ids=str
+    ("architecture", "mechanism"), [pair for pair in PAIRS if not golden_repositories.takes(*pair)], ids=str
 )
-def test_what_is_left_out_is_what_a_host_refuses(host, mechanism):
-    row, head = golden_repositories.HOSTS[host]
+def test_skipped_mechanisms_are_unsupported_by_the_architecture(architecture, mechanism):
+    row, head = golden_repositories.ARCHITECTURE_HEADS[architecture]
     with pytest.raises(ValueError, match=r"only in the encoder of T5|must|cannot be"):
-        row.config(head=head, **golden_repositories.fields_of(host, mechanism))
+        row.config(head=head, **golden_repositories.fields_of(architecture, mechanism))
 
 
 @pytest.mark.thorough
-def test_archives_are_made(monkeypatch, tmp_path):
+def test_golden_archives_are_made(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     maker = importlib.import_module("benchmarks.versions.golden_artefacts")
-    monkeypatch.setattr(golden_repositories, "HOSTS", {"bart": golden_repositories.HOSTS["bart"]})
+    monkeypatch.setattr(
+        golden_repositories, "ARCHITECTURE_HEADS", {"bart": golden_repositories.ARCHITECTURE_HEADS["bart"]}
+    )
     monkeypatch.setattr(golden_repositories, "MECHANISMS", {"gqa": {"num_key_value_heads": 4}})
     monkeypatch.setattr(golden_conversions, "CONVERSIONS", {"t5-mean": golden_conversions.CONVERSIONS["t5-mean"]})
     monkeypatch.setattr(golden_trainings, "TRAININGS", {"ner": golden_trainings.TRAININGS["ner"]})

@@ -1,4 +1,4 @@
-"""The GPU run: its cells, its parts' processes, and all of it on the CPU at tiny shapes."""
+"""Check the GPU benchmarks on the CPU at tiny shapes: cells, processes and reports."""
 
 import argparse
 import importlib
@@ -19,7 +19,7 @@ def load(monkeypatch):
 
 @pytest.fixture
 def part(tmp_path):
-    """The arguments of a part, whose time ends in a minute."""
+    """The arguments of a part with a time limit of one minute."""
     return argparse.Namespace(
         device="cpu", tiny=True, cells=[], output=tmp_path / "part.json", deadline=time.time() + 60
     )
@@ -29,7 +29,7 @@ def cells_of(args):
     return json.loads(args.output.read_text())["cells"]
 
 
-def test_a_failure_is_a_result_and_the_next_cell_goes_on(load, part):
+def test_failed_cell_is_recorded_and_the_next_cell_runs(load, part):
     cells = load("benchmarks.gpu.cells")
     calls = []
 
@@ -45,7 +45,7 @@ def test_a_failure_is_a_result_and_the_next_cell_goes_on(load, part):
     assert cells.run_cells(part, made) == cells.COMPLETE and calls == ["fails", "works"]  # neither runs again
 
 
-def test_only_the_cells_that_are_named_run_and_the_others_later(load, part):
+def test_selected_cells_run_first_and_the_others_later(load, part):
     cells, calls = load("benchmarks.gpu.cells"), []
     made = {name: lambda name=name: calls.append(name) or {} for name in ("t5, batch 1", "t5, batch 64", "bert")}
     part.cells = ["batch 64", "bert"]
@@ -55,7 +55,7 @@ def test_only_the_cells_that_are_named_run_and_the_others_later(load, part):
     assert json.loads(part.output.read_text())["cells_in_all"] == 3
 
 
-def test_a_lost_device_ends_the_process_and_another_one_goes_on(load, part):
+def test_lost_device_restarts_the_process(load, part):
     cells = load("benchmarks.gpu.cells")
 
     def breaks():
@@ -67,7 +67,7 @@ def test_a_lost_device_ends_the_process_and_another_one_goes_on(load, part):
     assert [cell["status"] for cell in cells_of(part).values()] == ["failed", "done"]
 
 
-def test_a_cell_that_never_ends_is_begun_twice(load, part):
+def test_cell_that_times_out_is_tried_twice(load, part):
     cells = load("benchmarks.gpu.cells")
 
     def stopped():
@@ -82,7 +82,7 @@ def test_a_cell_that_never_ends_is_begun_twice(load, part):
     assert cells_of(part)["works"]["status"] == "done"
 
 
-def test_no_cell_begins_after_the_deadline_and_other_settings_have_another_file(load, part):
+def test_no_cell_starts_after_the_deadline(load, part):
     cells = load("benchmarks.gpu.cells")
     part.deadline = time.time() - 1
     assert cells.run_cells(part, {"works": dict}) == cells.UNFINISHED
@@ -92,7 +92,7 @@ def test_no_cell_begins_after_the_deadline_and_other_settings_have_another_file(
         cells.run_cells(part, {"works": dict})
 
 
-# A part in a process of its own, without torch: what it does comes after this.
+# A part in a separate process without torch; the tests append its cells.
 FAKE = """
 import json, os, sys, time
 from pathlib import Path
@@ -114,7 +114,7 @@ FAKES = {
 
 @pytest.fixture
 def run(load, monkeypatch, tmp_path):
-    """`run.py` over the fakes, with little time for each."""
+    """`run.py` with fake parts and short time limits."""
     module = load("benchmarks.gpu.run")
     for name, text in FAKES.items():
         (tmp_path / f"{name}.py").write_text(FAKE + text)
@@ -131,7 +131,7 @@ def run(load, monkeypatch, tmp_path):
 
 
 @pytest.mark.thorough
-def test_what_becomes_of_one_part_does_not_stop_the_next(run, tmp_path, capfd):
+def test_failed_part_does_not_stop_the_next_part(run, tmp_path, capfd):
     status, rows = run()
     rows = {row["part"]: row for row in rows}
     assert status == 1 and list(rows) == list(FAKES)
@@ -145,7 +145,7 @@ def test_what_becomes_of_one_part_does_not_stop_the_next(run, tmp_path, capfd):
     assert begun == {name: (tmp_path / f"out/{name}.json").stat().st_mtime_ns for name in begun}
 
 
-def test_failed_cells_are_tried_again_where_that_is_asked_for(run, tmp_path):
+def test_failed_cells_are_tried_again_on_request(run, tmp_path):
     (tmp_path / "out").mkdir()
     failed = {"cells": {"a": {"status": "done"}, "b": {"status": "failed"}}, "cells_in_all": 2}
     (tmp_path / "out/works.json").write_text(json.dumps(failed))
@@ -157,14 +157,14 @@ def test_failed_cells_are_tried_again_where_that_is_asked_for(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"), [(["--device", "cpu"], "for --tiny alone"), (["--minutes", "0"], "more than 0")]
 )
-def test_bad_flags_are_refused(load, capsys, flags, message):
+def test_gpu_run_rejects_invalid_flags(load, capsys, flags, message):
     with pytest.raises(SystemExit):
         load("benchmarks.gpu.run").parse_args(flags)
     assert message in capsys.readouterr().err
 
 
-def test_the_truth_of_kernels_is_told(load, part):
-    """Of the cheapest part, in this process."""
+def test_kernel_parity_is_reported(load, part):
+    """Check the fastest part in this process."""
     cells, kernel_truth = load("benchmarks.gpu.cells"), load("benchmarks.gpu.kernel_truth")
     made = kernel_truth.make_cells(part)
     few = {name: made[name] for name in ("causal, padding, float32", "added mask, float16", "dropout, float32")}
@@ -173,7 +173,7 @@ def test_the_truth_of_kernels_is_told(load, part):
     assert {cell["backend"] for cell in cells_of(part).values()} == {kernel_truth.backend_of()}
 
 
-def test_a_wrong_kernel_does_not_meet_the_truth(load, monkeypatch):
+def test_wrong_kernel_fails_the_parity_check(load, monkeypatch):
     kernel_truth = load("benchmarks.gpu.kernel_truth")
     attend = kernel_truth.talking_heads_attention
     monkeypatch.setattr(kernel_truth, "talking_heads_attention", lambda *args, **call: 1.001 * attend(*args, **call))
@@ -181,12 +181,12 @@ def test_a_wrong_kernel_does_not_meet_the_truth(load, monkeypatch):
     assert not result["met"] and result["errors"]["output"] == pytest.approx(1e-3, rel=0.05)
 
 
-def test_a_host_that_differs_from_upstream_is_told(load, monkeypatch):
+def test_architecture_that_differs_from_transformers_is_reported(load, monkeypatch):
     import torch
 
     parity = load("benchmarks.gpu.parity")
-    host = next(host for host in parity.HOSTS if host.name == "distilbert")
-    assert parity.host_parity(host, "cpu", "bfloat16")["met"]
+    architecture = next(architecture for architecture in parity.ALL_ARCHITECTURES if architecture.name == "distilbert")
+    assert parity.architecture_parity(architecture, "cpu", "bfloat16")["met"]
     pair = parity.pair
 
     def moved(*args):
@@ -196,10 +196,10 @@ def test_a_host_that_differs_from_upstream_is_told(load, monkeypatch):
         return upstream, ours
 
     monkeypatch.setattr(parity, "pair", moved)
-    assert not parity.host_parity(host, "cpu", "float32")["met"]
+    assert not parity.architecture_parity(architecture, "cpu", "float32")["met"]
 
 
-def test_a_layer_with_each_kernel_is_timed(load):
+def test_layer_is_timed_with_each_kernel(load):
     import argparse
 
     long_texts = load("benchmarks.gpu.long_texts")
@@ -208,7 +208,7 @@ def test_a_layer_with_each_kernel_is_timed(load):
 
 
 @pytest.mark.slow
-def test_all_of_it_runs_at_tiny_shapes(load, tmp_path):
+def test_gpu_benchmark_runs_at_tiny_shapes(load, tmp_path):
     run = load("benchmarks.gpu.run")
     argv = ["--device", "cpu", "--tiny", "--output_dir", str(tmp_path), "--minutes", "30"]
     assert run.main(run.parse_args(argv)) == 0

@@ -1,4 +1,4 @@
-"""Every name that a benchmark takes from the package is there: many of them run by hand only."""
+"""Check that every name that a benchmark imports from the package exists, because many benchmarks are run by hand."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ def on_the_path(monkeypatch):
 
 
 def taken(path):
-    """What a file imports of the package and of the benchmarks: pairs of a module and a name."""
+    """Return the imports of a file from the package and the benchmarks, as pairs of a module and a name."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
             "hf_attn_variants",
@@ -26,7 +26,7 @@ def taken(path):
 
 
 def is_there(module, name):
-    """Whether a module, or a folder of modules, has a name."""
+    """Return whether a module, or a package, has a name."""
     if hasattr(importlib.import_module(module), name):
         return True
     try:
@@ -37,5 +37,5 @@ def is_there(module, name):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "benchmarks")))
-def test_what_a_benchmark_imports_is_there(path):
+def test_imports_of_benchmarks_exist(path):
     assert not [pair for pair in taken(path) if not is_there(*pair)]

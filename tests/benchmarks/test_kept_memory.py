@@ -1,4 +1,4 @@
-"""Benchmarks both ways: processes, the bound of page faults, the merge, what is claimed, and measuring again."""
+"""Check benchmarks with both allocator settings: processes, page faults, merged reports, claims, and repeated runs."""
 
 import importlib
 import importlib.util
@@ -37,15 +37,15 @@ def run(script, *arguments, **more):
 
 @pytest.mark.thorough
 @ON_GLIBC
-def test_a_script_writes_one_report_of_both_ways(tmp_path, load):
-    # What the caller's own allocator was told does not reach the process with glibc as it is.
+def test_script_writes_one_report_with_both_allocator_settings(tmp_path, load):
+    # The process with the default setting does not inherit the allocator settings of the caller.
     ended = run("encode", *ENCODE, "--run_name", "encode_x", "--output_dir", tmp_path, **KEEPING)
     assert ended.returncode == 0, ended.stderr
     (path,) = tmp_path.iterdir()
     report = json.loads(path.read_text(encoding="utf-8"))
     assert report["memory"]["glibc"]["variables"] == {} and report["memory"]["kept"]["variables"] == KEEPING
-    for each in (report, report["kept"]):
-        assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in each["rows"])
+    for item in (report, report["kept"]):
+        assert all(row["usage"]["minor_faults"] >= 0 and row["usage"]["system_seconds"] >= 0 for row in item["rows"])
     assert {how["figures"] for how in report["memory"].values()} == {len(report["rows"])}
     assert "page faults" in ended.stdout and "claimed: " in ended.stdout
     assert load("benchmarks.kept_memory").is_recorded(report)
@@ -53,7 +53,7 @@ def test_a_script_writes_one_report_of_both_ways(tmp_path, load):
 
 
 @pytest.mark.slow
-def test_a_script_runs_in_the_one_way_that_is_asked_for(tmp_path):
+def test_script_runs_with_one_allocator_setting_on_request(tmp_path):
     ended = run("encode", *ENCODE, "--memory", "kept", "--output_dir", tmp_path)
     assert ended.returncode == 0, ended.stderr
     report = json.loads(next(tmp_path.glob("*.json")).read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ def test_a_script_runs_in_the_one_way_that_is_asked_for(tmp_path):
     assert failed.returncode and not list((tmp_path / "none").glob("*"))
 
 
-def test_faults_are_those_of_the_watched_part():
+def test_only_page_faults_of_the_watched_part_count():
     with Watch() as watch:
         block = np.ones(2**24)  # 128 MiB, above what glibc keeps; a huge page may be 2 MiB
     assert watch.usage.minor_faults >= 64 and watch.usage.seconds > 0
@@ -71,32 +71,32 @@ def test_faults_are_those_of_the_watched_part():
     assert again.usage.minor_faults < watch.usage.minor_faults / 2
 
 
-def test_few_faults_are_a_hundredth_of_the_time_at_most():
+def test_few_faults_take_at_most_one_percent_of_the_time():
     few = {"faults_a_second": 2500, "or_in_all": 16}
     assert page_faults.has_few_faults(2500, 1.0, few) and not page_faults.has_few_faults(2501, 1.0, few)
     assert page_faults.has_few_faults(16, 1e-4, few) and not page_faults.has_few_faults(17, 1e-4, few)
     assert page_faults.has_few_faults(None, 1.0, few) is None
 
 
-def test_where_huge_pages_come_unasked_fewer_faults_are_few(monkeypatch, tmp_path):
+def test_transparent_huge_pages_lower_the_bound_of_few_faults(monkeypatch, tmp_path):
     monkeypatch.setattr(page_faults, "HUGE_PAGES", tmp_path / "enabled")
     assert page_faults.bound()["faults_a_second"] == 2500
     (tmp_path / "enabled").write_text("[always] madvise never\n")
     assert page_faults.bound()["faults_a_second"] == 25
 
 
-def test_a_figure_has_the_medians_of_its_repeats():
-    found = page_faults.summary([Usage(1.0, 5, 0.1), Usage(3.0, 10**6, 0.3), Usage(2.0, 7, 0.2)])
-    assert {name: found[name] for name in ("seconds", "minor_faults", "system_seconds")} == {
+def test_figure_has_the_medians_of_its_repeats():
+    result = page_faults.summary([Usage(1.0, 5, 0.1), Usage(3.0, 10**6, 0.3), Usage(2.0, 7, 0.2)])
+    assert {name: result[name] for name in ("seconds", "minor_faults", "system_seconds")} == {
         "seconds": 2.0,
         "minor_faults": 7,
         "system_seconds": 0.2,
     }
-    assert found["few_faults"] and not page_faults.summary([Usage(2.0, 10**6, 0.2)])["few_faults"]
+    assert result["few_faults"] and not page_faults.summary([Usage(2.0, 10**6, 0.2)])["few_faults"]
     assert page_faults.summary([Usage(1.0, None, None)])["few_faults"] is None
 
 
-def test_memory_is_kept_by_both_variables_or_a_preloaded_allocator(monkeypatch):
+def test_fixed_allocator_setting_needs_both_variables_or_a_preload(monkeypatch):
     for name in (*KEEPING, "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
     assert page_faults.way_now() == "glibc"
@@ -110,7 +110,7 @@ def test_memory_is_kept_by_both_variables_or_a_preloaded_allocator(monkeypatch):
     assert page_faults.memory_now()["kept"]["allocator"] == "jemalloc"
 
 
-def test_the_smaller_ratio_is_claimed_and_both_are_said_where_they_differ(load):
+def test_smaller_ratio_is_claimed_and_differing_ratios_are_shown(load):
     claimed = load("benchmarks.kept_memory").claimed
     assert claimed(6.25, 2.11) == (2.11, "2.11×, default 6.25×")
     assert claimed(1.50, 2.00) == (1.50, "1.50×, fixed 2.00×")
@@ -121,7 +121,7 @@ def test_the_smaller_ratio_is_claimed_and_both_are_said_where_they_differ(load):
 
 
 def reports(kept_usage):
-    """Return the reports of two processes: upstream takes 600 and 200 ms, ours 100."""
+    """Return the reports of two processes: Transformers takes 600 and 200 ms, ours 100."""
     targets = [{"what": "speed", "least": 3, "measured": 6.0, "met": True}]
 
     def row(base, usage):
@@ -133,7 +133,7 @@ def reports(kept_usage):
     return glibc | {"targets": targets}, kept | {"targets": [targets[0] | {"measured": 2.0, "met": False}]}
 
 
-def test_two_reports_become_one(load):
+def test_reports_of_both_settings_are_merged(load):
     report = load("benchmarks.kept_memory").merged(*reports(FEW))
     assert report["memory"]["glibc"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 1}
     assert report["memory"]["kept"] == {"allocator": "glibc", "figures": 2, "with_many_faults": 0, "is_kept": True}
@@ -144,7 +144,7 @@ def test_two_reports_become_one(load):
     assert (line.glibc, line.kept, line.claim.text) == (6.0, 2.0, "2.00×, default 6.00×")
 
 
-def test_a_run_with_many_faults_does_not_count_as_kept(load):
+def test_run_with_many_faults_gives_no_claim(load):
     report = load("benchmarks.kept_memory").merged(*reports(MANY))
     assert report["memory"]["kept"]["is_kept"] is False
     (line,) = load("benchmarks.speed_claims").claims("sliding_window_cpu", report)
@@ -155,7 +155,7 @@ def test_a_run_with_many_faults_does_not_count_as_kept(load):
     assert line.claim.ratio is None
 
 
-def test_a_table_shows_what_is_claimed(load):
+def test_speed_table_shows_the_claimed_ratio(load):
     tables = load("benchmarks.speed_tables")
     report = load("benchmarks.kept_memory").merged(*reports(FEW))
     ((row, kept),) = tables.pairs(report, "attention")
@@ -164,17 +164,17 @@ def test_a_table_shows_what_is_claimed(load):
     assert tables.ratio(row, kept, tables.in_times("forward", "sdpa", "window")) == "6.00×"
 
 
-def test_the_machine_is_described_and_not_named(load):
-    found = load("benchmarks.machine").machine("cpu")
-    assert found["cpu"] and found["cores"] == os.cpu_count() and found["memory_gib"] > 0.1
-    assert os.uname().nodename not in json.dumps(found) and str(Path.home()) not in json.dumps(found)
+def test_report_describes_the_machine_without_its_name(load):
+    result = load("benchmarks.machine").machine("cpu")
+    assert result["cpu"] and result["cores"] == os.cpu_count() and result["memory_gib"] > 0.1
+    assert os.uname().nodename not in json.dumps(result) and str(Path.home()) not in json.dumps(result)
     info = load("benchmarks.machine").cpu_info()
-    assert ("avx512f" in found["instructions"]) == ("avx512f" in info.get("flags", "").split())
+    assert ("avx512f" in result["instructions"]) == ("avx512f" in info.get("flags", "").split())
 
 
 @pytest.fixture
 def again(load, tmp_path):
-    """Call `measure_again.py` on a folder of a report as it was before: decode_tiny, whose arguments are in it."""
+    """A function that calls `measure_again.py` on a folder with the report decode_tiny and its arguments."""
     decode, module = load("benchmarks.speed.decode"), load("benchmarks.measure_again")
     folder = tmp_path / "results"
     decode.main(decode.parse_args([*DECODE, "--run_name", "decode_tiny", "--output_dir", str(folder)]))
@@ -187,7 +187,7 @@ def again(load, tmp_path):
 
 @ON_GLIBC
 @pytest.mark.slow
-def test_measuring_again_lists_goes_on_and_compares(again, tmp_path, capsys, monkeypatch):
+def test_measure_again_lists_measures_and_compares_reports(again, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     results, work = tmp_path / "results", tmp_path / "work"
     assert again("--dry_run") == "" and not work.exists()
@@ -210,7 +210,7 @@ def test_measuring_again_lists_goes_on_and_compares(again, tmp_path, capsys, mon
         again("--only", "decode_none")
 
 
-def test_what_cannot_be_measured_is_named_and_the_rest_goes_on(load, tmp_path, monkeypatch, capsys):
+def test_failed_measurement_is_named_and_the_others_run(load, tmp_path, monkeypatch, capsys):
     module = load("benchmarks.measure_again")
     tried = []
 
@@ -225,8 +225,8 @@ def test_what_cannot_be_measured_is_named_and_the_rest_goes_on(load, tmp_path, m
     assert tried == ["long_t5_passes", "decoder_state_cpu"]  # the important one first
 
 
-def test_flags_are_made_from_what_a_report_says(load):
-    said = {
+def test_flags_are_restored_from_the_arguments_of_a_report(load):
+    printed = {
         "shape": "tiny",
         "lengths": "[8, 16]",
         "rank": "[]",
@@ -235,10 +235,10 @@ def test_flags_are_made_from_what_a_report_says(load):
         "layers": "None",
     }
     flags = ["--shape", "tiny", "--lengths", "8", "16", "--rank", "--padded"]
-    assert load("benchmarks.measure_again").flags_of(said) == flags
+    assert load("benchmarks.measure_again").flags_of(printed) == flags
 
 
-def test_each_report_of_speed_can_be_measured_again(load):
+def test_every_speed_report_can_be_measured_again(load):
     again = load("benchmarks.measure_again")
     jobs = again.jobs(again.parse_args([]))
     of_speed = load("benchmarks.speed_claims").is_of_speed
@@ -246,7 +246,7 @@ def test_each_report_of_speed_can_be_measured_again(load):
     assert all(importlib.util.find_spec(f"benchmarks.{job.script}") and 0 < job.seconds < 3600 for job in jobs)
 
 
-def test_input_that_is_not_here_is_named(load, monkeypatch, tmp_path):
+def test_missing_input_error_names_the_flag(load, monkeypatch, tmp_path):
     module = load("benchmarks.measure_again")
     monkeypatch.setattr(module, "ROOT", tmp_path / "a")
     given = module.parse_args(["--minilm", "there"])

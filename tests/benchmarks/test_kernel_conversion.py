@@ -1,4 +1,4 @@
-"""The benchmark of kernels' quality: rows before and after a fit, and what is there is not measured again."""
+"""Check the benchmark of converted kernels: rows before and after a fit, without repeated measurements."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.thorough
-def test_rows_before_and_after_a_fit(benchmark, tmp_path, monkeypatch):
+def test_kernel_benchmark_has_rows_before_and_after_the_fit(benchmark, tmp_path, monkeypatch):
     model = bert()
     model.save_pretrained(tmp_path / "source")
 
@@ -51,7 +51,7 @@ def test_rows_before_and_after_a_fit(benchmark, tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_layers_that_compare_and_a_distillation_are_rows_of_their_own(benchmark, tmp_path, monkeypatch):
+def test_token_matching_layers_and_distillation_have_separate_rows(benchmark, tmp_path, monkeypatch):
     source, lines = make_tiny_bert(tmp_path / "source"), ["the cat saw the cat and a dog"] * 300
 
     class Tiny:

@@ -1,4 +1,4 @@
-"""The largest batch in a given memory: found to a thirtieth, by few trials; each engine has its row."""
+"""Check the search for the largest batch in a given memory: its precision, its trials, and a row per engine."""
 
 import importlib
 from pathlib import Path
@@ -15,14 +15,14 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.parametrize(("memory", "most"), [(150, 0), (200, 1), (1000, 9), (1099, 9), (100_000, 999)])
-def test_the_batch_is_the_largest_that_fits(benchmark, memory, most):
-    found, peaks = benchmark.largest_batch(lambda batch: 100 + 100 * batch, memory)
-    assert most - max(0, most // 30) <= found <= most
-    assert all((peak <= memory) == (batch <= found) for batch, peak in peaks.items())
+def test_search_finds_the_largest_batch_that_fits(benchmark, memory, most):
+    result, peaks = benchmark.largest_batch(lambda batch: 100 + 100 * batch, memory)
+    assert most - max(0, most // 30) <= result <= most
+    assert all((peak <= memory) == (batch <= result) for batch, peak in peaks.items())
     assert len(peaks) <= 2 * (most + 1).bit_length() + 1
 
 
-def test_each_engine_has_a_row(benchmark):
+def test_largest_batch_has_a_row_per_engine(benchmark):
     rows = benchmark.contestants(benchmark.config_of("t5-small"), benchmark.LATENTS)
     names = ["transformers", "share_memory", "MHA + cross latent 128 + latent 32"]
     assert [engine.name for _, engine in rows[:3]] == names

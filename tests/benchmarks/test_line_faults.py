@@ -1,4 +1,4 @@
-"""The faults that `line_faults.py` makes, and the lines that `code_size.py` counts."""
+"""Check the faults that `line_faults.py` makes, and the lines that `code_size.py` counts."""
 
 import ast
 import importlib
@@ -29,7 +29,7 @@ def versions(monkeypatch):
     return importlib.import_module
 
 
-def test_faults_are_in_code_that_runs(versions, tmp_path):
+def test_faults_change_only_executed_code(versions, tmp_path):
     mutations = versions("benchmarks.versions.line_mutations")
     (name, function) = next(mutations.functions(ast.parse(SOURCE)))
     lines = SOURCE.encode().splitlines()
@@ -51,12 +51,12 @@ def test_faults_are_in_code_that_runs(versions, tmp_path):
     }
 
 
-def test_lines_are_found_again_in_another_file(versions, tmp_path):
+def test_lines_are_located_in_a_changed_file(versions, tmp_path):
     mutations = versions("benchmarks.versions.line_mutations")
     (tmp_path / mutations.PACKAGE / "hub").mkdir(parents=True)
     (tmp_path / mutations.PACKAGE / "hub/moved.py").write_text(f"x = 1\n\n{SOURCE}", encoding="utf-8")
-    found = mutations.line_index(tmp_path)["Scale.apply", "self.check(rows, True)  # é"]
-    assert found == [(f"{mutations.PACKAGE}/hub/moved.py", 13, 13)]
+    result = mutations.line_index(tmp_path)["Scale.apply", "self.check(rows, True)  # é"]
+    assert result == [(f"{mutations.PACKAGE}/hub/moved.py", 13, 13)]
 
 
 def test_comments_docstrings_and_blank_lines_are_not_code(versions):

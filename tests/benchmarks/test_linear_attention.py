@@ -1,4 +1,4 @@
-"""The benchmark of linear attention: every part on small sizes, and what its estimates say."""
+"""Check the benchmark of linear attention: every part at small sizes, and its estimates."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_part_runs(benchmark, tmp_path, capsys, monkeypatch):
+def test_every_part_of_the_linear_attention_benchmark_runs(benchmark, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "VECTORS", (32,))
     sizes = ["--lengths", "128", "512", "--heads", "1", "--rounds", "1", "--num_threads", "1"]
     sizes += ["--peers", "sdpa", "hedgehog", "favor", "--num_layers", "3"]
@@ -30,7 +30,7 @@ def test_every_part_runs(benchmark, tmp_path, capsys, monkeypatch):
     assert all(sorted(row["pass"]) == sorted(models) for row in report["models"])
     kept = [row["bytes"] for row in report["steps"]]
     assert kept[0]["sdpa"] * 4 == kept[1]["sdpa"] and kept[0]["hedgehog"] == kept[1]["hedgehog"] == 4 * 128 * 65
-    assert [each["least"] for each in report["targets"]] == [1.0]
+    assert [item["least"] for item in report["targets"]] == [1.0]
     assert "to the power of" in capsys.readouterr().out
     others = ["--peers", "sdpa", "hybrid", "linformer", "--parts", "attention", "causal", "steps"]
     report = benchmark.main(benchmark.parse_args([*sizes[:-6], *others, "--output_dir", str(tmp_path / "others")]))
@@ -39,8 +39,8 @@ def test_every_part_runs(benchmark, tmp_path, capsys, monkeypatch):
     assert report["steps"][1]["bytes"].keys() == {"sdpa", "hybrid"}
 
 
-def test_estimates_err_by_the_root_of_the_number_of_vectors(benchmark, monkeypatch):
-    """Four times as many vectors, half the error."""
+def test_estimation_error_falls_with_the_square_root_of_the_vectors(benchmark, monkeypatch):
+    """Check that four times as many vectors halve the error."""
     torch.manual_seed(0)
     monkeypatch.setattr(benchmark, "VECTORS", (64, 256))
     few, many = benchmark.measure_estimates(head_dim=16, count=32)

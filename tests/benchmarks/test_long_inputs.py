@@ -1,4 +1,4 @@
-"""The benchmarks of long inputs: what is drawn and cut, what is found, and a row of each kind at tiny sizes."""
+"""Check the benchmarks of long inputs at tiny sizes: sampling, truncation, retrieval and rows."""
 
 import gzip
 import importlib
@@ -34,21 +34,21 @@ def source(tmp_path):
     return make_tiny_bert(tmp_path / "source")
 
 
-def test_a_query_finds_its_own(benchmark):
+def test_query_retrieves_its_own_document(benchmark):
     others = torch.eye(3)
     queries = torch.tensor([[3.0, 2, 1], [1, 0, 0], [2, 1, 3], [2, 1, 3], [3, 2, 1], [0, 0, 1]])  # two of each
-    found = benchmark.found_by(queries, others)
-    assert found["accuracy"] == pytest.approx(3 / 6, abs=1e-4)  # ranks 1, 1, 3, 3, 3, 1
-    assert found["reciprocal_rank"] == pytest.approx((1 + 1 + 1 / 3 + 1 / 3 + 1 / 3 + 1) / 6, abs=1e-4)
+    actual = benchmark.found_by(queries, others)
+    assert actual["accuracy"] == pytest.approx(3 / 6, abs=1e-4)  # ranks 1, 1, 3, 3, 3, 1
+    assert actual["reciprocal_rank"] == pytest.approx((1 + 1 + 1 / 3 + 1 / 3 + 1 / 3 + 1) / 6, abs=1e-4)
 
 
-def test_passages_are_spread_over_the_text(benchmark):
+def test_passages_are_distributed_over_the_text(benchmark):
     cut = benchmark.passages(list(range(1000)))
-    assert len(cut) == benchmark.PASSAGES and {len(each) for each in cut} == {benchmark.PASSAGE}
+    assert len(cut) == benchmark.PASSAGES and {len(item) for item in cut} == {benchmark.PASSAGE}
     assert (cut[0][0], cut[-1][-1]) == (0, 999)
 
 
-def test_pieces_are_averaged_by_their_lengths(benchmark, source):
+def test_pieces_are_averaged_with_their_lengths_as_weights(benchmark, source):
     model, tokenizer = AutoModel.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
     ids = torch.randint(5, 60, (20,), generator=torch.Generator().manual_seed(0)).tolist()
     ends = tokenizer.cls_token_id, tokenizer.sep_token_id
@@ -59,13 +59,13 @@ def test_pieces_are_averaged_by_their_lengths(benchmark, source):
 
     with torch.no_grad():
         expected = 14 * alone(ids[:14]) + 6 * alone(ids[14:])
-        found = benchmark.encoder(model, tokenizer, 16)(ids)
-        torch.testing.assert_close(found, expected / expected.norm())
+        actual = benchmark.encoder(model, tokenizer, 16)(ids)
+        torch.testing.assert_close(actual, expected / expected.norm())
         torch.testing.assert_close(benchmark.encoder(model, tokenizer, 16, 1)(ids), alone(ids[:14]))
 
 
 @pytest.mark.thorough
-def test_rows_and_what_is_there_is_not_measured_again(benchmark, source, tmp_path, monkeypatch):
+def test_long_input_rows_are_not_measured_again(benchmark, source, tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(source)
     words = [word for word in tokenizer.get_vocab() if word.isalpha()]
     drawn = random.Random(0)
@@ -103,13 +103,13 @@ def test_rows_and_what_is_there_is_not_measured_again(benchmark, source, tmp_pat
     assert benchmark.main(benchmark.parse_args(flags)) == rows
 
 
-def test_articles_are_joined_and_answers_moved(questions, tmp_path):
+def test_joined_articles_shift_the_answers(questions, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(make_reader("bert", tmp_path / "reader"))
     content = make_questions()
     whole = questions.whole_articles(content, tokenizer, tokens=1000, questions=4, seed=0)
     (article,) = whole["data"]
     (paragraph,) = article["paragraphs"]
-    assert paragraph["context"] == "\n".join(each["context"] for each in content["data"][0]["paragraphs"])
+    assert paragraph["context"] == "\n".join(item["context"] for item in content["data"][0]["paragraphs"])
     assert len(paragraph["qas"]) == 4
     for qa in paragraph["qas"]:
         for answer in qa["answers"]:
@@ -120,7 +120,7 @@ def test_articles_are_joined_and_answers_moved(questions, tmp_path):
 
 
 @pytest.mark.thorough
-def test_an_article_is_read_in_windows_and_at_once(questions, tmp_path, monkeypatch):
+def test_article_is_read_in_windows_or_in_one_pass(questions, tmp_path, monkeypatch):
     reader = make_reader("bert", tmp_path / "reader")
     AutoModelForQuestionAnswering.from_pretrained(reader).save_pretrained(reader)  # readings need a trained head
     (tmp_path / "squad").mkdir()
@@ -142,7 +142,7 @@ def shorter_questions(parse_args):
 
 
 @pytest.mark.thorough
-def test_a_t5_of_windows_translates_the_same(tmp_path, monkeypatch):
+def test_t5_with_windows_gives_equal_translations(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.long.long_t5")
     source, (english, german) = make_t5(tmp_path / "source"), make_text(tmp_path, 24)
@@ -174,7 +174,7 @@ def test_a_t5_of_windows_translates_the_same(tmp_path, monkeypatch):
     assert windows == pytest.approx(everything, abs=1e-5) and len({everything, summaries, trained}) == 3
 
 
-def test_passes_are_timed_beside_upstream_s(tmp_path, monkeypatch):
+def test_passes_are_timed_together_with_transformers(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.long.long_t5")
     monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": benchmark.SHAPES["tiny"]})
@@ -186,7 +186,7 @@ def test_passes_are_timed_beside_upstream_s(tmp_path, monkeypatch):
     assert short["milliseconds"].keys() - long["milliseconds"].keys() == {"everything", "T5"}
 
 
-def test_the_encoders_that_are_timed_read_the_same(monkeypatch):
+def test_timed_encoders_give_equal_outputs(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.long.long_t5")
     monkeypatch.setattr(benchmark, "SHAPES", {"t5-small": benchmark.SHAPES["tiny"]})

@@ -1,4 +1,4 @@
-"""The ONNX benchmark: T5's decoding step in ONNX Runtime generates what the model generates; the script runs."""
+"""Check the ONNX benchmark: T5's decoding step in ONNX Runtime generates the tokens of the model."""
 
 import importlib
 import json
@@ -22,7 +22,7 @@ def benchmark(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [2, 8, 1])
 @torch.no_grad()
-def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
+def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     torch.manual_seed(0)
     step = benchmark.decoding_step(benchmark.T5_TINY, kv_heads)
     model, new_tokens = step.model, 6
@@ -34,7 +34,7 @@ def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
     ids = torch.randint(5, 60, (3, 9))
     mask = torch.tensor([[1] * 9, [1] * 7 + [0] * 2, [1] * 4 + [0] * 5])
     expected = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
-    # the first two tokens by torch, whose cache the graph goes on with
+    # torch computes the first two tokens, and the graph continues with its cache
     start = model(input_ids=ids, attention_mask=mask, decoder_input_ids=expected[:, :2])
     caches = (cache_of(start).self_attention_cache, cache_of(start).cross_attention_cache)
     own, source = ([(layer.keys, layer.values) for layer in cache.layers] for cache in caches)
@@ -42,7 +42,7 @@ def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
     tokens = start.logits[:, -1:].argmax(-1)
     for _ in range(new_tokens - 2):
         inputs = {"token": tokens[:, -1:], "source_mask": mask, "own": own, "source": source}
-        logits, *flat = (torch.from_numpy(each) for each in session.run(None, benchmark.arrays(session, inputs)))
+        logits, *flat = (torch.from_numpy(item) for item in session.run(None, benchmark.arrays(session, inputs)))
         own = list(zip(flat[::2], flat[1::2], strict=True))
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(tokens, expected[:, 2:]) and len(np.unique(tokens)) > 3
@@ -50,7 +50,7 @@ def test_the_exported_step_generates_what_the_model_does(benchmark, kv_heads):
 
 @pytest.mark.thorough
 @torch.no_grad()
-def test_a_step_exported_by_torch_alone_serves_every_batch_size(benchmark):
+def test_torch_export_step_supports_every_batch_size(benchmark):
     step = benchmark.decoding_step(benchmark.T5_TINY, 2)
     step.model.set_attn_implementation("sdpa")
     inputs, shapes = benchmark.step_inputs(step, (2, 16, 4)), benchmark.step_shapes(step)
@@ -61,7 +61,7 @@ def test_a_step_exported_by_torch_alone_serves_every_batch_size(benchmark):
 
 
 @pytest.mark.slow
-def test_the_script_runs(benchmark, minilm, monkeypatch, tmp_path):
+def test_onnx_latency_script_runs(benchmark, minilm, monkeypatch, tmp_path):
     options = ["--tiny", "--rounds", "2", "--num_key_value_heads", "4", "--output_dir", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["onnx_latency.py", "--model_name_or_path", str(minilm), *options])
     benchmark.main(benchmark.parse_args())

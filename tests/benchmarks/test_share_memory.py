@@ -1,4 +1,4 @@
-"""The benchmark of shared memory: the same tokens, and a source kept once."""
+"""Check the benchmark of shared memory: equal tokens, and a source that is stored once."""
 
 import importlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_what_is_kept_of_a_source(monkeypatch, tmp_path):
+def test_shared_memory_stores_a_source_once(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT))
     benchmark = importlib.import_module("benchmarks.speed.share_memory")
     options = ["--shape", "tiny", "--batch_size", "2", "--source_length", "16", "--num_beams", "1", "3"]

@@ -1,4 +1,4 @@
-"""Two commits side by side: pairs of times in turn, and whether their outputs are the same."""
+"""Check the comparison of two commits: alternating pairs of times, and whether the outputs are equal."""
 
 import importlib
 from pathlib import Path
@@ -14,7 +14,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("benchmarks.versions.side_by_side")
 
 
-def test_pairs_are_compared_in_turn(benchmark, capsys):
+def test_pairs_of_times_alternate(benchmark, capsys):
     asked = []
 
     def worker(name, seconds, digest):
@@ -35,6 +35,6 @@ def test_pairs_are_compared_in_turn(benchmark, capsys):
 
 
 @pytest.mark.slow
-def test_a_commit_beside_itself_gives_the_same(benchmark):
+def test_commit_compared_with_itself_gives_equal_outputs(benchmark):
     report = benchmark.main(benchmark.parse_args(["--before", "HEAD", "--rounds", "2", "--size", "small"]))
     assert all(row["equal"] for row in report["rows"].values())

@@ -1,4 +1,4 @@
-"""The benchmark of attention in windows: every part on small sizes, and its targets."""
+"""Check the benchmark of windows: every part at small sizes, and its targets."""
 
 import importlib
 import json
@@ -17,7 +17,7 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_part_runs(benchmark, tmp_path, capsys):
+def test_every_part_of_the_window_benchmark_runs(benchmark, tmp_path, capsys):
     sizes = ["--lengths", "256", "1024", "--hidden_size", "64", "--rounds", "1", "--num_threads", "1"]
     benchmark.main(benchmark.parse_args([*sizes, "--output_dir", str(tmp_path)]))
     report = json.loads((tmp_path / "sliding_window_cpu.json").read_text())
@@ -25,22 +25,22 @@ def test_every_part_runs(benchmark, tmp_path, capsys):
     for row in (*report["attention"], *report["layers"], *report["peak_memory"]):
         assert all(value >= 0 for mode in benchmark.MODES for value in row[mode].values())
     assert report["layers"][0]["forward"].keys() >= {benchmark.FULL, benchmark.LONGFORMER}
-    assert [each["least"] for each in report["targets"]] == [1.0, 1.0]
+    assert [item["least"] for item in report["targets"]] == [1.0, 1.0]
     assert "to the power of" in capsys.readouterr().out
     benchmark.main(benchmark.parse_args([*sizes, "--rows", "32", "64", "--output_dir", str(tmp_path / "rows")]))
     report = json.loads((tmp_path / "rows/sliding_window_cpu.json").read_text())
     assert [(row["rows"], row["length"]) for row in report["rows"]] == [(32, 256), (32, 1024), (64, 256), (64, 1024)]
 
 
-def test_growth_is_the_exponent_of_the_length(benchmark):
+def test_growth_equals_the_exponent_of_the_length(benchmark):
     rows = [{"length": n, "forward": {"a": 3.0 * n, "b": 2.0 * n**2}} for n in (512, 1024, 2048, 4096)]
     assert benchmark.growth(rows, "forward", "a") == pytest.approx(1)
     assert benchmark.growth(rows, "forward", "b") == pytest.approx(2)
     assert benchmark.growth(rows[:2], "forward", "a") is None
 
 
-def test_the_layers_compared_compute_the_same(benchmark):
-    """Ours and Longformer's, where its maps of global tokens are those of all tokens."""
+def test_compared_window_layers_give_equal_outputs(benchmark):
+    """Compare our layer with Longformer's, with equal projections for global and all tokens."""
     torch.manual_seed(0)
     layers = benchmark.make_layers(64, 1024)
     ours, theirs = layers[benchmark.OURS], layers[benchmark.LONGFORMER].layer

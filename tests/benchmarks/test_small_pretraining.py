@@ -1,4 +1,4 @@
-"""The benchmarks of small models from scratch: their vocabulary, and their commands on a few articles."""
+"""Check the benchmarks of small models from scratch: their vocabulary, and their commands on a few articles."""
 
 import gzip
 import importlib
@@ -22,14 +22,14 @@ MAINS = {
 
 @pytest.fixture
 def load(monkeypatch):
-    """A benchmark by its name."""
+    """Return a benchmark module by its name."""
     monkeypatch.syspath_prepend(str(ROOT))
     return importlib.import_module
 
 
 @pytest.fixture
 def ran(load, monkeypatch):
-    """The folders of the scripts that ran, in this process and not in one of their own."""
+    """The folders of the scripts that ran; they run in this process."""
     folders = []
 
     def run(command, folder, done="all_results.json"):
@@ -51,7 +51,7 @@ def text(tmp_path):
     return tmp_path
 
 
-def test_rare_characters_do_not_fill_the_vocabulary(load, shared_data, tmp_path):
+def test_vocabulary_is_not_filled_with_rare_characters(load, shared_data, tmp_path):
     shard = tmp_path / "text.txt"
     shard.write_text("\n\n".join(f"the attention of heads {chr(0x4E00 + i)} and queries" for i in range(500)))
     load("benchmarks.train.small_pretraining").make_vocabulary(
@@ -64,9 +64,7 @@ def test_rare_characters_do_not_fill_the_vocabulary(load, shared_data, tmp_path)
 
 
 @pytest.mark.thorough
-def test_albert_commands_fit_together_and_finished_ones_are_not_repeated(
-    load, shared_data, text, ran, monkeypatch, capsys
-):
+def test_albert_commands_run_once_in_sequence(load, shared_data, text, ran, monkeypatch, capsys):
     benchmark = load("benchmarks.train.albert_mlm")
     monkeypatch.setattr(benchmark, "TRAINING", benchmark.TRAINING.replace("--num_warmup_steps 200", ""))
     flags = ["--data_dir", str(text), "--tokenizer", str(shared_data / "tokenizers/albert"), "--max_train_steps", "2"]
@@ -91,9 +89,7 @@ def test_albert_commands_fit_together_and_finished_ones_are_not_repeated(
 
 
 @pytest.mark.slow
-def test_t5_learns_by_each_optimizer_and_attention_and_a_part_adds_its_rows(
-    load, shared_data, text, ran, monkeypatch, capsys
-):
+def test_t5_parts_add_rows_per_optimizer_and_attention(load, shared_data, text, ran, monkeypatch, capsys):
     benchmark = load("benchmarks.train.t5_span_corruption")
     monkeypatch.setattr(benchmark, "TRAINING", benchmark.TRAINING.replace("500", "1"))
     for name, flags in list(benchmark.OPTIMIZERS.items()):
@@ -110,7 +106,7 @@ def test_t5_learns_by_each_optimizer_and_attention_and_a_part_adds_its_rows(
     assert [(row["optimizer"], row["attention"]) for row in rows] == kinds and len(ran) == len(kinds)
     assert len({row["eval_loss"] for row in rows}) == len(kinds)
     assert all(list(row["dev_loss_by_step"]) == ["1", "2"] and not row["gate_passed"] for row in rows)
-    # Words are as likely as they are in the text, so a new model is worse than their frequencies.
+    # A new model is worse than a prediction of the word frequencies of the text.
     frequencies = json.loads((text / "result.json").read_text())["loss_of_frequencies_alone"]
     assert 1 < frequencies < min(row["dev_loss_by_step"]["1"] for row in rows)
     assert (text / "result.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""The comparison of attentions on Multi30k: its models, its defaults and its table."""
+"""Check the comparison of attention variants on Multi30k: its models, defaults and table."""
 
 import argparse
 import importlib
@@ -20,12 +20,12 @@ def comparison(monkeypatch):
     return importlib.import_module("benchmarks.train.t5_multi30k")
 
 
-def test_each_variant_has_a_name_and_a_folder_of_its_own(comparison):
+def test_multi30k_variants_have_unique_names_and_folders(comparison):
     for variants in comparison.VARIANTS.values():
         assert len({comparison._slug(variant.name) for variant in variants}) == len(variants) >= 8
 
 
-def test_the_flags_of_a_new_model_are_the_commands(comparison):
+def test_flags_of_a_new_model_are_accepted_by_the_command(comparison):
     args = argparse.Namespace(tokenizer="folder")
     for model in comparison.VARIANTS["scratch"]:
         settings = comparison.run_seq2seq.parse_args(
@@ -36,7 +36,7 @@ def test_the_flags_of_a_new_model_are_the_commands(comparison):
         assert settings.score_function == model.score, model.name
 
 
-def test_fewer_key_value_heads_have_as_many_parameters(comparison):
+def test_variants_with_fewer_heads_have_equal_parameter_counts(comparison):
     def parameters(model):
         fields = comparison.SHAPE | {"num_heads": model.heads, "d_kv": comparison.WIDTH // model.heads}
         fields |= {"d_ff": model.feed_forward, "num_key_value_heads": model.kv_heads, "vocab_size": 100}
@@ -47,20 +47,20 @@ def test_fewer_key_value_heads_have_as_many_parameters(comparison):
         assert parameters(model) == pytest.approx(parameters(multi_head), rel=2e-3)
 
 
-def test_each_start_needs_its_folder(comparison, capsys):
+def test_missing_start_folder_raises_an_error(comparison, capsys):
     for start, needed in (("scratch", "--tokenizer"), ("finetune", "--model")):
         with pytest.raises(SystemExit):
             comparison.parse_args([start, *FOLDERS])
         assert f"{start} needs {needed}" in capsys.readouterr().err
 
 
-def test_an_unknown_variant_is_refused_and_the_known_ones_named(comparison, capsys):
+def test_unknown_variant_error_lists_the_known_variants(comparison, capsys):
     with pytest.raises(SystemExit):
         comparison.parse_args(["finetune", *FOLDERS, "--model", "m", "--variants", "MHX"])
     assert "MHX" in (message := capsys.readouterr().err) and "both, identity" in message
 
 
-def test_a_converted_variant_is_made_once(comparison, tmp_path):
+def test_existing_converted_variant_is_not_made_again(comparison, tmp_path):
     config = T5Config(d_model=16, num_heads=4, d_kv=4, d_ff=8, num_layers=1, vocab_size=20)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
     args = argparse.Namespace(model=str(tmp_path / "source"), work_dir=tmp_path)
@@ -71,7 +71,7 @@ def test_a_converted_variant_is_made_once(comparison, tmp_path):
     assert comparison.ConvertedModel().flags(args) == ["--model_name_or_path", args.model]
 
 
-def test_a_part_adds_its_runs_to_the_json(comparison, tmp_path, monkeypatch):
+def test_each_part_adds_its_runs_to_the_report(comparison, tmp_path, monkeypatch):
     monkeypatch.setattr(
         comparison, "_run", lambda args, variant, seed: {"variant": variant.name, "seed": seed, "flags": ""}
     )
@@ -86,7 +86,7 @@ def test_a_part_adds_its_runs_to_the_json(comparison, tmp_path, monkeypatch):
     assert [run["variant"] for run in runs] == ["MHA 8x16", "MQA 8x16"]
 
 
-def test_the_table_has_means_and_ranges_and_only_metrics_that_all_runs_have(comparison):
+def test_multi30k_table_has_means_ranges_and_common_metrics(comparison):
     rows = [
         {"variant": "MHA", "seed": seed, "dev_loss": loss, "test_bleu": 30.0, "num_parameters": 2_000_000}
         for seed, loss in ((0, 2.0), (1, 3.0))

@@ -1,4 +1,4 @@
-"""The talking-heads benchmark: every part on tiny sizes, its targets, tables and plot."""
+"""Check the talking-heads benchmark: every part at tiny sizes, its targets, tables and plot."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ def load(monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_part_runs(load, tmp_path, capsys):
+def test_every_part_of_the_talking_heads_benchmark_runs(load, tmp_path, capsys):
     benchmark = load("benchmarks.speed.talking_heads")
     arguments = ["--tiny", "--rounds", "1", "--num_threads", "1", "--output_dir", str(tmp_path)]
     benchmark.main(benchmark.parse_args(arguments))
@@ -27,7 +27,7 @@ def test_every_part_runs(load, tmp_path, capsys):
             assert {"sdpa", "naive", "blocked"} <= row[mode].keys()
             assert all(value > 0 for value in row[mode].values())
     assert report["training_steps"]["milliseconds"].keys() == {"MHA", "talking heads", "talking heads, eager"}
-    # The weights of 512 tokens alone are 4 MiB; what that measurement took does not hide in the next one, of 64.
+    # The weights of 512 tokens have 4 MiB, and the next measurement of 64 tokens must not hide them.
     large, small = (row["forward"]["naive"] for row in report["peak_memory"])
     assert large >= 4 > small >= 0
     assert all(error < 1e-5 for rows in report["errors"].values() for row in rows.values() for error in row.values())
@@ -56,7 +56,7 @@ def report_with(forward, training, naive=500.0, memory=40.0):
     }
 
 
-def test_targets_compare_the_blocked_path_with_its_limits(load):
+def test_targets_compare_the_blocked_kernels_with_their_limits(load):
     targets = load("benchmarks.speed.talking_heads_report").targets
     assert [target["met"] for target in targets(report_with(16.0, 20.0))] == [True] * 6
     slow = targets(report_with(16.1, 20.1, naive=64.0, memory=51.0))
@@ -64,7 +64,7 @@ def test_targets_compare_the_blocked_path_with_its_limits(load):
     assert [target["measured"] for target in slow] == [1.61, 2.01, 3.975, 0.051, 0.051, 1.14]
 
 
-def test_layers_compute_multi_head_attention_with_identity_mixes(load):
+def test_layers_with_identity_projections_equal_multi_head_attention(load):
     import torch
 
     layers, peers = load("benchmarks.speed.talking_heads_layers"), load("benchmarks.speed.talking_heads_peers")

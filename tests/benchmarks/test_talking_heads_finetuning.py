@@ -1,4 +1,4 @@
-"""The fine-tuning comparison of talking heads: its variants and defaults."""
+"""Check the fine-tuning comparison of talking heads: its variants and defaults."""
 
 import importlib
 from pathlib import Path
@@ -16,14 +16,14 @@ def comparison(monkeypatch):
     return importlib.import_module("benchmarks.train.talking_heads_finetuning")
 
 
-def test_variants_are_valid_and_have_folders_of_their_own(comparison):
+def test_talking_heads_variants_are_valid_with_unique_folders(comparison):
     configs = [hf_attn_variants.AttnVariantBertConfig(**variant.fields) for variant in comparison.VARIANTS.values()]
     kinds = {(c.talking_heads, c.talking_heads_init, bool(c.talking_heads_dynamic)) for c in configs}
     slugs = {importlib.import_module("benchmarks.train.finetuned_variants").slug(name) for name in comparison.VARIANTS}
     assert len(kinds) == len(slugs) == len(comparison.VARIANTS) == 8
 
 
-def test_defaults_are_two_seeds_on_three_tasks_and_can_be_changed(comparison):
+def test_default_is_two_seeds_on_three_tasks(comparison):
     folders = ["--model", "m", "--data_dir", "d", "--work_dir", "w"]
     args = comparison.parse_args(folders)
     assert (args.tasks, args.seeds) == (["sst2", "cola", "stsb"], [42, 43])

@@ -1,4 +1,4 @@
-"""What a Whisper takes for recordings: each engine's time, and whose texts are transformers' own."""
+"""Check the benchmark of Whisper's transcription time: the time of each engine, and whether the texts agree."""
 
 import importlib
 from pathlib import Path
@@ -21,11 +21,11 @@ def script(monkeypatch):
 def options(tmp_path):
     source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
     folder = recordings(tmp_path / "recordings", 2, seconds=0.5)
-    found = ["--checkpoint", str(source), "--audio_dir", str(folder), "--batch_size", "2", "--num_threads", "1"]
-    return [*found, "--max_new_tokens", "4", "--num_beams", "1", "2", "--rounds", "2", "--output_dir", str(tmp_path)]
+    result = ["--checkpoint", str(source), "--audio_dir", str(folder), "--batch_size", "2", "--num_threads", "1"]
+    return [*result, "--max_new_tokens", "4", "--num_beams", "1", "2", "--rounds", "2", "--output_dir", str(tmp_path)]
 
 
-def test_each_engine_has_its_rounds_and_its_texts(script, options):
+def test_each_engine_has_rounds_and_texts(script, options):
     report = script.main(script.parse_args(options))
     for row, beams in zip(report["runs"], (1, 2), strict=True):
         assert row["num_beams"] == beams and len(row["tokens"]) == 2
@@ -36,7 +36,7 @@ def test_each_engine_has_its_rounds_and_its_texts(script, options):
     assert len(list(claims)) == 2 * (len(report["runs"][0]["milliseconds"]) - 1)
 
 
-def test_wrong_inputs_are_told_before_anything_is_loaded(script, options, tmp_path):
+def test_invalid_inputs_raise_before_loading(script, options, tmp_path):
     with pytest.raises(SystemExit, match="has 2 recordings; the largest batch takes 3"):
         script.main(script.parse_args([*options, "--batch_size", "3"]))
     with pytest.raises(SystemExit, match=r"--checkpoint .*"):
@@ -45,7 +45,7 @@ def test_wrong_inputs_are_told_before_anything_is_loaded(script, options, tmp_pa
         script.main(script.parse_args([*options, "--engines", "int4"]))
 
 
-def test_tokens_of_a_text_are_those_between_prompt_and_end(script):
+def test_text_tokens_are_between_prompt_and_end(script):
     engines = object.__new__(script.Engines)
     engines.prompt, engines.end = [9, 8], 1
     assert engines.text_of([9, 8, 4, 5, 1, 1]) == engines.text_of([4, 5]) == [4, 5]

@@ -1,4 +1,4 @@
-"""The matrix of saved repositories and transformers versions: what it finds the same, and what it does not."""
+"""Check the matrix of saved repositories and Transformers versions: the differences that it reports."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ def matrix(monkeypatch):
 
 
 @pytest.mark.slow
-def test_repositories_that_differ_or_fail_are_found(matrix, monkeypatch, tmp_path):
+def test_matrix_reports_differing_and_failing_repositories(matrix, monkeypatch, tmp_path):
     worker = importlib.import_module("benchmarks.versions.matrix_worker")
     monkeypatch.setattr(architectures, "ARCHITECTURES", [architectures.T5])
     monkeypatch.setattr(relatives, "RELATIVES", ())
@@ -32,7 +32,7 @@ def test_repositories_that_differ_or_fail_are_found(matrix, monkeypatch, tmp_pat
     matrix.keep(tmp_path / "saved", "0.0")
     [(name, kept)] = matrix.kept_repositories(tmp_path).items()
     assert name == "0.0, kept" and {path.name for path in kept.iterdir()} == {
-        f"{head}-{each}" for each in ("latent", "hybrid")
+        f"{head}-{item}" for item in ("latent", "hybrid")
     }
     for path in (tmp_path / f"saved/{head}-latent").iterdir():
         assert (kept / f"{head}-latent" / path.name).read_bytes() == path.read_bytes()
@@ -43,17 +43,17 @@ def test_repositories_that_differ_or_fail_are_found(matrix, monkeypatch, tmp_pat
     (tmp_path / f"saved/{head}-talking/talking_heads.py").write_text("raise ImportError('gone')\n")
     # The transformers that is there, as one that was installed.
     (tmp_path / f"transformers-{transformers.__version__}").mkdir()
-    found = matrix.run_under(transformers.__version__, "load", tmp_path / "saved", tmp_path)
-    rows = {row["repository"]: row for row in found["rows"]}
-    found = {variant: matrix.is_same(rows[f"{head}-{variant}"]) for variant in worker.VARIANTS}
-    assert found == dict.fromkeys(worker.VARIANTS, True) | {"gqa": False, "talking": False}
+    result = matrix.run_under(transformers.__version__, "load", tmp_path / "saved", tmp_path)
+    rows = {row["repository"]: row for row in result["rows"]}
+    result = {variant: matrix.is_same(rows[f"{head}-{variant}"]) for variant in worker.VARIANTS}
+    assert result == dict.fromkeys(worker.VARIANTS, True) | {"gqa": False, "talking": False}
     assert rows[f"{head}-talking"]["error"] == "ImportError: gone" and rows[f"{head}-gqa"]["largest_difference"] > 1e-4
     assert rows[f"{head}-latent"]["same_tokens"] and rows[f"{head}-latent"]["same_greedy"]
     assert "cache_lengths" not in rows[f"{head}-dynamic"]
 
 
-def test_a_cache_that_is_lost_on_its_way_is_seen(matrix, monkeypatch):
-    """As transformers 5.24 lost it for older code: logits of one pass are right, and so may the tokens be."""
+def test_matrix_detects_a_lost_cache(matrix, monkeypatch):
+    """Check a cache that is dropped, as by Transformers 5.24 for older code: single passes are still right."""
     worker = importlib.import_module("benchmarks.versions.matrix_worker")
     name = worker._cache_name()
     for row, head in ((architectures.T5, "T5ForConditionalGeneration"), (architectures.BERT, "BertLMHeadModel")):
@@ -65,7 +65,7 @@ def test_a_cache_that_is_lost_on_its_way_is_seen(matrix, monkeypatch):
         forward = type(model).forward
 
         def without(self, *args, forward=forward, **kwargs):
-            return forward(self, *args, **{each: value for each, value in kwargs.items() if each != name})
+            return forward(self, *args, **{item: value for item, value in kwargs.items() if item != name})
 
         monkeypatch.setattr(type(model), "forward", without)
         lost = worker._through_cache(model, inputs)
@@ -87,13 +87,13 @@ def test_a_cache_that_is_lost_on_its_way_is_seen(matrix, monkeypatch):
     ],
     ids=str,
 )
-def test_each_fault_counts(matrix, fault):
+def test_every_kind_of_fault_is_counted(matrix, fault):
     same = {"largest_difference": 1e-6, "largest_logit": 2.0, "steps_difference": 1e-6}
     same |= {"cache_lengths": matrix.CACHE_LENGTHS, "same_greedy": True, "same_tokens": True}
     assert matrix.is_same(same) and not matrix.is_same(same | fault)
 
 
-def test_versions_are_read_from_the_index(matrix, monkeypatch):
+def test_versions_are_read_from_the_package_index(matrix, monkeypatch):
     final = "transformers (5.24.1)\nAvailable versions: 5.24.1, 5.24.0, 5.23.0, 5.15.1, 5.15.0, 5.14.9, 4.57.6\n"
 
     def listed(command, **options):
@@ -106,7 +106,7 @@ def test_versions_are_read_from_the_index(matrix, monkeypatch):
     assert matrix.newest_versions() == ["5.23.0", "5.24.1", "6.0.0rc1"]
 
 
-def test_the_table_counts_what_is_the_same(matrix):
+def test_matrix_table_counts_equal_repositories(matrix):
     same = {"largest_difference": 1e-6, "largest_logit": 2.0}
     rows = [
         {"saved_by": "a", "loaded_with": "5.15.1"} | same,
@@ -120,6 +120,6 @@ def test_the_table_counts_what_is_the_same(matrix):
     ]
 
 
-def test_the_document_has_the_table_of_the_results(matrix):
+def test_compatibility_page_contains_the_table_of_the_results(matrix):
     results = json.loads((ROOT / "benchmarks/versions/results/transformers_matrix.json").read_text(encoding="utf-8"))
     assert matrix.table(results) in (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Word error rates: what they count, and the script on a tiny Whisper."""
+"""Check word error rates: the counted differences, and the script on a tiny Whisper."""
 
 import importlib
 import json
@@ -16,15 +16,15 @@ def script(monkeypatch):
     return importlib.import_module("benchmarks.convert.word_errors")
 
 
-def test_words_are_counted_without_case_and_punctuation(script):
-    found = script.error_rate(["He said: yes, indeed.", "Don't go"], ["he said yes", "don't go now"])
-    assert found["words"] == 6 and found["recordings"] == 2
-    assert found["word_error_rate"] == pytest.approx(2 / 6, abs=1e-4)
-    low, high = found["interval"]
+def test_words_are_compared_without_case_and_punctuation(script):
+    result = script.error_rate(["He said: yes, indeed.", "Don't go"], ["he said yes", "don't go now"])
+    assert result["words"] == 6 and result["recordings"] == 2
+    assert result["word_error_rate"] == pytest.approx(2 / 6, abs=1e-4)
+    low, high = result["interval"]
     assert low <= 2 / 6 <= high
 
 
-def test_nothing_changes_between_a_model_and_itself(script, tmp_path, capsys):
+def test_model_compared_with_itself_has_no_word_errors(script, tmp_path, capsys):
     source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
     folder = recordings(tmp_path / "recordings", 3, seconds=0.5)
     table = tmp_path / "texts.tsv"
@@ -45,17 +45,17 @@ def test_nothing_changes_between_a_model_and_itself(script, tmp_path, capsys):
         (
             "\u0928\u092e\u0938\u094d\u0924\u0947 \u0926\u0941\u0928\u093f\u092f\u093e\u0964",
             2,
-        ),  # Hindi: vowel signs are no spaces
+        ),  # Hindi: vowel signs do not separate words
         ("\u3053\u3093\u306b\u3061\u306f\u3001\u4e16\u754c", 7),  # Japanese: by characters
         ("e\u0301te\u0301", ["\u00e9t\u00e9"]),  # one form of accents
     ],
 )
-def test_words_of_other_scripts(script, text, words):
-    found = script.words(text)
-    assert (len(found) if isinstance(words, int) else found) == words
+def test_words_of_other_scripts_are_split(script, text, words):
+    result = script.words(text)
+    assert (len(result) if isinstance(words, int) else result) == words
 
 
-def test_times_are_compared_of_tokens_that_both_write(script):
+def test_timestamps_are_compared_for_common_tokens(script):
     source = [script.Transcript("", [5, 6, 7], [0.0, 1.0, 2.0])]
     own = [script.Transcript("", [5, 9, 7], [0.5, 1.0, 2.0])]
     assert script.time_differences(source, source)["shift_of_95_percent"] == 0

@@ -1,4 +1,4 @@
-"""The `attn-variants` command: what it lists, what it imports, and that it does what the scripts do."""
+"""Check the `attn-variants` command: its list of commands, its imports, and that it acts like the scripts."""
 
 import importlib
 import json
@@ -29,14 +29,14 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-def test_the_installed_command_is_this_one():
-    found = [each for each in entry_points(group="console_scripts") if each.name == "attn-variants"]
-    if not found or not found[0].value.startswith("attn_variants:"):
+def test_installed_command_runs_the_package():
+    actual = [item for item in entry_points(group="console_scripts") if item.name == "attn-variants"]
+    if not actual or not actual[0].value.startswith("attn_variants:"):
         pytest.skip("the package was installed before it had this command; pip install -e . again")
-    assert found[0].load() is attn_variants.main
+    assert actual[0].load() is attn_variants.main
 
 
-def test_help_names_every_command_and_version_is_the_packages(capsys):
+def test_help_lists_every_command_and_version_matches_the_package(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--help"])
     printed = capsys.readouterr().out
@@ -49,17 +49,17 @@ def test_help_names_every_command_and_version_is_the_packages(capsys):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("module", ["attn_variants", "hf_attn_variants"])
-def test_the_module_is_the_command_too(module):
+def test_python_m_runs_the_command(module):
     ended = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stdout) == (0, f"hf_attn_variants {hf_attn_variants.__version__}\n"), ended.stderr
 
 
-def test_without_a_command_it_prints_the_help(capsys):
+def test_no_arguments_print_the_help(capsys):
     assert cli.main([]) == 2
     assert capsys.readouterr().out.startswith("usage: attn-variants ")
 
 
-def test_help_is_as_wide_as_the_terminal_and_keeps_examples(capsys, monkeypatch):
+def test_help_fits_the_terminal_and_keeps_examples(capsys, monkeypatch):
     shown = {}
     for width in (60, 300):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -72,7 +72,7 @@ def test_help_is_as_wide_as_the_terminal_and_keeps_examples(capsys, monkeypatch)
     assert len(wide.splitlines()) == 1
 
 
-def test_the_literals_of_convert_are_those_of_the_conversion():
+def test_convert_choices_equal_those_of_the_conversion():
     from hf_attn_variants.commands import convert
     from hf_attn_variants.conversion import METHODS
     from hf_attn_variants.conversion.attention_tensors import EXTENSIONS
@@ -83,7 +83,7 @@ def test_the_literals_of_convert_are_those_of_the_conversion():
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_its_own_help(name, capsys):
+def test_every_command_prints_its_help(name, capsys):
     module = importlib.import_module(cli.COMMANDS[name][0])
     assert callable(module.main)
     with pytest.raises(SystemExit) as stopped:
@@ -93,7 +93,7 @@ def test_every_command_has_its_own_help(name, capsys):
     assert f"  attn-variants {name} " in printed.split("\nexample")[-1] and "python scripts/" not in printed
 
 
-def test_help_and_docs_of_export_agree_on_what_keeps_fewer_heads(capsys):
+def test_export_help_and_docs_agree_on_formats_that_keep_fewer_heads(capsys):
     with pytest.raises(SystemExit):
         cli.main(["export", "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -103,7 +103,7 @@ def test_help_and_docs_of_export_agree_on_what_keeps_fewer_heads(capsys):
     assert "| `transformers` | the outputs; all heads in file and cache |" in table
 
 
-def test_help_says_what_an_option_is_by_default(capsys):
+def test_help_states_the_default_of_each_option(capsys):
     for name, *shown in (
         ("glue", "Peak learning rate (default: 5e-05).", "(default: 3.0)"),
         ("uptrain", "(default: 0.001)"),
@@ -115,18 +115,18 @@ def test_help_says_what_an_option_is_by_default(capsys):
         assert "default: None" not in printed and "default: False" not in printed
 
 
-def test_help_names_every_host():
+def test_help_lists_every_architecture():
     from hf_attn_variants.command_line import MODEL_NAMES
     from hf_attn_variants.registration import ARCHITECTURES
 
     named = {name.lower() for name in re.findall(r"\w+", MODEL_NAMES)}
-    hosts = {each.model_type.removeprefix("attn_variant_").replace("_", "") for each in ARCHITECTURES}
-    assert hosts and hosts <= named
+    architectures = {item.model_type.removeprefix("attn_variant_").replace("_", "") for item in ARCHITECTURES}
+    assert architectures and architectures <= named
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_examples_fit_80_columns(name, capsys, monkeypatch):
-    """As the command and as its script, whose name is longer."""
+def test_help_examples_fit_80_columns(name, capsys, monkeypatch):
+    """Check examples of the command and of its script, which has a longer name."""
     monkeypatch.setenv("COLUMNS", "80")
     module = importlib.import_module(cli.COMMANDS[name][0])
     for show in (lambda: cli.main([name, "--help"]), lambda: module.parse_args(["--help"])):
@@ -159,7 +159,7 @@ def test_examples_fit_80_columns(name, capsys, monkeypatch):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_an_error_of_the_command_line_is_the_error_and_where_to_read_more(argv, message, capsys):
+def test_command_line_error_prints_the_error_and_the_help_option(argv, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         raise SystemExit(cli.main(argv))
     error, more = capsys.readouterr().err.splitlines()
@@ -183,16 +183,16 @@ def test_an_error_of_the_command_line_is_the_error_and_where_to_read_more(argv, 
         (["--seed", "3", "--seed", "3"], "seed", 3, ""),
     ],
 )
-def test_of_a_flag_given_twice_the_last_value_counts_and_a_line_says_so(flags, field, value, note, capsys):
+def test_repeated_flag_uses_the_last_value_with_a_warning(flags, field, value, note, capsys):
     parse = importlib.import_module(cli.COMMANDS["convert"][0]).parse_args
     calibrated = ["bert", "--output_dir", "out", "--calibration_file", __file__]
     assert getattr(parse([*calibrated, *flags]), field) == value
-    said = capsys.readouterr().err
-    assert note in said and bool(said) == bool(note) and "hf_" not in said
+    output_text = capsys.readouterr().err
+    assert note in output_text and bool(output_text) == bool(note) and "hf_" not in output_text
 
 
-def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):
-    """It prints two lines for every try and every file."""
+def test_hub_client_prints_one_retry_message(monkeypatch, capsys):
+    """Check the retry message of the client, which otherwise prints two lines per try and file."""
     from huggingface_hub.utils import _http
 
     from hf_attn_variants.inspection import costs
@@ -209,7 +209,7 @@ def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):
     monkeypatch.setattr(hub, "handlers", [handler])  # other tests add theirs
     monkeypatch.setattr(handler, "stream", sys.stderr)
     monkeypatch.setattr(costs, "read_checkpoint_config", unreachable)
-    for _ in range(2):  # each command anew
+    for _ in range(2):  # every command in both rounds
         assert cli.main(["inspect", "me/x"]) == 2
         assert capsys.readouterr().err.splitlines() == [
             "'refused' thrown while requesting HEAD https://hub/1",
@@ -220,7 +220,7 @@ def test_the_hubs_client_says_once_that_it_tries_again(monkeypatch, capsys):
 
 
 @pytest.mark.thorough
-def test_nothing_heavier_than_the_package_is_imported_with_it():
+def test_package_import_loads_no_heavy_modules():
     code = f"""
 import sys
 from transformers import BertModel, T5ForConditionalGeneration  # some versions of which import scikit-learn
@@ -246,8 +246,8 @@ print("HEAVY", [name for name in {HEAVY!r} if name in set(sys.modules) - upstrea
     ],
     ids=" ".join,
 )
-def test_help_and_mistyped_flags_wait_for_no_import(argv):
-    """Neither torch nor transformers nor numpy: with them, each would take seconds."""
+def test_help_and_invalid_flags_import_no_heavy_modules(argv):
+    """Check that torch, Transformers and numpy are not imported, because each takes seconds."""
     code = f"""
 import runpy, sys
 argv = {argv!r}
@@ -268,7 +268,7 @@ print("IMPORTED", sorted(name for name in third_party if not name.startswith("_"
 
 
 @pytest.mark.thorough
-def test_a_command_has_the_same_public_names():
+def test_command_modules_have_the_same_public_names():
     code = """
 import sys
 import attn_variants
@@ -292,7 +292,7 @@ def run_python(*argv):
     return ended.stdout
 
 
-def test_convert_and_inspect_as_one_would_use_them(source, tmp_path, capsys):
+def test_convert_and_inspect_run_like_a_user(source, tmp_path, capsys):
     output = str(tmp_path / "gqa4")
     argv = ["--model_name_or_path", str(source), "--num_key_value_heads", "4", "--output_dir", output]
     assert cli.main(["convert", *argv]) == 0
@@ -307,7 +307,7 @@ def test_convert_and_inspect_as_one_would_use_them(source, tmp_path, capsys):
     assert "GQA-4 *" in printed and "GQA-6 -" in printed and "no key/value cache" in printed
 
 
-def test_inspect_reads_no_weights(tmp_path, capsys):
+def test_inspect_does_not_read_weights(tmp_path, capsys):
     config = T5.config("gqa", "T5ForConditionalGeneration")
     config.architectures = ["AttnVariantT5ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
@@ -326,7 +326,7 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
 @pytest.mark.parametrize(
     "where, width", [("a pipe with COLUMNS", 80), ("a pipe with COLUMNS", 120), ("a terminal", 120)]
 )
-def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where, monkeypatch, capsys):
+def test_inspect_does_not_break_words_or_numbers(tmp_path, width, where, monkeypatch, capsys):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     argv = ["inspect", str(tmp_path), "--batch_size", "32", "--details"]
 
@@ -352,7 +352,7 @@ def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where, monkeypatc
 
 
 def in_a_terminal(command, env, width):
-    """What a command prints on a terminal of so many columns."""
+    """Return the output of a command on a terminal of a given width."""
     import fcntl
     import pty
     import struct
@@ -373,7 +373,7 @@ def in_a_terminal(command, env, width):
     return printed.decode()
 
 
-# What each command needs beside a checkpoint; an option that takes several values stands between others.
+# The other arguments of each command. An option with several values is between other options.
 COMMAND_LINES = {
     "inspect": ["--length", "8"],
     "benchmark": ["--rounds", "2"],
@@ -396,12 +396,12 @@ COMMAND_LINES = {
 WITHOUT_CHECKPOINT = {"pretrain": "bert", "pretrain-t5": "t5", "seq2seq": "t5"}
 
 
-def test_all_commands_but_two_are_about_a_checkpoint():
+def test_all_commands_except_two_take_a_checkpoint():
     assert set(cli.COMMANDS) == {*COMMAND_LINES, "average", "sweep"}
 
 
 @pytest.mark.parametrize("name", COMMAND_LINES)
-def test_every_command_takes_the_checkpoint_by_its_place_and_by_name(name, capsys):
+def test_checkpoint_can_be_a_positional_or_named_argument(name, capsys):
     parse_args = importlib.import_module(cli.COMMANDS[name][0]).parse_args
     options = COMMAND_LINES[name]
     named = parse_args(["--model_name_or_path", "a/b", *options])
@@ -428,7 +428,7 @@ def test_every_command_takes_the_checkpoint_by_its_place_and_by_name(name, capsy
     assert stopped.value.code == 2 and "CHECKPOINT is required" in capsys.readouterr().err
 
 
-def test_an_option_of_several_values_takes_what_follows_it(capsys):
+def test_option_with_several_values_takes_all_following_values(capsys):
     from hf_attn_variants.commands.convert import parse_args
 
     argv = ["--output_dir", "out", "--calibration_columns", "a", "b"]
@@ -439,8 +439,8 @@ def test_an_option_of_several_values_takes_what_follows_it(capsys):
 
 
 @pytest.mark.thorough
-def test_inspect_of_a_hub_id_downloads_the_configuration_alone(tmp_path):
-    """In a process of its own: this one is offline."""
+def test_inspect_of_a_hub_id_downloads_only_the_configuration(tmp_path):
+    """Check in a separate process, because this one is offline."""
     from hub.local_hub import LocalHub
 
     with LocalHub() as hub:
@@ -455,7 +455,7 @@ def test_inspect_of_a_hub_id_downloads_the_configuration_alone(tmp_path):
         assert not any("safetensors" in request for request in hub.requests)
 
 
-def test_glue_trains_through_the_command(tmp_path):
+def test_glue_command_trains_a_model(tmp_path):
     model = make_tiny_bert(tmp_path / "tiny")
     argv = ["--model_name_or_path", str(model), "--task_name", "stsb", "--data_dir", str(FIXTURES / "STS-B")]
     argv += [
@@ -500,8 +500,8 @@ def test_glue_trains_through_the_command(tmp_path):
         (["inspect", "{source}", "--length", "0"], "`length` must be at least 1"),
     ],
 )
-def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, argv, message):
-    argv = [each.format(source=source, out=tmp_path / "out") for each in argv]
+def test_user_error_exits_with_a_one_line_error_and_status_2(source, tmp_path, capsys, argv, message):
+    argv = [item.format(source=source, out=tmp_path / "out") for item in argv]
     assert cli.main(argv) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
@@ -521,7 +521,7 @@ def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, argv, 
     ],
     ids=lambda words: words.split()[0],
 )
-def test_what_reads_text_refuses_what_hears(words, tmp_path, capsys):
+def test_text_commands_reject_audio_models(words, tmp_path, capsys):
     model = whisper_checkpoint(tmp_path / "whisper")
     (tmp_path / "text.txt").write_text("a line of text\n" * 200)
     name, *rest = words.format(model=model, text=tmp_path / "text.txt").split()
@@ -530,8 +530,8 @@ def test_what_reads_text_refuses_what_hears(words, tmp_path, capsys):
     assert "reads audio" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_an_error_of_ours_in_a_function_that_prints_is_not_taken_for_a_full_stdout(capsys):
-    """`push` of a folder that is not there was told as a stdout that cannot be written."""
+def test_push_error_is_not_reported_as_a_closed_stdout(capsys):
+    """Check the error of `push` for a missing folder."""
     from hf_attn_variants.errors import run_script
 
     def main():
@@ -553,9 +553,7 @@ def test_an_error_of_ours_in_a_function_that_prints_is_not_taken_for_a_full_stdo
     ],
     ids=" ".join,
 )
-def test_a_folder_that_is_not_empty_is_refused_before_imports_that_take_seconds(
-    command, tmp_path, capsys, monkeypatch
-):
+def test_nonempty_output_folder_raises_before_slow_imports(command, tmp_path, capsys, monkeypatch):
     from hf_attn_variants import registration
 
     monkeypatch.setattr(registration, "register", lambda: pytest.fail("it was imported"))
@@ -564,7 +562,7 @@ def test_a_folder_that_is_not_empty_is_refused_before_imports_that_take_seconds(
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_a_home_folder_behind_an_equals_sign_is_expanded(monkeypatch):
+def test_tilde_after_an_equals_sign_is_expanded(monkeypatch):
     from hf_attn_variants.command_line import CommandParser
 
     monkeypatch.setenv("HOME", "/somewhere")

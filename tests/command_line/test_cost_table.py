@@ -1,4 +1,4 @@
-"""What `inspect` counts, against models that were built, and against torch's own counter of operations."""
+"""Check the counts of `inspect` against models and torch's operation counter."""
 
 import json
 import re
@@ -21,8 +21,8 @@ LENGTH, SOURCE = 7, 5
 BASES = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
 
 
-def test_stacks_of_unequal_heads_have_a_table():
-    """Of four heads in the encoder and twelve in the decoder; talking heads need as many in both."""
+def test_cost_table_supports_unequal_heads_of_encoder_and_decoder():
+    """Check four heads in the encoder and twelve in the decoder; talking heads need equal counts."""
     bart = next(architecture for architecture in RELATIVES if architecture.name == "bart")
     table = cost_table(bart.upstream_model("BartForConditionalGeneration").config.to_dict())
     heads = [row.fields["num_key_value_heads"] for row in table.rows if "num_key_value_heads" in row.fields]
@@ -42,20 +42,20 @@ def model_of(architecture, head, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("architecture", [BERT, ALBERT], ids=lambda row: row.name)
-def test_an_encoders_flops_are_what_torch_counts(architecture, variant):
+def test_encoder_flops_equal_the_torch_counter(architecture, variant):
     model = model_of(architecture, BASES[architecture.name], variant)
     ids = torch.randint(5, 60, (2, LENGTH))
     assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_encoder_decoders_flops_are_what_torch_counts(variant):
+def test_encoder_decoder_flops_equal_the_torch_counter(variant):
     model = model_of(T5, "T5ForConditionalGeneration", variant)
     source, target = torch.randint(5, 60, (2, SOURCE)), torch.randint(5, 60, (2, LENGTH))
     flops = flops_per_token(model, LENGTH, SOURCE)
     together = counted(lambda: model(input_ids=source, decoder_input_ids=target, use_cache=False))
     assert flops["encoder"] * source.numel() + flops["decoder"] * target.numel() == together
-    # the encoder alone, and what the cross-attentions' latent, keys and values make of its outputs
+    # the encoder, and the latents, keys and values of cross-attention
     encoder = counted(lambda: model.encoder(source))
     cross = [module for site, _, module in model.named_attentions() if site.name == "cross"]
     memory = torch.zeros(2, SOURCE, model.config.d_model)
@@ -66,11 +66,11 @@ def test_an_encoder_decoders_flops_are_what_torch_counts(variant):
     assert flops["encoder"] * source.numel() == encoder
 
 
-def test_a_window_is_read_and_kept_alone():
-    """In the table of a model that has one: logits and sums of its keys, a cache of all but the newest of them."""
+def test_window_flops_and_cache_count_only_the_window():
+    """Check the logits and sums of the keys in the window, and the cache, which has one token less."""
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
     config = BERT.config("gqa", attention_window=8, attention_pattern="sliding_window", num_global_tokens=1)
-    rows = [cost_table(each.to_dict(), length=100).current for each in (BERT.config("gqa"), config)]
+    rows = [cost_table(item.to_dict(), length=100).current for item in (BERT.config("gqa"), config)]
     saved = (100 - 10) * 2 * 48 * 2 * config.num_hidden_layers  # w + 1 + the global token are read
     assert rows[0].flops_per_token["encoder"] - rows[1].flops_per_token["encoder"] == saved
     assert rows[1].name == "GQA-4 + window 8"
@@ -81,8 +81,8 @@ def test_a_window_is_read_and_kept_alone():
 
 
 @pytest.mark.parametrize("kernel", ["elu", "hedgehog", "favor", "rfa"])
-def test_a_kernels_flops_and_state_are_what_torch_counts(kernel):
-    """Sums of values and of weights, once a key/value head and read once a query head; a state of one size."""
+def test_kernel_flops_and_state_equal_the_torch_counter(kernel):
+    """Check sums once per key/value head, their use per query head, and the constant state size."""
     model = BERT.model("BertForMaskedLM", "gqa", attention_kernel=kernel, attn_implementation="eager")
     ids = torch.randint(5, 60, (2, LENGTH))
     assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
@@ -97,27 +97,27 @@ def test_a_kernels_flops_and_state_are_what_torch_counts(kernel):
     assert current.name == f"GQA-4 + {kernel}"
 
 
-def test_linformers_flops_are_what_torch_counts_and_fused_attention():
+def test_linformer_flops_equal_the_torch_counter():
     fields = {"attention_kernel": "linformer", "attention_kernel_features": 5}
     model = BERT.model("BertForMaskedLM", "gqa", **fields)
     ids = torch.randint(5, 60, (2, LENGTH))
     heads = torch.zeros(1, 4, 2, 8)
     is_counted = counted(lambda: scaled_dot_product_attention(heads, heads, heads)) > 0  # on a CPU: from torch 2.15 on
     fused = 0 if is_counted else 4 * 5 * 48 * model.config.num_hidden_layers
-    found = counted(lambda: model(input_ids=ids)) / ids.numel() + fused
-    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": found}
+    result = counted(lambda: model(input_ids=ids)) / ids.numel() + fused
+    assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": result}
 
 
-def test_a_hybrid_reads_its_window_too():
+def test_hybrid_flops_include_the_window():
     hybrid = {"attention_kernel": "hybrid", "attention_window": 4}
     configs = [BERT.config("gqa", **fields) for fields in ({"attention_kernel": "hedgehog"}, hybrid)]
-    rows = [cost_table(each.to_dict(), length=100).current for each in configs]
+    rows = [cost_table(item.to_dict(), length=100).current for item in configs]
     near = 5 * 4 * 48 * configs[0].num_hidden_layers  # w + 1 keys and values
     assert rows[1].flops_per_token["encoder"] - rows[0].flops_per_token["encoder"] == near
     assert rows[1].name == "GQA-4 + hybrid 4"
     decoder = BERT.model("BertLMHeadModel", "gqa", is_decoder=True, **hybrid)
     cache = cache_of(decoder(torch.randint(5, 60, (2, LENGTH)), use_cache=True))
-    state = sum(each[0].nbytes for layer in cache.layers for each in layer.state[:3])
+    state = sum(item[0].nbytes for layer in cache.layers for item in layer.state[:3])
     config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
     assert cost_table(config, length=1000).current.kv_cache_bytes == state
 
@@ -129,19 +129,19 @@ RANKS = (4, 24, 48)
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"talking_heads": "both"}], ids=str)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("architecture", [BERT, ALBERT], ids=lambda row: row.name)
-def test_an_encoders_flops_with_latents_are_what_torch_counts(architecture, rank, fields):
+def test_latent_encoder_flops_equal_the_torch_counter(architecture, rank, fields):
     head = BASES[architecture.name]
     model = architecture.model(head, kv_lora_rank=rank, attn_implementation="eager", **fields)
     ids = torch.randint(5, 60, (2, LENGTH))
-    found = flops_per_token(model, LENGTH, LENGTH, decodes=True, batch_size=2)
-    assert found == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
+    result = flops_per_token(model, LENGTH, LENGTH, decodes=True, batch_size=2)
+    assert result == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [(None, 40), (None, 4), (None, 20), (6, None), (40, 4), (6, 20)], ids=str)
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"talking_heads": "both"}], ids=str)
-def test_a_generated_tokens_flops_with_latents_are_what_torch_counts(ranks, fields):
-    """Of ten source tokens a latent of 20 is a short one, of which keys and values are kept; one of 4 is not."""
+def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields):
+    """Check latents of 20 and 4 for ten source tokens; only the first one caches keys and values."""
     model = T5.model(
         "T5ForConditionalGeneration",
         kv_lora_rank=ranks[0],
@@ -165,16 +165,16 @@ def test_a_generated_tokens_flops_with_latents_are_what_torch_counts(ranks, fiel
         assert executed == flops["decoder"] * 2, length
 
 
-def test_whole_texts_of_latents_are_read_expanded():
+def test_whole_texts_use_the_expanded_form_of_latents():
     model = model_of(T5, "T5ForConditionalGeneration", "mha")
     latents = T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, encoder_kv_lora_rank=40)
-    plain, found = flops_per_token(model, LENGTH, SOURCE), flops_per_token(latents, LENGTH, SOURCE)
+    plain, result = flops_per_token(model, LENGTH, SOURCE), flops_per_token(latents, LENGTH, SOURCE)
     width, kv, layers = 40, 2 * 12 * 8, 2
-    assert found["decoder"] - plain["decoder"] == 2 * layers * (6 * width + 6 * kv - width * kv)
-    assert found["encoder"] - plain["encoder"] == 2 * (4 * width + layers * (4 * kv - width * kv))
+    assert result["decoder"] - plain["decoder"] == 2 * layers * (6 * width + 6 * kv - width * kv)
+    assert result["encoder"] - plain["encoder"] == 2 * (4 * width + layers * (4 * kv - width * kv))
 
 
-def test_a_latents_parameters_are_the_attentions():
+def test_latent_parameters_are_counted_as_attention():
     for model in (
         T5.model("T5ForConditionalGeneration", kv_lora_rank=6, cross_kv_lora_rank=4, talking_heads="both"),
         BERT.model("BertModel", kv_lora_rank=6, per_layer_values={"num_key_value_heads": [12, 2]}),
@@ -185,13 +185,13 @@ def test_a_latents_parameters_are_the_attentions():
         assert attention_parameters(model) == expected
 
 
-def test_a_decoder_only_model_counts_as_a_decoder():
+def test_decoder_only_model_is_counted_as_a_decoder():
     model = model_of(BERT, "BertLMHeadModel", "gqa")
     ids = torch.randint(5, 60, (1, LENGTH))
     assert flops_per_token(model, LENGTH, LENGTH) == {"decoder": counted(lambda: model(ids, use_cache=False)) / LENGTH}
 
 
-def test_heads_that_read_a_sequence_once_are_left_out():
+def test_sequence_level_heads_are_not_counted_per_token():
     base = model_of(BERT, "BertModel", "mha")
     classifier = model_of(BERT, "BertForSequenceClassification", "mha")
     tokens = model_of(BERT, "BertForTokenClassification", "mha")
@@ -200,7 +200,7 @@ def test_heads_that_read_a_sequence_once_are_left_out():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
-def test_parameters_and_cache_are_those_of_the_models(architecture):
+def test_counted_parameters_and_cache_equal_those_of_models(architecture):
     head = BASES[architecture.name]
     config = architecture.config("mha", head)
     config.architectures = [f"AttnVariant{head}"]
@@ -224,7 +224,7 @@ def test_parameters_and_cache_are_those_of_the_models(architecture):
 
 
 def generated_cache(model, steps, source, batch):
-    """The bytes that the cache of a real call holds."""
+    """Return the bytes of the cache of a real call."""
     ids = torch.randint(5, 60, (batch, source))
     output = model(input_ids=ids, decoder_input_ids=torch.randint(5, 60, (batch, steps)), use_cache=True)
     cache = cache_of(output)
@@ -234,8 +234,8 @@ def generated_cache(model, steps, source, batch):
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"cross_talking_heads": "both"}], ids=str)
-def test_the_cache_of_beams_is_that_of_a_search(fields):
-    """Ours keeps a source once, but for heads that talk in cross-attention; transformers' own for each beam."""
+def test_beam_cache_size_equals_a_real_search(fields):
+    """Compare with a search: we store a source once, except with talking heads in cross-attention."""
     head = "T5ForConditionalGeneration"
     own = T5.model(head, "mha", **fields)
     config = json.loads(own.config.to_json_string(use_diff=False)) | {"architectures": [f"AttnVariant{head}"]}
@@ -251,7 +251,7 @@ def test_the_cache_of_beams_is_that_of_a_search(fields):
 
 
 def searched_cache(model):
-    """The bytes that the cache holds after a search by three beams that wrote six tokens, of which five were read."""
+    """Return the bytes of the cache after a search by three beams with six generated tokens."""
     model.generation_config.eos_token_id = None
     ids = torch.randint(5, 60, (2, 4), generator=torch.Generator().manual_seed(0))
     options = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
@@ -260,7 +260,7 @@ def searched_cache(model):
     return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
 
 
-def test_the_largest_batch_is_what_fits_beside_the_weights(tmp_path, capsys):
+def test_largest_batch_fits_into_memory_with_the_weights(tmp_path, capsys):
     config = T5.upstream_model("T5ForConditionalGeneration").config.to_dict()
     config |= {"architectures": ["T5ForConditionalGeneration"]}
     table = cost_table(config, length=10, source_length=20, num_beams=4, memory=2**20)
@@ -283,31 +283,31 @@ def test_the_largest_batch_is_what_fits_beside_the_weights(tmp_path, capsys):
     assert table.savings(table.current)["kv_cache_bytes"] == saved
     assert f"({saved / table.upstream_kv_cache_bytes:.0%})" in own[3]
     assert "`share_memory` gives the class of Transformers the cache of MHA" in printed
-    for memory, said in (
+    for memory, output_text in (
         ("1KiB", f"The weights ({4 * table.current.parameters / 1024:.1f} KiB) do not fit into 1.0 KiB"),
         ("419KiB", "leave too"),
     ):
         assert cli.main(["inspect", str(tmp_path), *sizes, memory]) == 0
-        assert said in capsys.readouterr().out
+        assert output_text in capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["inspect", str(tmp_path), *sizes, "4 gallons"])
     assert "the size must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag, field", [(["--num_beams", "4"], "num_beams"), (["--memory", "1GiB"], "memory")])
-def test_beams_and_memory_are_of_a_cache(tmp_path, capsys, flag, field):
-    """An encoder has none, nor has a decoder whose terms need all past inputs."""
+def test_beams_and_memory_need_a_model_with_a_cache(tmp_path, capsys, flag, field):
+    """Check an encoder, and a decoder whose dynamic terms need all past inputs."""
     uncached = T5.config(talking_heads="both", talking_heads_dynamic=["m2l"], architectures=["AttnVariantT5Model"])
     for config in (BERT.config(head="BertModel", architectures=["AttnVariantBertModel"]), uncached):
         config.save_pretrained(tmp_path)
         assert cli.main(["inspect", str(tmp_path), *flag]) == 2
-        said = capsys.readouterr()
-        assert f"`{field}` requires a key/value cache" in said.err and not said.out
+        output_text = capsys.readouterr()
+        assert f"`{field}` requires a key/value cache" in output_text.err and not output_text.out
         assert cli.main(["inspect", str(tmp_path)]) == 0
         capsys.readouterr()
 
 
-def test_only_what_a_conversion_reaches_is_called_one(tmp_path):
+def test_only_convertible_rows_are_marked_as_conversions(tmp_path):
     model = BERT.model("BertForMaskedLM", "gqa")
     model.save_pretrained(tmp_path / "gqa4")
     config = json.loads((tmp_path / "gqa4" / "config.json").read_text())
@@ -324,7 +324,7 @@ def test_only_what_a_conversion_reaches_is_called_one(tmp_path):
                 convert_checkpoint(tmp_path / "gqa4", output_dir=tmp_path / name, **row.fields)
 
 
-def test_a_latent_checkpoint_is_beside_the_multi_head_one():
+def test_latent_checkpoint_is_compared_with_the_multi_head_model():
     config = T5.config(cross_kv_lora_rank=10, kv_lora_rank=6, num_key_value_heads=4)
     table = cost_table(json.loads(config.to_json_string(use_diff=False)), length=1)
     assert table.rows[0].name == "MHA" and table.current.name == "GQA-4 + cross latent 10 + latent 6"
@@ -334,7 +334,7 @@ def test_a_latent_checkpoint_is_beside_the_multi_head_one():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
-def test_layers_that_differ_have_a_row_and_count_as_they_are(architecture):
+def test_per_layer_values_have_a_row_with_their_own_counts(architecture):
     shape = {"num_hidden_groups": 2} if architecture is ALBERT else {}
     heads = "decoder" if architecture is T5 else "self"
     values = {"num_key_value_heads": [4, 1], "kv_lora_rank": [None, 8]}
@@ -351,7 +351,7 @@ def test_layers_that_differ_have_a_row_and_count_as_they_are(architecture):
         assert kept == {heads: 4 * (2 * 4 * 8 + 8), "cross": 4 * (2 * 4 * 8 + 2 * 8)}
 
 
-def test_a_talking_heads_checkpoint_keeps_its_heads():
+def test_talking_heads_checkpoint_keeps_its_head_count():
     config = json.loads(BERT.config("gqa_talking").to_json_string(use_diff=False))
     table = cost_table(config)
     # k must divide 12 query and 8 value heads
@@ -374,19 +374,19 @@ def test_a_talking_heads_checkpoint_keeps_its_heads():
         ({"dtype": "int8"}, "floating-point"),
     ],
 )
-def test_a_wrong_configuration_is_an_error(change, message):
+def test_invalid_configuration_raises_an_error(change, message):
     config = json.loads(BERT.config().to_json_string(use_diff=False)) | change
     with pytest.raises(ValueError, match=message):
         cost_table(config)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "length", "source_length"])
-def test_sizes_begin_at_one(name):
+def test_sizes_must_be_at_least_one(name):
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1"):
         cost_table(json.loads(BERT.config().to_json_string(use_diff=False)), **{name: 0})
 
 
-def test_layers_that_share_their_projections_use_them_each():
+def test_shared_projections_are_counted_in_flops_of_each_layer():
     bert, albert = (
         row.config_class(hidden_size=48, num_attention_heads=12, num_hidden_layers=6, intermediate_size=48)
         for row in (BERT, ALBERT)
@@ -395,7 +395,7 @@ def test_layers_that_share_their_projections_use_them_each():
     assert [attention_projection_flops(model) for model in models] == [6 * 4 * 2 * 48 * 48] * 2
 
 
-def test_no_cache_is_counted_where_none_can_be_used():
+def test_models_without_cache_support_have_no_cache_row():
     config = T5.config(talking_heads="both", talking_heads_dynamic=["m2l"])
     table = cost_table(json.loads(config.to_json_string(use_diff=False)))
     assert table.current.kv_cache_bytes is None and "decoder" in table.current.flops_per_token
@@ -410,14 +410,14 @@ def test_no_cache_is_counted_where_none_can_be_used():
         {"score_function": "additive"},
     ],
 )
-def test_heads_with_parameters_of_their_own_are_not_converted(fields):
+def test_models_with_head_parameters_are_not_marked_convertible(fields):
     config = BERT.config("gqa", "BertModel", **fields).to_dict()
     table = cost_table(config)
     assert [row.convertible for row in table.rows] == [row.current for row in table.rows] and table.current.current
 
 
 @pytest.mark.parametrize(("model_type", "head"), [("t5", "T5"), ("mt5", "MT5"), ("umt5", "UMT5")])
-def test_an_untied_head_is_counted(model_type, head):
+def test_untied_output_head_is_counted(model_type, head):
     sizes = {"vocab_size": 100, "d_model": 16, "d_kv": 4, "num_heads": 4, "d_ff": 32, "num_layers": 1}
     config = {"model_type": model_type, "architectures": [f"{head}ForConditionalGeneration"], **sizes}
     tied, untied = (

@@ -1,4 +1,4 @@
-"""Ctrl-C: one line and a shell's status, from a command's imports to its end, and nothing else changes."""
+"""Check Ctrl-C: the command prints one line and exits with a shell's status, from its imports to its end."""
 
 import os
 import shutil
@@ -16,11 +16,11 @@ from hf_attn_variants.training.engine import checkpoints
 from hf_attn_variants.training.engine.checkpoints import StopSignals
 
 ROOT = Path(__file__).parents[2]
-# Stands before the real one on the path: Ctrl-C comes when the package imports transformers.
+# This module shadows Transformers, so that Ctrl-C comes during the import.
 INTERRUPTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
-# What pip makes of an entry point.
+# The script that pip writes for an entry point.
 COMMAND = "import sys\nfrom attn_variants import main\nsys.exit(main())\n"
-# What a dataloader's worker is on macOS: a process that imports the command's program again.
+# A worker of a data loader on macOS: a process that imports the program of the command again.
 SPAWNING = """
 import multiprocessing, signal, types
 import attn_variants
@@ -55,13 +55,13 @@ if __name__ == "__main__":
         (["theirs.py"], False),
     ],
 )
-def test_in_the_imports_of_a_command_it_is_one_line(argv, own, tmp_path):
+def test_interrupt_during_imports_prints_one_line(argv, own, tmp_path):
     (tmp_path / "stub/other").mkdir(parents=True)
     (tmp_path / "stub/transformers.py").write_text(INTERRUPTING)
     (tmp_path / "stub/other/__init__.py").write_text("import hf_attn_variants\n")
     (tmp_path / "attn-variants").write_text(COMMAND)
     root = folder = ROOT
-    if not own:  # beside an installed package lies other people's work
+    if not own:  # the folder of an installed package contains files of other packages
         root = tmp_path / "installed"
         folder = root / "scripts"
         shutil.copytree(ROOT / "hf_attn_variants", root / "hf_attn_variants")
@@ -83,11 +83,11 @@ def test_in_the_imports_of_a_command_it_is_one_line(argv, own, tmp_path):
         assert ended.returncode == -signal.SIGINT and "KeyboardInterrupt" in ended.stderr
 
 
-def test_a_process_that_a_command_spawns_leaves_it_to_the_command(tmp_path):
+def test_spawned_process_ignores_the_interrupt(tmp_path):
     (tmp_path / "transformers.py").write_text("raise ImportError\n")
     program = tmp_path / "attn-variants"
     program.write_text(SPAWNING)
-    told = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -95,10 +95,10 @@ def test_a_process_that_a_command_spawns_leaves_it_to_the_command(tmp_path):
         text=True,
         timeout=120,
     )
-    assert (told.returncode, told.stdout) == (0, "_exit\nSIG_IGN\n"), told.stderr
+    assert (outcome.returncode, outcome.stdout) == (0, "_exit\nSIG_IGN\n"), outcome.stderr
 
 
-def test_in_a_commands_work_it_is_one_line(capsys):
+def test_interrupt_during_work_prints_one_line(capsys):
     def interrupted():
         raise KeyboardInterrupt
 
@@ -106,17 +106,17 @@ def test_in_a_commands_work_it_is_one_line(capsys):
     assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
 
 
-def test_a_commands_work_can_be_unwound():
-    before, found = signal.signal(signal.SIGINT, errors._exit), []
+def test_command_work_uses_the_default_interrupt_handler():
+    before, result = signal.signal(signal.SIGINT, errors._exit), []
     try:
-        note = lambda given: found.append(signal.getsignal(signal.SIGINT))  # noqa: E731
+        note = lambda given: result.append(signal.getsignal(signal.SIGINT))  # noqa: E731
         assert cli.run(SimpleNamespace(parse_args=note, main=note)) == 0
     finally:
         signal.signal(signal.SIGINT, before)
-    assert found == [errors._exit, signal.default_int_handler]
+    assert result == [errors._exit, signal.default_int_handler]
 
 
-def test_in_training_the_second_one_stops_at_once_and_a_launchers_copy_does_not(monkeypatch, capfd):
+def test_second_interrupt_stops_training_unless_a_launcher_sent_it(monkeypatch, capfd):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signals = StopSignals()

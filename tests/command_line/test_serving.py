@@ -1,4 +1,4 @@
-"""`attn-variants benchmark --serving`: which engines it times, what it advises, what it refuses."""
+"""Check `attn-variants benchmark --serving`: the timed engines, the advice, and the errors."""
 
 import importlib.util
 import itertools
@@ -29,7 +29,7 @@ SMALL = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "peak_memory": False
 
 @pytest.fixture
 def small_maps(monkeypatch):
-    """Let the maps of tiny models become int8, as those of real ones do."""
+    """Let the linear layers of tiny models be quantized to int8, like those of real models."""
     from hf_attn_variants.quantization import packed_linear, quantize
 
     for module in (packed_linear, quantize):
@@ -48,7 +48,7 @@ def names(table):
 @pytest.mark.thorough
 @pytest.mark.usefixtures("small_maps")
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
-def test_each_engine_generates_what_it_is_asked_for(architecture, monkeypatch):
+def test_each_engine_generates_the_requested_number_of_tokens(architecture, monkeypatch):
     counted, run = [], engines._generate_or_pass
 
     def spy(model, inputs, options, tokens):
@@ -58,9 +58,9 @@ def test_each_engine_generates_what_it_is_asked_for(architecture, monkeypatch):
     monkeypatch.setattr(engines, "_generate_or_pass", spy)
     table = measure_serving(config_of(architecture), length=None if architecture is WHISPER else 8, **SMALL)
     ours = ["transformers", "share_memory", "int8", "share_memory, int8"]
-    found = names(table)
-    assert found[:4] == ours and [name for name in found if name.endswith(", int8")]
-    assert {"CTranslate2", "CTranslate2, int8"} <= {*found} or not HAS_CTRANSLATE2
+    actual = names(table)
+    assert actual[:4] == ours and [name for name in actual if name.endswith(", int8")]
+    assert {"CTranslate2", "CTranslate2, int8"} <= {*actual} or not HAS_CTRANSLATE2
     assert {tokens for _, tokens in counted} == {3, 1}
     upstream = HEADS[architecture.name]
     assert {name for name, _ in counted} == {upstream, f"AttnVariant{upstream}"}
@@ -71,7 +71,7 @@ def test_each_engine_generates_what_it_is_asked_for(architecture, monkeypatch):
 
 
 @pytest.mark.usefixtures("small_maps")
-def test_engines_of_the_same_weights_write_the_same():
+def test_engines_with_equal_weights_generate_equal_tokens():
     config, load = config_of(T5), Load(2, 8, 5, 3)
     written = {}
     for engine in list_engines(config, [], NO):
@@ -79,32 +79,32 @@ def test_engines_of_the_same_weights_write_the_same():
         assert torch.equal(inputs["input_ids"], random_inputs(config, load)["input_ids"])
         written[engine.name] = model.generate(**inputs, num_beams=3, max_new_tokens=5)
     assert torch.equal(written["transformers"], written["share_memory"])
-    assert all(each.shape == (2, 6) for each in written.values())  # no text ends by itself
+    assert all(item.shape == (2, 6) for item in written.values())  # no text ends by itself
     make_torch_call(model, inputs, load)(2)
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("small_maps")
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
-def test_engines_that_are_compiled_write_the_same(architecture, monkeypatch):
-    # As it is captured: no C++ compiler is needed.
+def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
+    # The captured graph runs without compilation, so no C++ compiler is needed.
     monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend="eager"))
     config, load = config_of(architecture), Load(2, 20 if architecture is WHISPER else 8, 5, 1)
-    found = list_engines(config, [], NO, compiles=True)
-    assert [each.name for each in found if each.compiled] == [
+    actual = list_engines(config, [], NO, compiles=True)
+    assert [item.name for item in actual if item.compiled] == [
         "transformers, compiled",
         "share_memory, compiled",
         "int8, compiled",
         "share_memory, int8, compiled",
     ]
     inputs, graphs = random_inputs(config, load), 0
-    for engine in (each for each in found if each.compiled):
+    for engine in (item for item in actual if item.compiled):
         torch._dynamo.reset()
         counters.clear()
         model, plain = (build_model(config, replace(engine, compiled=way)) for way in (True, False))
         expected = plain.generate(**inputs, max_new_tokens=5, do_sample=False)
-        found = model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static")
-        assert torch.equal(found, expected), engine.name
+        actual = model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static")
+        assert torch.equal(actual, expected), engine.name
         make_torch_call(model, inputs, load, compiled=True)(5)
         assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4, engine.name
         graphs += 1
@@ -112,7 +112,7 @@ def test_engines_that_are_compiled_write_the_same(architecture, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_times_compiled_engines(tmp_path, capsys):
+def test_serving_command_times_compiled_engines(tmp_path, capsys):
     T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "3"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--compile", "--json"]) == 0
@@ -121,27 +121,27 @@ def test_the_command_times_compiled_engines(tmp_path, capsys):
 
 
 @needs_ctranslate2
-def test_ctranslate2_writes_the_same_and_as_much(tmp_path):
-    """Greedily; its own results are read, which timing throws away."""
+def test_ctranslate2_generates_equal_tokens_and_lengths(tmp_path):
+    """Check greedy decoding with the results that the timing discards."""
     import ctranslate2
 
     from hf_attn_variants.serving.engines import write_ctranslate2_folder
 
     config, load = config_of(T5), Load(2, 8, 5, 1)
-    [engine] = [each for each in list_engines(config, [], lambda fields: True) if each.ctranslate2 and not each.int8]
+    [engine] = [item for item in list_engines(config, [], lambda fields: True) if item.ctranslate2 and not item.int8]
     model, inputs = build_model(config, engine), random_inputs(config, load)
     expected = model.generate(**inputs, max_new_tokens=5, suppress_tokens=[model.config.eos_token_id])[:, 1:]
     exported = write_ctranslate2_folder(config, model, inputs, tmp_path, False)
     rows = [[f"<{number}>" for number in row] for row in exported.inputs]
     translator = ctranslate2.Translator(str(tmp_path))
     results = translator.translate_batch(rows, beam_size=1, min_decoding_length=5, max_decoding_length=5)
-    assert [each.hypotheses[0] for each in results] == [[f"<{number}>" for number in row] for row in expected.tolist()]
+    assert [item.hypotheses[0] for item in results] == [[f"<{number}>" for number in row] for row in expected.tolist()]
 
 
 @needs_ctranslate2
 @pytest.mark.usefixtures("small_maps")
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
-def test_a_checkpoint_with_latents_is_exported_without_them(architecture):
+def test_latents_are_multiplied_in_for_ctranslate2(architecture):
     config = architecture.config(cross_kv_lora_rank=4, per_layer_values={"kv_lora_rank": [None, 2]})
     head = f"AttnVariant{HEADS[architecture.name]}"
     table = measure_serving(
@@ -154,7 +154,7 @@ def test_a_checkpoint_with_latents_is_exported_without_them(architecture):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", GENERATE, ids=lambda row: row.name)
-def test_each_engine_has_a_peak(architecture, tmp_path):
+def test_each_engine_reports_its_peak_memory(architecture, tmp_path):
     table = measure_serving(
         config_of(architecture), length=None if architecture is WHISPER else 8, **SMALL | {"peak_memory": True}
     )
@@ -164,7 +164,7 @@ def test_each_engine_has_a_peak(architecture, tmp_path):
     assert smallest.engine.ctranslate2 or not HAS_CTRANSLATE2
 
 
-def test_a_model_that_is_too_small_for_int8_is_timed_without_it(tmp_path, capsys):
+def test_model_too_small_for_int8_is_timed_without_int8(tmp_path, capsys):
     T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--no_peak_memory"]) == 0
@@ -174,7 +174,7 @@ def test_a_model_that_is_too_small_for_int8_is_timed_without_it(tmp_path, capsys
 
 
 @pytest.mark.thorough
-def test_an_engine_that_fails_alone_is_an_error():
+def test_failure_of_the_only_engine_raises_an_error():
     if not peak_memory.CLEAR.exists():
         pytest.skip("this system says no peak")
     engine, load = Engine("transformers"), Load(1, 8, 3, 1)
@@ -182,8 +182,8 @@ def test_an_engine_that_fails_alone_is_an_error():
         peak_memory.peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
 
 
-def test_times_stay_where_a_process_of_an_engine_alone_fails(tmp_path, monkeypatch, capsys):
-    """A model that is there twice may be too large for the machine: the system kills its process."""
+def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, capsys):
+    """Check a process that the system kills, because a second copy of a model may exceed the memory."""
 
     class Killed:
         returncode, stderr = -9, "cut off"
@@ -202,19 +202,19 @@ def test_times_stay_where_a_process_of_an_engine_alone_fails(tmp_path, monkeypat
     assert "Recommended for batch 1" in printed and "tokens/s" in printed
 
 
-def test_no_engine_always_follows_the_same_one():
+def test_order_of_engines_varies_between_rounds():
     order = []
     runs = {name: (lambda tokens, name=name: order.append(name)) for name in "abcd"}
     measure._time_engines(runs, Load(1, 1, None, 1), rounds=4)
     assert sorted(order) == sorted("abcd" * 5)  # the first warms up
     rounds = [order[start : start + 4] for start in range(0, len(order), 4)]
-    pairs = {pair for each in rounds for pair in itertools.pairwise(each)}
+    pairs = {pair for item in rounds for pair in itertools.pairwise(item)}
     assert all(len({one for one, other in pairs if other == name}) > 1 for name in runs)
-    assert len({each[0] for each in rounds}) > 2
+    assert len({item[0] for item in rounds}) > 2
 
 
 @pytest.mark.usefixtures("small_maps")
-def test_an_encoder_reads_and_a_variant_is_served_as_it_is(tmp_path, capsys):
+def test_encoder_only_model_and_variants_are_served(tmp_path, capsys):
     BERT.upstream_model("BertModel").save_pretrained(tmp_path / "bert")
     BERT.model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
     flags = ["--serving", "--batch_size", "2", "--length", "8", "--rounds", "1", "--no_peak_memory", "--json"]
@@ -230,7 +230,7 @@ def test_an_encoder_reads_and_a_variant_is_served_as_it_is(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("small_maps")
-def test_other_conversions_are_timed_too(tmp_path, capsys):
+def test_requested_conversions_are_timed(tmp_path, capsys):
     T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["benchmark", str(tmp_path), "--serving", "--batch_size", "1", "--length", "8", "--rounds", "1"]
     flags += ["--max_new_tokens", "2", "--no_peak_memory", "--json", "--variants"]
@@ -263,14 +263,14 @@ def test_other_conversions_are_timed_too(tmp_path, capsys):
         (["--variants", '{"kv_lora_rank": 4}'], "--variants requires --serving"),
     ],
 )
-def test_what_is_no_conversion_is_refused(flags, message, capsys):
+def test_invalid_conversion_of_serving_raises_an_error(flags, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["benchmark", "a", *flags])
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("small_maps")
-def test_engines_that_are_named_are_timed_alone(tmp_path, capsys):
+def test_only_selected_engines_are_timed(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config_of(T5)))
     flags = ["--batch_size", "2", "--rounds", "1", "--max_new_tokens", "3", "--no_peak_memory", "--json"]
     chosen = ["--engines", "share_memory, int8", "int8"]
@@ -281,7 +281,7 @@ def test_engines_that_are_named_are_timed_alone(tmp_path, capsys):
         measure_serving(config_of(T5), length=8, engines=["int4"], **SMALL)
 
 
-def test_an_engine_that_is_named_and_not_here_says_why(monkeypatch):
+def test_unavailable_engine_error_gives_the_reason(monkeypatch):
     monkeypatch.setattr(measure, "ctranslate2_problem", lambda config, fields=None: "CTranslate2 is not installed")
     with pytest.raises(ValueError, match="CTranslate2 cannot be timed: CTranslate2 is not installed"):
         measure_serving(config_of(T5), length=8, engines=["CTranslate2, int8"], **SMALL)
@@ -290,7 +290,7 @@ def test_an_engine_that_is_named_and_not_here_says_why(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_maps")
-def test_the_table_ends_with_what_to_take_and_a_picture(tmp_path, capsys):
+def test_serving_table_ends_with_advice_and_a_plot(tmp_path, capsys):
     T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "2", "--length", "8", "--rounds", "1", "--max_new_tokens", "3"]
     flags += ["--num_beams", "2", "--num_key_value_heads", "1", "--no_peak_memory", "--plot", str(tmp_path / "a.png")]
@@ -325,7 +325,7 @@ def table_of(peaks=None, rounds=None, **milliseconds):
 
 
 @pytest.mark.parametrize(
-    "times, said",
+    "times, output_text",
     [
         (
             {"transformers": 100, "share": 98, "int8": 96},
@@ -354,24 +354,24 @@ def table_of(peaks=None, rounds=None, **milliseconds):
         ({"transformers": 100, "share": 62, "mqa": 60}, "share_memory (1.61 times transformers)."),
     ],
 )
-def test_the_advice(times, said):
+def test_advice_names_the_best_engine(times, output_text):
     where = "Recommended for batch 1, length 64, 32 new tokens (greedy), this machine: "
-    assert recommend_engine(table_of(**times)) == where + said
+    assert recommend_engine(table_of(**times)) == where + output_text
 
 
-def test_of_two_that_differ_by_less_than_their_rounds_the_smaller_is_advised():
+def test_smaller_engine_is_advised_if_times_are_equal_within_noise():
     times = {"transformers": 135, "share": 101, "int8": 93}
     rounds = {"transformers": [135] * 4, "share": [99, 100, 101, 105, 107], "int8": [90, 92, 93, 101, 104]}
-    said = {}
+    output_text = {}
     for share, int8 in ((700, 300), (300, 700), (300, 290)):
         peaks = {"transformers": 900, "share": share, "int8": int8}
-        said[share, int8] = recommend_engine(table_of(peaks, rounds, **times)).partition("this machine: ")[2]
-    assert said[700, 300] == (
+        output_text[share, int8] = recommend_engine(table_of(peaks, rounds, **times)).partition("this machine: ")[2]
+    assert output_text[700, 300] == (
         "int8 (1.45 times transformers, 300 MiB), which is as fast as share_memory (1.34, 700 MiB) "
         "within the variation of the rounds; share_memory (1.34) if float32 is required."
     )
-    assert said[300, 700].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
-    assert said[300, 290].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
+    assert output_text[300, 700].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
+    assert output_text[300, 290].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
     apart = rounds | {"share": [101] * 4, "int8": [93] * 4}
     assert recommend_engine(table_of(None, apart, **times)).partition("this machine: ")[2] == (
         "int8 (1.45 times transformers); share_memory (1.34) if float32 is required."
@@ -392,14 +392,14 @@ def test_of_two_that_differ_by_less_than_their_rounds_the_smaller_is_advised():
         (["--serving", "--plot", "no_folder/a.png"], "in an existing folder, got no_folder/a.png"),
     ],
 )
-def test_flags_of_the_other_question(flags, message, capsys):
+def test_serving_and_training_flags_cannot_be_mixed(flags, message, capsys):
     with pytest.raises(SystemExit):
         cli.main(["benchmark", "somewhere", *flags])
     assert message in capsys.readouterr().err
 
 
 @needs_ctranslate2
-def test_a_configuration_without_a_start_token_is_an_error_that_says_so(tmp_path):
+def test_missing_decoder_start_token_raises_an_error(tmp_path):
     from hf_attn_variants.serving.engines import write_ctranslate2_folder
 
     config = config_of(T5) | {"decoder_start_token_id": None}
@@ -408,9 +408,9 @@ def test_a_configuration_without_a_start_token_is_an_error_that_says_so(tmp_path
         write_ctranslate2_folder(config, model, random_inputs(config, Load(1, 8, 2, 1)), tmp_path, False)
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_timed(capsys, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+def test_plot_without_matplotlib_raises_before_timing(capsys, monkeypatch):
+    actual = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else actual(name))
     with pytest.raises(SystemExit):
         cli.main(["benchmark", "somewhere", "--serving", "--plot", "a.png"])
     assert "--plot requires matplotlib" in capsys.readouterr().err
@@ -425,13 +425,13 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_timed(capsys, m
         ({"length": 10**6}, "`length`"),
     ],
 )
-def test_numbers_that_do_not_fit(options, message, monkeypatch):
+def test_serving_rejects_invalid_numbers(options, message, monkeypatch):
     monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("it was timed"))
     with pytest.raises(ValueError, match=message):
         measure_serving(config_of(BERT), **options)
 
 
-def test_compiling_without_a_compiler_is_refused(monkeypatch, capsys):
+def test_compile_without_a_compiler_raises_an_error(monkeypatch, capsys):
     monkeypatch.setattr("hf_attn_variants.commands.benchmark.shutil.which", lambda name: None)
     with pytest.raises(SystemExit):
         cli.main(["benchmark", "t5-small", "--serving", "--compile"])

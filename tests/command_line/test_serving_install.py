@@ -1,4 +1,4 @@
-"""What an installation without extras does: all but training; and each training command says what it lacks."""
+"""Check an installation without extras: everything except training works, and training commands name their extra."""
 
 import importlib.metadata
 import json
@@ -79,14 +79,14 @@ def names_of(lines):
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
-    """An environment in which nothing is found that extras install: links to all the other packages."""
+    """An environment without the packages of extras, made of links to all other packages."""
     extras = settings()["options.extras_require"]
-    gone = set().union(*(names_of(each) for each in extras.values())) - {"hf_attn_variants", "setuptools", "torchao"}
+    gone = set().union(*(names_of(item) for item in extras.values())) - {"hf_attn_variants", "setuptools", "torchao"}
     hidden = {name for name, dists in importlib.metadata.packages_distributions().items() if gone & set(dists)}
     hidden |= {f"{name.replace('-', '_')}-" for name in gone}
     site = tmp_path_factory.mktemp("serving")
     for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
-        is_info = path.suffix == ".dist-info" and any(path.name.startswith(each) for each in hidden if each[-1] == "-")
+        is_info = path.suffix == ".dist-info" and any(path.name.startswith(item) for item in hidden if item[-1] == "-")
         if path.name not in hidden and path.stem not in hidden and not is_info and path.suffix != ".pth":
             (site / path.name).symlink_to(path)
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT))), "OMP_NUM_THREADS": "1"}
@@ -98,25 +98,25 @@ def run(environment, *argv):
 
 
 @pytest.mark.thorough
-def test_all_but_training_works_without_extras(serving, tmp_path):
+def test_commands_except_training_work_without_extras(serving, tmp_path):
     done = run(serving, "-c", RUN, make_tiny_bert(tmp_path / "bert"), tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.thorough
-def test_other_commands_name_their_extra(serving):
-    """One process asks for all: none of them imports what another one could find."""
+def test_training_commands_name_their_missing_extra(serving):
+    """Check all commands in one process, because none imports what another one needs."""
     commands = sorted(set(COMMANDS) - set(WITHOUT_EXTRA))
     done = run(serving, "-c", ASK, *commands)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [*found] == commands and len(commands) > 8
-    for command, (status, said) in found.items():
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [*result] == commands and len(commands) > 8
+    for command, (status, printed) in result.items():
         assert status == 0
-        assert f"`{command}` needs datasets, evaluate, matplotlib, scipy, scikit-learn" in said
+        assert f"`{command}` needs datasets, evaluate, matplotlib, scipy, scikit-learn" in printed
 
 
-def test_setup_cfg_has_what_the_check_asks_for():
+def test_setup_cfg_lists_the_required_packages():
     parser = settings()
     extras = parser["options.extras_require"]
     assert names_of(extras["train"]) == {*TRAIN_PACKAGES.values(), "seqeval", "tensorboard"}

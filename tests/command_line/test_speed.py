@@ -1,4 +1,4 @@
-"""`attn-variants benchmark`: the models that it times, the table, and the errors."""
+"""Check `attn-variants benchmark`: the timed models, the table, and the errors."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ SMALL = ["--batch_size", "2", "--length", "8", "--rounds", "2", "--max_new_token
 
 
 @pytest.mark.thorough
-def test_upstream_is_the_baseline_and_every_variant_is_timed(tmp_path, capsys):
+def test_benchmark_times_transformers_and_every_variant(tmp_path, capsys):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
@@ -29,7 +29,7 @@ def test_upstream_is_the_baseline_and_every_variant_is_timed(tmp_path, capsys):
         assert row["tokens_per_second"] == pytest.approx(2 * 3 / row["milliseconds"] * 1e3)
 
 
-def test_a_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, capsys):
+def test_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, capsys):
     T5.model("T5ForConditionalGeneration", "gqa").save_pretrained(tmp_path)
     command = ["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--no_latents"]
     assert cli.main(command) == 0
@@ -43,14 +43,14 @@ def test_a_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, ca
 
 
 @pytest.mark.parametrize("head", ["BertModel", "BertLMHeadModel"])
-def test_models_that_do_not_generate_from_an_encoder_are_not_timed(head):
+def test_models_without_generation_from_an_encoder_raise_an_error(head):
     config = BERT.config().to_dict() | {"architectures": [head]}
     with pytest.raises(ValueError, match="encoder-decoder"):
         measure_speed(config, length=8)
 
 
 @pytest.mark.thorough
-def test_whisper_reads_its_window():
+def test_whisper_is_timed_with_its_full_window():
     head = "WhisperForConditionalGeneration"
     config = WHISPER.upstream_model(head).config.to_dict() | {"architectures": [head]}
     small = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "talking_heads": False}
@@ -61,13 +61,13 @@ def test_whisper_reads_its_window():
         measure_speed(config, length=21, **small)
 
 
-def test_a_decoder_that_refuses_a_cache_is_timed_without_one():
+def test_decoder_without_cache_support_is_timed_without_a_cache():
     config = T5.config(talking_heads="both", talking_heads_dynamic=["m2w"]).to_dict()
     assert measure_speed(config, batch_size=2, length=8, max_new_tokens=2, rounds=1).rows
 
 
 @pytest.mark.thorough
-def test_an_encoder_decoder_is_timed_with_latents_token_by_token(tmp_path, capsys):
+def test_latents_of_an_encoder_decoder_are_timed_per_token(tmp_path, capsys):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
@@ -95,7 +95,7 @@ def test_an_encoder_decoder_is_timed_with_latents_token_by_token(tmp_path, capsy
         ((10, 0.5), None),
     ],
 )
-def test_the_break_even_is_where_steps_have_lost_what_the_first_token_saved(exact, tokens):
+def test_break_even_is_the_step_at_which_the_total_times_are_equal(exact, tokens):
     def row(name, fields, first, step):
         return VariantSpeed(name, fields, 0, [], 0, 1, first, step)
 
@@ -106,16 +106,16 @@ def test_the_break_even_is_where_steps_have_lost_what_the_first_token_saved(exac
 
 
 @pytest.mark.thorough
-def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch):
+def test_beams_are_timed_and_reported(tmp_path, capsys, monkeypatch):
     from transformers import GenerationMixin
 
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
-    found, generate = [], GenerationMixin.generate
+    actual, generate = [], GenerationMixin.generate
 
     def spy(self, *args, **options):
         result = generate(self, *args, **options)
         if options["num_beams"] == 3:  # the check before is greedy
-            found.append((options["encoder_outputs"].last_hidden_state.shape[0], tuple(result.shape)))
+            actual.append((options["encoder_outputs"].last_hidden_state.shape[0], tuple(result.shape)))
         return result
 
     monkeypatch.setattr(GenerationMixin, "generate", spy)
@@ -127,7 +127,7 @@ def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch)
         assert row["tokens_per_second"] == pytest.approx(2 * 3 / row["milliseconds"] * 1e3)
     # Each call begins with the states of 2 texts and returns 2 texts of 1 + 3 tokens; upstream's search repeats the
     # states, our beams share them.
-    assert set(found) == {(6, (2, 4)), (2, (2, 4))}
+    assert set(actual) == {(6, (2, 4)), (2, (2, 4))}
     assert cli.main(argv) == 0
     assert "3 new tokens, 3 beams" in capsys.readouterr().out
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads"]) == 0
@@ -135,7 +135,7 @@ def test_beams_are_searched_said_and_counted_once(tmp_path, capsys, monkeypatch)
 
 
 def without(argument):
-    """Return a wrapper of a forward that loses an argument."""
+    """Return a wrapper of a forward that drops an argument."""
 
     def wrapper(forward):
         @functools.wraps(forward)  # `generate` reads its signature
@@ -161,7 +161,7 @@ def without(argument):
         (WHISPER, "WhisperForConditionalGeneration", cache_name(), "with the same weights decode differently"),
     ],
 )
-def test_a_model_that_computes_something_else_is_not_timed(row, head, argument, message, monkeypatch):
+def test_benchmark_raises_for_a_model_with_other_outputs(row, head, argument, message, monkeypatch):
     from hf_attn_variants.inspection import speed
 
     monkeypatch.setattr(speed, "run_times", lambda *args: pytest.fail("it was timed"))
@@ -173,8 +173,8 @@ def test_a_model_that_computes_something_else_is_not_timed(row, head, argument, 
 
 
 @pytest.mark.thorough
-def test_a_variant_that_loses_its_cache_is_not_timed(monkeypatch):
-    """Of a checkpoint of this package there is no model of upstream's to compare with."""
+def test_benchmark_raises_for_a_variant_that_loses_its_cache(monkeypatch):
+    """Check a variant checkpoint, which has no Transformers model to compare with."""
     model = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     config = T5.config(num_key_value_heads=4).to_dict()
     options = {"batch_size": 2, "length": 8, "rounds": 1, "talking_heads": False, "latents": False}
@@ -184,7 +184,7 @@ def test_a_variant_that_loses_its_cache_is_not_timed(monkeypatch):
         measure_speed(config, **options)
 
 
-def test_windows_and_kernels_of_the_decoder_are_timed():
+def test_decoder_windows_and_kernels_are_timed():
     config = MARIAN.upstream_model("MarianMTModel").config.to_dict()
     options = {
         "batch_size": 1,
@@ -206,7 +206,7 @@ def test_windows_and_kernels_of_the_decoder_are_timed():
     assert [row.name for row in table.rows][-1] == "MHA + hybrid 8"
 
 
-def test_a_device_that_is_not_here():
+def test_unavailable_device_raises_an_error():
     for device in ("xpu", "meta", "nonsense"):
         with pytest.raises(ValueError, match=rf"`device`.*{device}"):
             measure_speed(T5.upstream_model("T5ForConditionalGeneration").config.to_dict(), length=8, device=device)
@@ -220,6 +220,6 @@ def test_a_device_that_is_not_here():
         ({"kv_heads": [5], "length": 8}, "must divide"),
     ],
 )
-def test_numbers_that_do_not_fit(options, message):
+def test_benchmark_rejects_invalid_numbers(options, message):
     with pytest.raises(ValueError, match=message):
         measure_speed(T5.upstream_model("T5ForConditionalGeneration").config.to_dict(), **options)

@@ -25,7 +25,7 @@ def loaded(auto_class, folder):
 
 @pytest.fixture
 def make_source(tmp_path):
-    """A function that saves an upstream model as a checkpoint with random biases too, and returns its folder."""
+    """A function that saves a Transformers model with random biases as a checkpoint, and returns its folder."""
 
     def make(head="BertForMaskedLM", shard_size="1GB", name="source", dtype=torch.float32, **fields):
         model = BERT.upstream_model(head, **fields)

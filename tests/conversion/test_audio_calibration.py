@@ -1,4 +1,4 @@
-"""Calibration of a Whisper on a folder of recordings: what is read, what is refused, what it gains."""
+"""Check the calibration of a Whisper on a folder of recordings: the files, the errors, and the quality."""
 
 import importlib.util
 import json
@@ -35,8 +35,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_on_a_folder_of_recordings(source, folder, tmp_path, capsys):
-    """The command: fitted heads and a fitted latent are nearer than averages, and the folder is whole."""
+def test_convert_command_calibrates_on_a_folder_of_recordings(source, folder, tmp_path, capsys):
+    """Check that fitted heads and latents have smaller errors than averages, and that the folder is complete."""
     out = tmp_path / "out"
     main([
         "convert", "--model_name_or_path", str(source), "--num_key_value_heads", "4", "--cross_kv_lora_rank", "8",
@@ -47,9 +47,9 @@ def test_a_checkpoint_on_a_folder_of_recordings(source, folder, tmp_path, capsys
     report = json.loads((out / "conversion_report.json").read_text())
     assert report["calibration"] | {"count": 58, "kind": "files of audio", "held_out": 14} == report["calibration"]
     details = [layer["details"] for layer in report["layers"]]
-    assert all(each["output_relative_error"] < 0.5 * each["output_relative_error_averaged"] for each in details)
+    assert all(item["output_relative_error"] < 0.5 * item["output_relative_error_averaged"] for item in details)
     # Whisper's keys have no bias and its values do: some fits must have got through that, and be better.
-    assert sum(each["fit_kept"] for each in details) > 2
+    assert sum(item["fit_kept"] for item in details) > 2
     model = AttnVariantWhisperForConditionalGeneration.from_pretrained(out)
     assert model.generation_config.suppress_tokens == SUPPRESSED
     assert AutoFeatureExtractor.from_pretrained(out).chunk_length == 1
@@ -57,8 +57,8 @@ def test_a_checkpoint_on_a_folder_of_recordings(source, folder, tmp_path, capsys
 
 
 @pytest.mark.thorough
-def test_a_decoder_reads_what_the_model_says(source, folder):
-    """The prompt of its generation configuration, then its greedy tokens; in memory as from a folder."""
+def test_decoder_is_calibrated_on_generated_transcripts(source, folder):
+    """Check the prompt of the generation configuration and the greedy tokens, in memory and from a folder."""
     model = AttnVariantWhisperForConditionalGeneration.from_pretrained(source).eval()
     calibration = read_audio_calibration(folder, feature_extractor=feature_extractor(), max_length=30, fit_steps=0)
     used, held_out = make_audio_batches(model, feature_extractor(), calibration, torch.Generator())
@@ -66,7 +66,7 @@ def test_a_decoder_reads_what_the_model_says(source, folder):
     batch = used[0]
     with torch.no_grad():
         logits = model(**drop_encoder_outputs(batch)).logits
-        # What the encoder made when the model wrote is what it makes.
+        # The recorded encoder outputs equal those of a new call.
         torch.testing.assert_close(model(**reuse_encoder_outputs(batch)).logits, logits)
     assert batch["encoder_outputs"].shape == (len(logits), 20, 48)
     ids = batch["decoder_input_ids"]
@@ -84,37 +84,37 @@ def test_a_decoder_reads_what_the_model_says(source, folder):
         torch.testing.assert_close(tensor, from_folder.state_dict()[name], atol=1e-5, rtol=1e-4)
 
 
-def test_without_recordings_it_is_said_what_is_lost(source, caplog):
+def test_conversion_without_recordings_warns_about_quality(source, caplog):
     convert(source, 4)
     assert "no audio to calibrate on" in caplog.text and "--calibration_audio_dir" in caplog.text
     assert "--calibration_file" not in caplog.text
 
 
-def test_an_encoder_alone(folder):
+def test_encoder_only_conversion_uses_recordings(folder):
     model = WHISPER.model("WhisperForAudioClassification")
     given = Calibration(audio=sorted(folder.glob("*")), feature_extractor=feature_extractor(), fit_steps=0)
     grouped = convert(model, encoder_num_key_value_heads=2, calibration=given).eval()
     averaged = convert(model, encoder_num_key_value_heads=2, method="mean").eval()
     features = feature_extractor()(load_audio(given.audio[0])[0], sampling_rate=16000, return_tensors="pt")
     with torch.no_grad():
-        expected, ours, theirs = (each(**features).logits for each in (model, grouped, averaged))
+        expected, ours, theirs = (item(**features).logits for item in (model, grouped, averaged))
     assert (ours - expected).norm() < 0.5 * (theirs - expected).norm()
 
 
 @pytest.mark.parametrize("width, channels", [(1, 1), (2, 2), (3, 1), (4, 2)])
-def test_samples_are_those_of_the_file(width, channels, tmp_path):
+def test_audio_samples_equal_those_of_the_file(width, channels, tmp_path):
     samples = np.array([0.0, 0.5, -0.5, 0.25, -1.0])
     whole = np.round(samples * 2 ** (8 * width - 1)).astype("<i4")
     data = (whole + 128).astype(np.uint8)[:, None] if width == 1 else whole.view(np.uint8).reshape(-1, 4)[:, :width]
     with wave.open(str(tmp_path / "x.wav"), "wb") as file:
         file.setparams((channels, width, 8000, len(samples), "NONE", "not compressed"))
         file.writeframes(np.repeat(data, channels, axis=0).tobytes())
-    found, rate = load_audio(tmp_path / "x.wav")
-    assert rate == 8000 and found.dtype == np.float32
-    np.testing.assert_allclose(found, samples, atol=1e-7)
+    result, rate = load_audio(tmp_path / "x.wav")
+    assert rate == 8000 and result.dtype == np.float32
+    np.testing.assert_allclose(result, samples, atol=1e-7)
 
 
-def test_other_files_take_a_package(folder, tmp_path):
+def test_other_audio_formats_need_a_package(folder, tmp_path):
     path = tmp_path / "x.flac"
     if importlib.util.find_spec("soundfile") is None:
         path.write_bytes(b"fLaC")
@@ -131,8 +131,8 @@ def test_other_files_take_a_package(folder, tmp_path):
         load_audio(path)
 
 
-def test_what_is_refused(source, folder, tmp_path, capsys):
-    """By name, and before the work that it would have spoilt."""
+def test_invalid_recordings_raise_an_error(source, folder, tmp_path, capsys):
+    """Check that errors name the argument before any work."""
     other_rate = recordings(tmp_path / "other", 2, rate=8000)
     with pytest.raises(ValueError, match=r"16000 Hz, got 8000 Hz.*ffmpeg"):
         convert(source, 4, calibration=other_rate)

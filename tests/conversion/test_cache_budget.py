@@ -1,4 +1,4 @@
-"""`kv_cache_bytes`: ranks that fit into a cache, and lose least of what fits."""
+"""Check `kv_cache_bytes`: it selects ranks that fit into a cache and lose the least."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ def random_form(seed, size=12):
     return LatentForm(*(part @ part.T for part in parts))
 
 
-def test_what_is_lost_by_rank_is_what_the_best_latent_loses():
+def test_loss_by_rank_equals_that_of_the_best_latent():
     form = random_form(0)
     lost = lost_by_rank([form])
     assert lost.shape == (13,) and lost[0] == pytest.approx(1) and lost[12] == 0
@@ -36,7 +36,7 @@ def test_what_is_lost_by_rank_is_what_the_best_latent_loses():
 
 
 @pytest.mark.parametrize("total", range(3, 20))
-def test_no_other_ranks_of_as_many_numbers_lose_less(total):
+def test_selected_ranks_lose_the_least_for_their_size(total):
     lost, most = [lost_by_rank([random_form(seed, 8)]) ** (seed + 1) for seed in range(3)], [8, 8, 5]
     # A power of it falls by less and less too.
     ranks = ranks_within(lost, total, most)
@@ -49,7 +49,7 @@ def test_no_other_ranks_of_as_many_numbers_lose_less(total):
     assert sum(float(row[rank]) for row, rank in zip(lost, ranks, strict=True)) == pytest.approx(best)
 
 
-def test_ranks_are_multiples_of_eight_where_there_is_room():
+def test_ranks_are_multiples_of_eight_if_they_fit():
     lost = [lost_by_rank([random_form(seed, 64)]) for seed in range(2)]
     ranks = ranks_within(lost, 53, [64, 20])
     assert sum(ranks) <= 53 and all(rank % 8 == 0 or rank == 20 for rank in ranks)
@@ -57,26 +57,26 @@ def test_ranks_are_multiples_of_eight_where_there_is_room():
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A tiny T5's folder: 32 wide, two layers, 4 heads of 8; 64 numbers of keys and values a layer."""
+    """A tiny T5's folder: width 32, two layers, 4 heads of size 8, and 64 key and value numbers per layer."""
     return make_tiny_t5(tmp_path_factory.mktemp("t5"))
 
 
 def cache_bytes(model):
     ids = torch.randint(5, 60, (1, 40))
     cache = cache_of(model(input_ids=ids, decoder_input_ids=ids[:, :10], use_cache=True))
-    found = []
+    result = []
     for part, length in ((cache.cross_attention_cache, 40), (cache.self_attention_cache, 10)):
         storages = {
-            t.data_ptr(): t.numel() * t.element_size() for each in part.layers for t in (each.keys, each.values)
+            t.data_ptr(): t.numel() * t.element_size() for item in part.layers for t in (item.keys, item.values)
         }
-        found.append(sum(storages.values()) / length)
-    return found
+        result.append(sum(storages.values()) / length)
+    return result
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("text", [None, "text"])
 @pytest.mark.parametrize("budget", [(48, 64), (128, 4 * 50), (200, 4 * 60), (4096, 40)], ids=str)
-def test_a_converted_models_cache_takes_no_more(budget, text, source):
+def test_converted_cache_fits_into_the_budget(budget, text, source):
     model = T5ForConditionalGeneration.from_pretrained(source).eval()
     options = {"method": "mean"}
     if text:
@@ -92,15 +92,15 @@ def test_a_converted_models_cache_takes_no_more(budget, text, source):
     assert (converted.config.cross_kv_lora_rank is None) is (budget[0] >= now)
 
 
-def test_a_layer_that_keeps_its_latent_keeps_it(source):
-    """A source of latents has no keys and values to go back to: they would take more."""
+def test_budget_keeps_latents_of_the_source(source):
+    """Check a source with latents, which has no keys and values to return to: they would be larger."""
     model = convert(T5ForConditionalGeneration.from_pretrained(source), kv_lora_rank=24, method="mean").eval()
     converted = convert(model, kv_cache_bytes=(64, 4 * 42), method="mean")
     assert sorted(converted.config.per_layer_values["kv_lora_rank"]) == [16, 24]
     assert cache_bytes(converted) == [64, 4 * 40]
 
 
-def test_the_command_tells_what_it_chose(source, tmp_path, capsys):
+def test_convert_prints_the_selected_ranks(source, tmp_path, capsys):
     argv = ["convert", str(source), "--kv_cache_bytes", "64", "160", "--method", "mean"]
     assert cli.main([*argv, "--output_dir", str(tmp_path / "out")]) == 0
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
@@ -109,7 +109,7 @@ def test_the_command_tells_what_it_chose(source, tmp_path, capsys):
     ranks = (config["per_layer_values"] or {}).get("kv_lora_rank") or [config["kv_lora_rank"]] * 2
     assert config["cross_kv_lora_rank"] == 16 and 32 <= sum(ranks) <= 40
     assert "cross_kv_lora_rank" in capsys.readouterr().out
-    # what was chosen, said by its name, is the same
+    # the selected ranks as explicit arguments give the same result
     named = ["convert", str(source), "--method", "mean", "--cross_kv_lora_rank", "16"]
     named += ["--per_layer_values", json.dumps({"kv_lora_rank": ranks}), "--output_dir", str(tmp_path / "named")]
     assert cli.main(named) == 0
@@ -134,7 +134,7 @@ def test_the_command_tells_what_it_chose(source, tmp_path, capsys):
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(options, message, source):
+def test_impossible_budget_raises_an_error(options, message, source):
     with pytest.raises(ValueError, match=message):
         convert(str(source), method="mean", **options)
 
@@ -150,6 +150,6 @@ def test_what_does_not_fit_is_refused(options, message, source):
         ),
     ],
 )
-def test_a_model_without_such_a_cache_is_refused(model, message):
+def test_budget_for_a_model_without_a_cache_raises_an_error(model, message):
     with pytest.raises(ValueError, match=message):
         convert(model(), kv_cache_bytes=(64, 64), method="mean")

@@ -1,4 +1,4 @@
-"""Conversion on calibration text: the closed form, the fit, and what is refused."""
+"""Check conversions on calibration text: the closed form, the fitting steps, and the errors."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.cross_product
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("build", "kv_heads"), [(bert, 2), (bert, 1), (t5, 2), (t5, 1)])
-def test_the_fit_is_nearer_than_the_closed_form_and_the_mean(build, kv_heads):
+def test_fitting_steps_have_smaller_error_than_closed_form_and_mean(build, kv_heads):
     model = build()
     by_mean = error(convert_model(model, kv_heads), model)
     # The greedy outputs of random weights repeat one token: they say nothing about other text.
@@ -38,7 +38,7 @@ def test_the_fit_is_nearer_than_the_closed_form_and_the_mean(build, kv_heads):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("build", [bert, t5])
-def test_identical_heads_are_shared_without_loss(build):
+def test_identical_heads_convert_without_loss(build):
     model = build()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -49,7 +49,7 @@ def test_identical_heads_are_shared_without_loss(build):
 
 
 @pytest.mark.thorough
-def test_heads_that_are_alike_share_wherever_they_stand(tmp_path):
+def test_similar_heads_are_grouped_at_any_position(tmp_path):
     model = bert()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -61,20 +61,20 @@ def test_heads_that_are_alike_share_wherever_they_stand(tmp_path):
 
 
 @pytest.mark.thorough
-def test_heads_with_their_own_position_bias_stay_in_their_places(tmp_path):
+def test_heads_with_a_position_bias_are_not_reordered(tmp_path):
     groups = head_groups(t5(), tmp_path)
     assert all(groups[name] == [[0, 1], [2, 3]] for name in groups if "SelfAttention" in name)
     assert any("SelfAttention" in name for name in groups)
 
 
 def head_groups(model, folder):
-    """Which heads of each attention share in a conversion to two."""
+    """Return which heads of each attention module share in a conversion to two key/value heads."""
     model.save_pretrained(folder / "source")
     report = convert_checkpoint(folder / "source", folder / "out", 2, calibration=calibration())
     return {layer.module: layer.details["head_groups"] for layer in report.layers if layer.change == "pool"}
 
 
-def test_rotated_copies_of_a_head_are_aligned_without_loss():
+def test_rotated_copies_of_a_head_convert_without_loss():
     model = bert()
     turn = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(3)))[0]
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_rotated_copies_of_a_head_are_aligned_without_loss():
 
 
 class PairTokenizer(WordTokenizer):
-    """Joins two texts, and says which numbers are the second's."""
+    """A tokenizer that joins two texts and marks the tokens of the second one."""
 
     def __call__(self, first, second, **limit):
         ids = [super(PairTokenizer, self).__call__(part, **limit)["input_ids"] for part in (first, second)]
@@ -102,7 +102,7 @@ class PairTokenizer(WordTokenizer):
 
 @pytest.mark.thorough
 @torch.no_grad()
-def test_pairs_are_seen_as_the_tokenizer_joins_them():
+def test_calibration_pairs_are_joined_by_the_tokenizer():
     model = bert()
     rows = PairTokenizer()(text(64, seed=7), text(64, seed=8))
     batch = {
@@ -120,13 +120,13 @@ def test_pairs_are_seen_as_the_tokenizer_joins_them():
         Calibration([("one", "two", "three")] * 2)
 
 
-def test_all_heads_stay_as_they_are():
+def test_full_head_count_changes_no_weight():
     model = bert()
     assert error(convert_model(model, 4, calibration=calibration()), model) < 1e-6
 
 
 class Watched(Calibrated):
-    """Notes how many texts it is given to fit to, and how many are held out."""
+    """A calibration that records how many texts are fitted, and how many are held out."""
 
     def __init__(self):
         self.seen = []
@@ -138,7 +138,7 @@ class Watched(Calibrated):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fit_steps", [0, 20])
-def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_path, fit_steps):
+def test_report_contains_held_out_output_errors(tmp_path, fit_steps):
     bert().save_pretrained(tmp_path / "source")
     method = Watched()
     report = convert_checkpoint(
@@ -154,15 +154,17 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     expected = sum(row["output_relative_error"] for row in details) / 2
     assert stored["mean_output_relative_error"] == report.mean_output_relative_error == pytest.approx(expected)
-    said = report.summary(attention_errors=True)
-    assert f"{expected:.1%} on held-out text (averaged heads: " in said and str(report) == report.summary() != said
-    assert "relative error of logits" not in said and stored["mean_logits_relative_error"] > 0
-    assert ("before the fit" in said) is bool(fit_steps)
+    printed = report.summary(attention_errors=True)
+    assert (
+        f"{expected:.1%} on held-out text (averaged heads: " in printed and str(report) == report.summary() != printed
+    )
+    assert "relative error of logits" not in printed and stored["mean_logits_relative_error"] > 0
+    assert ("before the fit" in printed) is bool(fit_steps)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("fit_steps", "measured"), [(0, 4), (5, 8)])
-def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
+def test_held_out_errors_are_measured_once(monkeypatch, fit_steps, measured):
     batches, compute_attention = [], calibrating.compute_attention
 
     def counted(tensors, inputs, query_heads):
@@ -178,7 +180,7 @@ def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
     assert len(batches) == 2 * (1 + measured)
 
 
-def test_the_report_says_where_the_closed_form_was_kept(tmp_path):
+def test_report_names_modules_that_kept_the_closed_form(tmp_path):
     bert().save_pretrained(tmp_path / "source")
     given = calibration(fit_steps=3, fit_learning_rate=1e3)  # leads away from any solution
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=given)
@@ -189,16 +191,16 @@ def test_the_report_says_where_the_closed_form_was_kept(tmp_path):
 
 
 class Wrong(Calibrated):
-    """Makes heads that have nothing to do with the source's."""
+    """A method that makes heads unrelated to the source."""
 
     def convert_module(self, tensors, heads, layer, inputs, calibration):
-        found = super().convert_module(tensors, heads, layer, inputs, calibration)
-        drawn = torch.randn(found.value_weight.shape, generator=layer.generator)
-        details = {name: value for name, value in found.details.items() if name != "output_relative_error"}
-        return replace(found, value_weight=drawn, details=details)
+        result = super().convert_module(tensors, heads, layer, inputs, calibration)
+        drawn = torch.randn(result.value_weight.shape, generator=layer.generator)
+        details = {name: value for name, value in result.details.items() if name != "output_relative_error"}
+        return replace(result, value_weight=drawn, details=details)
 
 
-def test_averaged_heads_stay_where_they_are_nearer(tmp_path):
+def test_averaged_heads_are_kept_if_their_error_is_smaller(tmp_path):
     model = bert()
     model.save_pretrained(tmp_path / "source")
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, Wrong(), calibration=calibration())
@@ -212,13 +214,13 @@ def test_averaged_heads_stay_where_they_are_nearer(tmp_path):
 
 
 @pytest.mark.thorough
-def test_same_seed_same_weights():
+def test_calibration_is_reproducible_with_a_seed():
     first, second = (convert_model(bert(), 2, calibration=calibration(fit_steps=5), seed=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 @pytest.mark.thorough
-def test_targets_are_generated_where_none_are_given_and_the_source_is_not_changed():
+def test_missing_targets_are_generated_without_changing_the_source():
     model = t5()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     convert_model(model, 2, calibration=calibration(max_length=12))
@@ -226,7 +228,7 @@ def test_targets_are_generated_where_none_are_given_and_the_source_is_not_change
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_nothing_of_the_source_outlives_a_conversion():
+def test_conversion_releases_the_source_model():
     model = bert()
     weight = weakref.ref(model.encoder.layer[0].attention.self.query.weight)
     converted = convert_model(model, 2, calibration=calibration(), copy=True)
@@ -236,7 +238,7 @@ def test_nothing_of_the_source_outlives_a_conversion():
 
 
 @pytest.mark.thorough
-def test_conversions_in_two_threads_do_not_meet():
+def test_conversions_in_two_threads_are_independent():
     def work(model):
         return convert_model(model, 1, calibration=calibration())
 
@@ -249,7 +251,7 @@ def test_conversions_in_two_threads_do_not_meet():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
+def test_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
     model = bert().to(dtype)
     model.save_pretrained(tmp_path / "source")
     in_memory = convert_model(model, 2, calibration=calibration(fit_steps=20))
@@ -262,17 +264,17 @@ def test_a_half_precision_checkpoint_is_fitted_in_float32(dtype, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
+def test_report_and_card_describe_the_calibration_text(tmp_path):
     bert().save_pretrained(tmp_path / "source")
-    found = {}
+    result = {}
     for name, given in (("text", calibration(max_length=48)), ("none", None)):
         convert_checkpoint(tmp_path / "source", tmp_path / name, 2, calibration=given)
-        found[name] = json.loads((tmp_path / name / "conversion_report.json").read_text())
-    settings = found["text"]["calibration"]
+        result[name] = json.loads((tmp_path / name / "conversion_report.json").read_text())
+    settings = result["text"]["calibration"]
     assert (settings["count"], settings["kind"], settings["targets"]) == (512, "texts", False)
     assert (settings["max_length"], settings["fit_steps"]) == (48, 0)
     assert "calibration used 512 texts of at most 48 tokens." in _told(tmp_path / "text")
-    assert found["none"]["calibration"] is None
+    assert result["none"]["calibration"] is None
     assert "calibration used" not in _told(tmp_path / "none")
     assert settings["held_out"] == 128
     pairs = Calibration([("a", "b")] * 2, target_texts=["c", "d"]).settings(Aligned(), None)
@@ -280,7 +282,7 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_method_that_is_used_again_looks_at_the_new_model():
+def test_method_object_can_be_used_for_another_model():
     method, other = Calibrated(), bert()
     torch.nn.init.normal_(other.encoder.layer[0].attention.self.key.weight, std=0.3)
     convert_model(bert(), 2, method, calibration=calibration())
@@ -289,30 +291,30 @@ def test_a_method_that_is_used_again_looks_at_the_new_model():
     assert all(torch.equal(again[name], tensor) for name, tensor in fresh.items())
 
 
-def test_a_method_keeps_nothing_of_a_text():
+def test_method_object_does_not_store_text():
     method, model = Calibrated(), bert()
     convert_model(model, 2, method, calibration=calibration())
     with pytest.raises(ValueError, match=r"'calibrated' needs text.*`calibration`"):
         convert_model(model, 2, method)
 
 
-def test_a_text_for_talking_heads_alone_is_refused():
+def test_calibration_of_only_talking_heads_raises_an_error():
     with pytest.raises(ValueError, match="`calibration` must only be given"):
         convert_model(bert(), talking_heads="both", calibration=calibration())
 
 
 @pytest.mark.thorough
-def test_how_a_t5_generates_for_its_users_does_not_matter():
+def test_generation_settings_do_not_affect_the_calibration():
     expected = convert_model(t5(), 1, calibration=calibration(max_length=16))
     model = t5()
     model.generation_config.num_return_sequences, model.generation_config.return_dict_in_generate = 2, True
     model.generation_config.repetition_penalty = 9.0
-    found = convert_model(model, 1, calibration=calibration(max_length=16))
-    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), found.parameters(), strict=True))
-    assert model.generation_config.repetition_penalty == found.generation_config.repetition_penalty == 9.0
+    result = convert_model(model, 1, calibration=calibration(max_length=16))
+    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), result.parameters(), strict=True))
+    assert model.generation_config.repetition_penalty == result.generation_config.repetition_penalty == 9.0
 
 
-def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+def test_missing_tokenizer_raises_an_error(tmp_path):
     bert().save_pretrained(tmp_path / "source")
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer files.*`Calibration"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=Calibration(text()))
@@ -320,7 +322,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("count", "held"), [(2, 1), (9, 2), (25, 6), (60, 15), (512, 128)])
-def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held):
+def test_one_tenth_of_the_texts_is_held_out(count, held):
     texts = [word * 99 for word in text(count)]
     given = Calibration(texts, tokenizer=WordTokenizer(), max_length=1200, passages=False, batch_size=4)
     model = convert_model(BertModel(BertConfig(vocab_size=WORDS, hidden_size=24, num_attention_heads=4)), 4)
@@ -334,7 +336,7 @@ def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held)
     assert sorted(rows[0] + rows[1]) == sorted(map(tuple, WordTokenizer()(texts, max_length=1200)["input_ids"]))
 
 
-def test_refusals():
+def test_invalid_calibrations_raise_an_error():
     with pytest.raises(ValueError, match=r"`texts` .*must not be empty"):
         Calibration([])
     with pytest.raises(ValueError, match="needs text"):

@@ -1,4 +1,4 @@
-"""Warnings of a calibration that is too little, or of another kind than the model reads."""
+"""Check the warnings about too little calibration text, or text of another kind than the model's."""
 
 import random
 import wave
@@ -20,7 +20,7 @@ WORDS = [a + b for a in SYLLABLES for b in SYLLABLES] + [
 
 
 class Tokenizer:
-    """A word is a token, or as many as it has characters if it is no word of this language."""
+    """A tokenizer with one token per known word, and one per character of unknown words."""
 
     all_special_ids, unk_token_id = [0, 1, 2], 2
     numbers = {word: 10 + i for i, word in enumerate(WORDS)}
@@ -41,7 +41,7 @@ def language(count=200, seed=0):
     return [" ".join(generator.choices(WORDS, weights, k=12)) for _ in range(count)]
 
 
-def said(caplog, texts, encoded=None):
+def logged_warnings(caplog, texts, encoded=None):
     caplog.clear()
     tokenizer = Tokenizer()
     joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
@@ -50,39 +50,39 @@ def said(caplog, texts, encoded=None):
     return caplog.text
 
 
-def test_text_of_the_language_is_taken_without_a_word(caplog):
-    assert said(caplog, language()) == ""
-    assert said(caplog, list(zip(language(), language(seed=1), strict=True))) == ""
+def test_text_of_the_language_gives_no_warning(caplog):
+    assert logged_warnings(caplog, language()) == ""
+    assert logged_warnings(caplog, list(zip(language(), language(seed=1), strict=True))) == ""
 
 
-def test_another_language_is_told_by_its_words(caplog):
+def test_text_of_another_language_gives_a_warning(caplog):
     other = ["".join(reversed(text)) for text in language()]
-    assert "splits a calibration word into" in said(caplog, other)
+    assert "splits a calibration word into" in logged_warnings(caplog, other)
     # Formulas have no words.
-    assert said(caplog, [text.replace(" ", "=") for text in other]) == ""
+    assert logged_warnings(caplog, [text.replace(" ", "=") for text in other]) == ""
 
 
-def test_names_of_code_in_a_text_of_the_language_are_not_judged(caplog):
+def test_code_identifiers_in_text_give_no_warning(caplog):
     names = ["get_attn_mask()", "config.num_heads", "`BertModel`", "v5.24.0", "--max_length=64", "readFile"]
     texts = [f"{text} {' '.join(names)}" for text in language()]
-    assert said(caplog, texts) == ""
+    assert logged_warnings(caplog, texts) == ""
 
 
-def test_random_tokens_are_told_by_their_number(caplog):
+def test_random_tokens_give_a_warning(caplog):
     generator = random.Random(0)
     drawn = [[generator.randrange(3, VOCABULARY) for _ in range(12)] for _ in range(200)]
-    assert "as many as random tokens" in said(caplog, language(), drawn)
+    assert "as many as random tokens" in logged_warnings(caplog, language(), drawn)
 
 
-def test_repeated_and_unknown_text_is_told(caplog):
-    assert "Only 50 of the 200 calibration texts are different" in said(caplog, language(50) * 4)
+def test_repeated_or_unknown_text_gives_a_warning(caplog):
+    assert "Only 50 of the 200 calibration texts are different" in logged_warnings(caplog, language(50) * 4)
     rows = [[0, 2, 2, *Tokenizer().encode(text)] for text in language()]
-    assert "unknown to the tokenizer" in said(caplog, language(), rows)
+    assert "unknown to the tokenizer" in logged_warnings(caplog, language(), rows)
     with pytest.raises(ValueError, match="100% of the calibration tokens are unknown to the tokenizer"):
-        said(caplog, language(), [[2] * 12] * 200)
+        logged_warnings(caplog, language(), [[2] * 12] * 200)
 
 
-def test_a_source_that_guesses_is_told(caplog):
+def test_source_with_chance_level_predictions_gives_a_warning(caplog):
     check_source_loss(2.0, 30522)
     check_source_loss(None, 30522)
     assert caplog.text == ""
@@ -91,7 +91,7 @@ def test_a_source_that_guesses_is_told(caplog):
 
 
 @pytest.mark.parametrize(("stack", "tokens"), [("encoder", 512), ("decoder", 128)])
-def test_too_few_tokens_for_the_width_are_told_with_how_many_are_wanted(caplog, stack, tokens):
+def test_too_few_tokens_warning_states_the_needed_number(caplog, stack, tokens):
     batch = {"attention_mask": torch.ones(8, 64), "decoder_attention_mask": torch.ones(8, 16)}
     check_amount([stack], tokens // 8, [batch])
     assert caplog.text == ""
@@ -100,11 +100,11 @@ def test_too_few_tokens_for_the_width_are_told_with_how_many_are_wanted(caplog, 
     assert f"got {tokens} tokens in 8 examples" in caplog.text
     assert caplog.text.count("Give about 16 such examples") == 1
     caplog.clear()
-    check_amount([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio, an encoder's alone
+    check_amount([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio for an encoder
     assert caplog.text == ""
 
 
-def test_silence_and_recordings_without_words_are_told(caplog):
+def test_silent_or_wordless_recordings_give_a_warning(caplog):
     loud = [0.1, 0.2, 0.1, 0.3]
     check_audio(loud, [[5, 6]] * 4)
     check_audio(loud, [])
@@ -117,7 +117,7 @@ def test_silence_and_recordings_without_words_are_told(caplog):
 
 
 @pytest.mark.thorough
-def test_a_folder_of_silence(tmp_path, caplog):
+def test_folder_of_silent_recordings_gives_a_warning(tmp_path, caplog):
     source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
     for number in range(60):
         with wave.open(str(tmp_path / f"{number}.wav"), "wb") as file:

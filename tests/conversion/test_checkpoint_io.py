@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints tensor by tensor, against the safetensors library; broken files."""
+"""Check that checkpoints are read and written tensor by tensor like by safetensors, and errors for broken files."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def raw_safetensors(header, data=b""):
 
 
 @pytest.mark.parametrize("chunk_bytes", [8, 2**24])
-def test_reader_gives_what_was_stored(tmp_path, monkeypatch, chunk_bytes):
+def test_reader_returns_the_stored_tensors(tmp_path, monkeypatch, chunk_bytes):
     monkeypatch.setattr(tensor_files, "CHUNK_BYTES", chunk_bytes)
     tensors = sample_tensors()
     save_file(tensors, tmp_path / FILE)
@@ -56,7 +56,7 @@ def test_reader_gives_what_was_stored(tmp_path, monkeypatch, chunk_bytes):
             )
 
 
-def test_writer_makes_files_that_safetensors_reads(tmp_path):
+def test_written_files_load_with_safetensors(tmp_path):
     tensors = sample_tensors()
     layout = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
     with SafetensorsWriter(tmp_path / FILE, layout, {"format": "pt"}) as writer:
@@ -71,7 +71,7 @@ def test_writer_makes_files_that_safetensors_reads(tmp_path):
         assert all(entry.begin % sizes[name] == 0 for name, entry in reader.entries.items())
 
 
-def test_writer_refuses_what_the_header_does_not_say(tmp_path):
+def test_writer_rejects_tensors_that_differ_from_the_header(tmp_path):
     writer = SafetensorsWriter(tmp_path / FILE, {"a": ("F32", (2, 2)), "b": ("F32", (1,))})
     for name, tensor, message in [
         ("a", torch.zeros(2, 3), "'a' must be F32"),
@@ -98,7 +98,7 @@ def sharded(folder):
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 36, "note": "kept"}, "weight_map": weight_map}))
 
 
-def test_shards_and_index(tmp_path):
+def test_shards_and_index_are_read(tmp_path):
     sharded(tmp_path)
     with open_checkpoint(tmp_path) as reader:
         assert reader.read("c").tolist() == [1.0] * 4
@@ -110,7 +110,7 @@ def test_shards_and_index(tmp_path):
     assert index["weight_map"] == json.loads((tmp_path / INDEX).read_text())["weight_map"]
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_missing_shard_error_names_the_shard(tmp_path):
     sharded(tmp_path)
     os.remove(tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(FileNotFoundError, match=r"1 of 2 shards are missing: model-00002-of-00002"):
@@ -120,21 +120,21 @@ def test_a_missing_shard_is_named(tmp_path):
 @pytest.mark.parametrize(
     "shard", ["../secret.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "a\\b", "", 3]
 )
-def test_an_index_stays_in_its_folder(tmp_path, shard):
+def test_index_outside_the_folder_raises_an_error(tmp_path, shard):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
     with pytest.raises(ValueError, match="must be a file in the same folder"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": [1]}', "{}", '{"weight_map": {"a": ["x"]}}'])
-def test_an_index_that_is_none(tmp_path, content):
+def test_invalid_index_raises_an_error(tmp_path, content):
     (tmp_path / INDEX).write_text(content)
     with pytest.raises(ValueError, match="must be an index of shards"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [3, 8, 20, -1])
-def test_a_truncated_file_is_named(tmp_path, cut):
+def test_truncated_file_error_names_the_file(tmp_path, cut):
     save_file({"a": torch.ones(100)}, tmp_path / FILE)
     content = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(content[:cut])
@@ -161,32 +161,32 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
         (b"\xff" * 64, "not a safetensors file"),
     ],
 )
-def test_a_corrupt_file_is_named(tmp_path, content, message):
+def test_corrupt_file_error_names_the_file(tmp_path, content, message):
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(ValueError, match=rf"model\.safetensors.*{message}"):
         open_checkpoint(tmp_path)
 
 
-def test_a_git_lfs_pointer_is_explained(tmp_path):
+def test_git_lfs_pointer_error_explains_the_pointer(tmp_path):
     (tmp_path / FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
     with pytest.raises(OSError, match="git lfs pull"):
         open_checkpoint(tmp_path)
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
+def test_duplicate_tensor_in_shards_raises_an_error(tmp_path):
     sharded(tmp_path)
     save_file({"a": torch.ones(2), "c": torch.ones(4)}, tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(ValueError, match="'a' is in both"):
         open_checkpoint(tmp_path)
 
 
-def test_a_folder_without_weights(tmp_path):
+def test_folder_without_weights_raises_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"must contain model\.safetensors or"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_is_read_only_when_allowed(tmp_path, zipped):
+def test_pickle_is_read_only_with_permission(tmp_path, zipped):
     tensors = {"a": torch.randn(3, 4), "b": torch.arange(5)}
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle.*--allow_pickle"):
@@ -202,7 +202,7 @@ class RunsCode:
         return (os.system, ("touch executed",))
 
 
-def test_a_pickle_with_code_is_never_run(tmp_path, monkeypatch):
+def test_pickle_with_code_is_not_executed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"a": RunsCode()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="cannot be read with weights_only=True"):
@@ -211,13 +211,13 @@ def test_a_pickle_with_code_is_never_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content, message", [([1], "got list"), ({"a": 3}, "'a' must be a tensor, got int")])
-def test_a_pickle_of_something_else(tmp_path, content, message):
+def test_pickle_of_another_object_raises_an_error(tmp_path, content, message):
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=message):
         open_checkpoint(tmp_path, allow_pickle=True)
 
 
-def test_a_cast_never_overflows_silently():
+def test_overflowing_cast_raises_an_error():
     tensor = torch.tensor([1.0, 1e5])
     assert cast(tensor, torch.bfloat16, "a").dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"'a' .* too large for torch\.float16"):

@@ -1,4 +1,4 @@
-"""Checkpoint folders in, checkpoint folders out: the weights, and the report."""
+"""Check the conversion of checkpoint folders: the weights and the report."""
 
 import json
 
@@ -34,7 +34,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4, 6])
-def test_keys_and_values_are_pooled_and_all_else_is_bit_equal(make_source, tmp_path, kv_heads):
+def test_only_keys_and_values_change_in_a_conversion(make_source, tmp_path, kv_heads):
     source = make_source()
     convert_checkpoint(source, tmp_path / "out", kv_heads)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
@@ -46,7 +46,7 @@ def test_keys_and_values_are_pooled_and_all_else_is_bit_equal(make_source, tmp_p
         assert file.metadata() == {"format": "pt"}
 
 
-def test_code_that_a_checkpoint_brings_is_told_and_not_run(make_source, tmp_path, caplog):
+def test_remote_code_of_a_checkpoint_gives_a_warning_and_is_not_run(make_source, tmp_path, caplog):
     source = make_source()
     config = json.loads((source / "config.json").read_text())
     own = {"AutoModel": "modeling_x.XModel", "AutoTokenizer": ["tokenization_x.XTokenizer", None]}
@@ -60,7 +60,7 @@ def test_code_that_a_checkpoint_brings_is_told_and_not_run(make_source, tmp_path
     assert "code of its own" not in caplog.text
 
 
-def test_heads_that_are_equal_in_each_group_convert_without_loss(make_source, edit_tensors, tmp_path):
+def test_equal_heads_per_group_convert_without_loss(make_source, edit_tensors, tmp_path):
     source = make_source()
 
     def tie_heads(tensors):
@@ -76,7 +76,7 @@ def test_heads_that_are_equal_in_each_group_convert_without_loss(make_source, ed
     )
 
 
-def test_as_many_heads_as_before_is_the_identity(make_source, tmp_path):
+def test_conversion_to_the_same_head_count_changes_nothing(make_source, tmp_path):
     source = make_source()
     report = convert_checkpoint(source, tmp_path / "out", 12)
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
@@ -88,7 +88,7 @@ def test_as_many_heads_as_before_is_the_identity(make_source, tmp_path):
 
 
 @pytest.mark.parametrize("middle, final", [(4, 12), (2, 4), (1, 12), (1, 1)])
-def test_expanding_a_grouped_checkpoint_changes_no_output(make_source, tmp_path, middle, final):
+def test_expanding_grouped_heads_changes_no_output(make_source, tmp_path, middle, final):
     convert_checkpoint(make_source(), tmp_path / "grouped", middle)
     report = convert_checkpoint(tmp_path / "grouped", tmp_path / "expanded", final)
     grouped, expanded = (
@@ -99,7 +99,7 @@ def test_expanding_a_grouped_checkpoint_changes_no_output(make_source, tmp_path,
     assert report.mean_logits_relative_error == report.mean_value_relative_error == 0.0
 
 
-def test_pooling_a_grouped_checkpoint_further(make_source, tmp_path):
+def test_grouped_checkpoint_can_be_pooled_further(make_source, tmp_path):
     source = make_source()
     convert_checkpoint(source, tmp_path / "six", 6)
     convert_checkpoint(tmp_path / "six", tmp_path / "two", 2)
@@ -112,7 +112,7 @@ def test_pooling_a_grouped_checkpoint_further(make_source, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
-def test_every_head_loads_under_its_own_class(architecture, head, tmp_path):
+def test_converted_head_loads_under_its_class(architecture, head, tmp_path):
     architecture.upstream_model(head).save_pretrained(tmp_path / "source")
     alone = head in ("T5EncoderModel", "T5ForTokenClassification")
     field = "encoder_num_key_value_heads" if alone else "num_key_value_heads"
@@ -124,7 +124,7 @@ def test_every_head_loads_under_its_own_class(architecture, head, tmp_path):
     assert model.config.architectures == [f"AttnVariant{head}"]
 
 
-def test_the_folder_carries_what_save_pretrained_would(make_source, tmp_path):
+def test_output_folder_has_the_files_of_save_pretrained(make_source, tmp_path):
     convert_checkpoint(make_source(), tmp_path / "out", 4)
     loaded(transformers.AutoModelForMaskedLM, tmp_path / "out").save_pretrained(tmp_path / "saved")
     code = {path.name: path.read_text() for path in (tmp_path / "saved").glob("*.py")}
@@ -133,7 +133,7 @@ def test_the_folder_carries_what_save_pretrained_would(make_source, tmp_path):
     assert configs[0]["auto_map"] == configs[1]["auto_map"] and configs[0]["model_type"] == configs[1]["model_type"]
 
 
-def test_shards_stay_shards(make_source, tmp_path):
+def test_sharded_checkpoint_stays_sharded(make_source, tmp_path):
     source = make_source(shard_size="20KB")
     shards = sorted(path.name for path in source.glob("*.safetensors"))
     assert len(shards) > 3
@@ -152,7 +152,7 @@ def test_shards_stay_shards(make_source, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-def test_dtype_is_changed_where_asked_and_kept_otherwise(make_source, tmp_path, dtype):
+def test_dtype_changes_only_on_request(make_source, tmp_path, dtype):
     source = make_source(dtype=torch.float32)
     report = convert_checkpoint(source, tmp_path / "cast", 4, dtype=dtype)
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "cast").values()} == {getattr(torch, dtype)}
@@ -162,7 +162,7 @@ def test_dtype_is_changed_where_asked_and_kept_otherwise(make_source, tmp_path, 
     assert loaded(transformers.AutoModelForMaskedLM, tmp_path / "kept").dtype == getattr(torch, dtype)
 
 
-def test_integer_tensors_and_unknown_ones_pass_through(make_source, edit_tensors, tmp_path):
+def test_integer_and_unknown_tensors_are_copied(make_source, edit_tensors, tmp_path):
     source = make_source()
     extra = {"bert.embeddings.position_ids": torch.arange(32)[None], "something.else": torch.randn(3)}
     edit_tensors(source, lambda tensors: tensors.update(extra))
@@ -173,7 +173,7 @@ def test_integer_tensors_and_unknown_ones_pass_through(make_source, edit_tensors
 
 
 @pytest.mark.parametrize("prefix", ["bert.", ""])
-def test_keys_with_and_without_the_base_models_prefix(make_source, edit_tensors, tmp_path, prefix):
+def test_tensor_names_with_and_without_the_base_prefix_are_read(make_source, edit_tensors, tmp_path, prefix):
     source = make_source("BertModel")
 
     def rename(tensors):
@@ -188,7 +188,7 @@ def test_keys_with_and_without_the_base_models_prefix(make_source, edit_tensors,
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
-def test_old_names_of_layer_norms_still_load(make_source, edit_tensors, tmp_path):
+def test_old_layer_norm_names_are_read(make_source, edit_tensors, tmp_path):
     source = make_source("BertModel")
 
     def rename(tensors):
@@ -204,7 +204,7 @@ def test_old_names_of_layer_norms_still_load(make_source, edit_tensors, tmp_path
             torch.testing.assert_close(model.eval()(**INPUTS).last_hidden_state, expected, atol=1e-6, rtol=0)
 
 
-def test_identity_talking_heads_change_no_output(make_source, tmp_path):
+def test_identity_talking_heads_of_a_conversion_change_no_output(make_source, tmp_path):
     source = make_source()
     report = convert_checkpoint(source, tmp_path / "out", talking_heads="both")
     assert report.talking_heads == {"logits_proj": (12, 12), "weights_proj": (12, 12)}
@@ -213,7 +213,7 @@ def test_identity_talking_heads_change_no_output(make_source, tmp_path):
     torch.testing.assert_close(logits(ours), logits(loaded(transformers.BertForMaskedLM, source)), atol=1e-5, rtol=0)
 
 
-def test_random_and_dynamic_talking_heads(make_source, tmp_path):
+def test_random_and_dynamic_talking_heads_are_added(make_source, tmp_path):
     options = {
         "talking_heads": "both",
         "talking_heads_init": "random",
@@ -238,7 +238,7 @@ def test_random_and_dynamic_talking_heads(make_source, tmp_path):
     assert not info["missing_keys"] and torch.equal(model.state_dict()[name], stored[name])
 
 
-def test_talking_heads_of_the_source_are_kept(tmp_path):
+def test_talking_heads_of_the_source_stay(tmp_path):
     from architectures import ARCHITECTURES
 
     model = ARCHITECTURES[0].model("BertForMaskedLM", "gqa_talking", num_key_value_heads=12)
@@ -255,7 +255,7 @@ def test_talking_heads_of_the_source_are_kept(tmp_path):
         convert_checkpoint(tmp_path / "source", tmp_path / "other", 2, talking_heads="logits")
 
 
-def test_random_keys_are_reproducible_layer_by_layer(make_source, tmp_path):
+def test_random_keys_are_reproducible_per_layer(make_source, tmp_path):
     source = make_source()
     convert_checkpoint(source, tmp_path / "out", 4, "random", seed=3)
     drawn = torch.empty(16, 48).normal_(0.0, 0.02, generator=seeded_generator(3, LAYER.removeprefix("bert.")))
@@ -265,7 +265,7 @@ def test_random_keys_are_reproducible_layer_by_layer(make_source, tmp_path):
     assert stored[f"{LAYER}.self.value.bias"].abs().max() == 0
 
 
-def test_report(make_source, tmp_path):
+def test_report_lists_errors_and_sizes(make_source, tmp_path):
     source = make_source("BertLMHeadModel", is_decoder=True, add_cross_attention=True)
     report = convert_checkpoint(source, tmp_path / "out", 3, seed=7)
     written = json.loads((tmp_path / "out" / REPORT_NAME).read_text())
@@ -275,7 +275,7 @@ def test_report(make_source, tmp_path):
         "before": sum(tensor.numel() for tensor in before.values()),
         "after": sum(tensor.numel() for tensor in after.values()),
     }
-    # 2 layers x (12 -> 3 key and as many value heads) x 4 numbers a head x 4 bytes, in each kind of attention.
+    # 2 layers x (12 -> 3 key and as many value heads) x 4 numbers per head x 4 bytes, for each kind of attention.
     cache = {"before": 2 * 2 * 12 * 4 * 4, "after": 2 * 2 * 3 * 4 * 4}
     assert written["kv_cache_bytes_per_token"] == {"self": cache, "cross": cache}
     assert [(row["module"], row["site"]) for row in written["layers"]] == [
@@ -292,7 +292,7 @@ def test_report(make_source, tmp_path):
 
 
 @pytest.mark.parametrize("encoder, decoder", [(4, 2), (None, 2), (4, None)])
-def test_t5s_encoder_and_decoder_are_converted_separately(tmp_path, encoder, decoder):
+def test_encoder_and_decoder_of_t5_are_converted_separately(tmp_path, encoder, decoder):
     model = T5.upstream_model("T5ForConditionalGeneration")
     model.save_pretrained(tmp_path / "source")
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", decoder, encoder_num_key_value_heads=encoder)
@@ -324,5 +324,5 @@ def test_t5s_encoder_and_decoder_are_converted_separately(tmp_path, encoder, dec
     assert ours.config.encoder_num_key_value_heads == counts["encoder"]
 
 
-def test_an_encoder_has_no_cache(make_source, tmp_path):
+def test_encoder_report_has_no_cache(make_source, tmp_path):
     assert convert_checkpoint(make_source(), tmp_path / "out", 4).kv_cache_bytes_per_token is None

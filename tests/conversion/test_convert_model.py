@@ -1,4 +1,4 @@
-"""Models in memory, and checkpoints straight into models."""
+"""Check the conversion of models in memory, and of checkpoints directly into models."""
 
 import peft
 import pytest
@@ -22,7 +22,7 @@ def run(model, **kwargs):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
-def test_every_head_in_memory_equals_its_checkpoint(architecture, head, tmp_path):
+def test_in_memory_conversion_equals_the_checkpoint_conversion(architecture, head, tmp_path):
     model = architecture.upstream_model(head)
     model.save_pretrained(tmp_path / "source")
     alone = head in ("T5EncoderModel", "T5ForTokenClassification")
@@ -40,12 +40,12 @@ def test_every_head_in_memory_equals_its_checkpoint(architecture, head, tmp_path
 
 
 @pytest.mark.parametrize("head", ["BertForMaskedLM", "BertModel"])
-def test_all_heads_kept_gives_the_same_outputs(head):
+def test_full_head_count_changes_no_output(head):
     model = BERT.upstream_model(head)
     torch.testing.assert_close(run(convert(model, 12))[0], run(model)[0], atol=1e-6, rtol=0)
 
 
-def test_untouched_parameters_share_memory_and_ties_stay():
+def test_unchanged_parameters_share_memory_and_stay_tied():
     model = BERT.upstream_model("BertForMaskedLM")
     converted = convert(model, 4)
     source, new = dict(model.named_parameters()), dict(converted.named_parameters())
@@ -59,7 +59,7 @@ def test_untouched_parameters_share_memory_and_ties_stay():
     assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
 
 
-def test_the_source_model_is_not_changed():
+def test_conversion_does_not_change_the_source_model():
     model = BERT.upstream_model("BertForMaskedLM")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = model.config.to_dict()
@@ -68,7 +68,7 @@ def test_the_source_model_is_not_changed():
     assert model.config.to_dict() == config and type(model) is transformers.BertForMaskedLM
 
 
-def test_state_that_is_no_parameter_goes_along():
+def test_buffers_and_other_state_are_copied():
     model = BERT.upstream_model("BertLMHeadModel", is_decoder=True).train()
     model.set_attn_implementation("eager")
     model.generation_config.max_new_tokens = 3
@@ -87,7 +87,7 @@ def test_state_that_is_no_parameter_goes_along():
     assert converted.eval().generate(torch.tensor([[5, 6]]), do_sample=False, pad_token_id=0).shape == (1, 5)
 
 
-def test_a_converted_model_trains_and_saves(tmp_path):
+def test_converted_model_trains_and_saves(tmp_path):
     converted = convert(BERT.upstream_model("BertForSequenceClassification"), 4, copy=True).train()
     loss = converted(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([1])).loss
     loss.backward()
@@ -97,7 +97,7 @@ def test_a_converted_model_trains_and_saves(tmp_path):
     torch.testing.assert_close(run(again)[0], run(converted.eval())[0], atol=1e-6, rtol=0)
 
 
-def test_grouping_further_and_back():
+def test_converted_model_can_be_converted_again():
     grouped = convert(BERT.upstream_model("BertModel"), 6)
     assert convert(grouped, 3).config.num_key_value_heads == 3
     expanded = convert(grouped, 12)
@@ -106,14 +106,14 @@ def test_grouping_further_and_back():
         convert(grouped, 4)
 
 
-def test_dtype_and_talking_heads():
+def test_in_memory_conversion_supports_dtype_and_talking_heads():
     converted = convert(BERT.upstream_model("BertModel"), dtype=torch.bfloat16, talking_heads="logits")
     assert {parameter.dtype for parameter in converted.parameters()} == {torch.bfloat16}
     assert torch.equal(converted.encoder.layer[0].attention.self.logits_proj, torch.eye(12, dtype=torch.bfloat16))
     assert converted.config.dtype == torch.bfloat16 and converted.config.talking_heads == "logits"
 
 
-def test_what_cannot_be_converted_is_refused(tmp_path):
+def test_unsupported_models_raise_an_error(tmp_path):
     with pytest.raises(ValueError, match="save_pretrained"):
         convert(BERT.upstream_model("BertModel"), 4, output_dir=tmp_path / "out")
     with torch.device("meta"):
@@ -133,7 +133,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         convert(gpt, 1)
 
 
-def test_generation_settings_of_a_folder(tmp_path):
+def test_generation_settings_of_a_folder_are_loaded(tmp_path):
     model = BERT.upstream_model("BertLMHeadModel", is_decoder=True)
     model.generation_config.max_new_tokens = 9
     model.save_pretrained(tmp_path / "source")

@@ -1,4 +1,4 @@
-"""Calibration of encoder-decoders by what their decoders read: targets of their own, given ones, or the source."""
+"""Check the decoder inputs in calibrations of encoder-decoders: generated targets, given targets, or the source."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ T5 = T5Config(vocab_size=60, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_head
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("head", [BartForQuestionAnswering, BartForSequenceClassification])
-def test_a_head_that_reads_its_text_twice_is_calibrated_on_it(head):
+def test_classification_head_is_calibrated_on_the_source_text(head):
     torch.manual_seed(0)
     model = head(BART).eval()
     text = calibration()
@@ -39,14 +39,14 @@ def test_a_head_that_reads_its_text_twice_is_calibrated_on_it(head):
     batch = {"input_ids": torch.randint(2, 60, (8, 12)), "attention_mask": torch.ones(8, 12, dtype=torch.long)}
     batch["input_ids"][:, -1] = 1
     with torch.no_grad():
-        outputs = [each(**batch)[0] for each in (model, ours, averaged)]
+        outputs = [item(**batch)[0] for item in (model, ours, averaged)]
     assert (outputs[1] - outputs[0]).norm() < 0.7 * (outputs[2] - outputs[0]).norm()
     with pytest.raises(ValueError, match=r"`target_texts` .* AttnVariantBart"):
         convert(model, 2, calibration=calibration(target_texts=text.texts))
 
 
 @pytest.mark.thorough
-def test_models_without_a_head_need_targets():
+def test_encoder_decoder_without_a_head_needs_targets():
     for model in (BartModel(BART), T5Model(T5)):
         with pytest.raises(ValueError, match=r"`target_texts` must be given"):
             convert(model, 2, calibration=calibration())
@@ -57,7 +57,7 @@ def test_models_without_a_head_need_targets():
         convert(T5EncoderModel(T5), **options)
 
 
-def test_targets_are_written_in_the_language_asked_for(tmp_path, monkeypatch):
+def test_generated_targets_use_the_requested_language(tmp_path, monkeypatch):
     tokenizer = TOKENIZERS["m2m_100"](tmp_path)
     torch.manual_seed(0)
     model = M2M100ForConditionalGeneration(M2M100Config(vocab_size=300, **SIZES))

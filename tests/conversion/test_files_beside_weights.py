@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from, and what goes along with its weights: tokenizers, modules, generation settings."""
+"""Check where a checkpoint comes from, and the files next to its weights: tokenizers, modules, generation settings."""
 
 import json
 import shutil
@@ -22,22 +22,22 @@ from .conftest import tensors_of
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "vocab.txt"])
-def test_a_tokenizer_that_names_no_class_is_found_again(tmp_path, file):
-    # As in old repositories, bert-base-uncased's for example, where upstream's model_type alone says which it is.
+def test_tokenizer_without_a_class_name_loads_after_conversion(tmp_path, file):
+    # Old repositories such as bert-base-uncased name the class only by model_type.
     source, out = make_tiny_bert(tmp_path / "source"), tmp_path / "out"
     for path in source.glob("*token*"):
         if path.name != file:
             path.unlink()
     (source / "tokenizer_config.json").write_text('{"do_lower_case": true, "model_max_length": 64}')
     convert_checkpoint(source, out, 2)
-    expected, found = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
-    assert type(found) is type(expected) and found.pad_token == "[PAD]" and found.model_max_length == 64
+    expected, result = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (source, out))
+    assert type(result) is type(expected) and result.pad_token == "[PAD]" and result.model_max_length == 64
     texts = (["Two dogs run.", "a cat"], ["Outside.", "in the house"])
-    assert found(*texts, padding=True) == expected(*texts, padding=True)
+    assert result(*texts, padding=True) == expected(*texts, padding=True)
     assert json.loads((out / "tokenizer_config.json").read_text())["tokenizer_class"] == "BertTokenizer"
 
 
-def test_a_tokenizer_class_of_the_source_stays(edit_config, tmp_path):
+def test_tokenizer_class_of_the_source_is_kept(edit_config, tmp_path):
     source = make_tiny_bert(tmp_path / "source")
     (source / "tokenizer_config.json").unlink()
     edit_config(source, tokenizer_class="BertJapaneseTokenizer")
@@ -46,8 +46,8 @@ def test_a_tokenizer_class_of_the_source_stays(edit_config, tmp_path):
     assert settings == {"tokenizer_class": "BertJapaneseTokenizer"}
 
 
-def test_a_whisper_whose_files_name_no_processor_has_one(tmp_path):
-    """Upstream goes by its model_type; a converted one would be read as a tokenizer alone."""
+def test_whisper_without_a_processor_name_gets_one(tmp_path):
+    """Check that a converted Whisper loads a processor; Transformers finds it by model_type only."""
     source, out = whisper_checkpoint(tmp_path / "source"), tmp_path / "out"
     path = source / "preprocessor_config.json"
     settings = json.loads(path.read_text())
@@ -56,17 +56,19 @@ def test_a_whisper_whose_files_name_no_processor_has_one(tmp_path):
     expected = transformers.AutoProcessor.from_pretrained(source)
     convert_checkpoint(source, out, 2)
     sound = np.random.default_rng(0).normal(0, 0.1, 16000)
-    for found in (
+    for result in (
         transformers.AutoProcessor.from_pretrained(out),
         transformers.AutoFeatureExtractor.from_pretrained(out),
     ):
-        features = [each(sound, sampling_rate=16000, return_tensors="np").input_features for each in (found, expected)]
+        features = [
+            item(sound, sampling_rate=16000, return_tensors="np").input_features for item in (result, expected)
+        ]
         assert np.array_equal(*features)
     assert type(transformers.AutoProcessor.from_pretrained(out)) is transformers.WhisperProcessor
     assert json.loads((out / "preprocessor_config.json").read_text()).items() >= settings.items()
 
 
-def test_a_whisper_that_is_saved_by_hand_has_its_processor(tmp_path):
+def test_whisper_saved_by_hand_has_a_processor(tmp_path):
     source, out = whisper_checkpoint(tmp_path / "source"), tmp_path / "out"
     model = convert_function(transformers.AutoModelForSpeechSeq2Seq.from_pretrained(source), 2)
     for part in (model, feature_extractor(), tokenizer()):
@@ -75,7 +77,7 @@ def test_a_whisper_that_is_saved_by_hand_has_its_processor(tmp_path):
     assert type(transformers.AutoProcessor.from_pretrained(out)) is transformers.WhisperProcessor
 
 
-def test_a_processor_of_the_source_stays(tmp_path):
+def test_processor_of_the_source_is_kept(tmp_path):
     source = whisper_checkpoint(tmp_path / "source")
     (source / "preprocessor_config.json").unlink()
     # As transformers 5 saves it: one file, and no preprocessor_config.json.
@@ -87,7 +89,7 @@ def test_a_processor_of_the_source_stays(tmp_path):
     assert type(transformers.AutoProcessor.from_pretrained(tmp_path / "out")) is transformers.WhisperProcessor
 
 
-def test_side_files(make_source, tmp_path):
+def test_side_files_are_copied(make_source, tmp_path):
     source = make_source()
     kept = {
         "tokenizer.json": "{}",
@@ -130,7 +132,7 @@ def test_side_files(make_source, tmp_path):
     assert json.loads((tmp_path / "out" / REPORT_NAME).read_text())["method"] == "mean"
 
 
-def test_links_of_the_hubs_cache_are_followed(make_source, tmp_path):
+def test_links_in_the_hub_cache_are_followed(make_source, tmp_path):
     source = make_source()
     (source / "vocab.txt").write_text("words")
     cached, blobs = tmp_path / "models--me--bert/snapshots/0a1b", tmp_path / "models--me--bert/blobs"
@@ -144,7 +146,7 @@ def test_links_of_the_hubs_cache_are_followed(make_source, tmp_path):
     assert (tmp_path / "out" / "vocab.txt").read_text() == "words"
 
 
-def test_a_module_folder_that_is_a_link_travels(make_source, tmp_path):
+def test_linked_module_folder_is_copied(make_source, tmp_path):
     source = make_source()
     elsewhere = source / "pooling"
     elsewhere.mkdir()
@@ -156,7 +158,7 @@ def test_a_module_folder_that_is_a_link_travels(make_source, tmp_path):
     assert "1_Pooling/config.json" in report.files_copied and not (tmp_path / "out" / "circle").exists()
 
 
-def test_how_an_old_checkpoint_generates_goes_along(tmp_path):
+def test_generation_settings_in_an_old_config_are_kept(tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0)
@@ -174,7 +176,7 @@ def test_how_an_old_checkpoint_generates_goes_along(tmp_path):
         assert model.generation_config.decoder_start_token_id == 0
 
 
-def test_a_decoder_without_a_cache_generates_without_one(tmp_path):
+def test_decoder_without_cache_support_disables_use_cache(tmp_path):
     sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
     config = transformers.T5Config(**sizes, decoder_start_token_id=0)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "source")
@@ -186,9 +188,9 @@ def test_a_decoder_without_a_cache_generates_without_one(tmp_path):
         assert model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3).shape == (1, 4)
 
 
-def test_a_hub_that_cannot_be_reached_leaves_the_cache(monkeypatch):
+def test_unreachable_hub_falls_back_to_the_cache(monkeypatch):
     class NetworkError(Exception):
-        """Of the client's HTTP library: no OSError."""
+        """An error of the client's HTTP library that is not an OSError."""
 
     def fail(*args, **kwargs):
         raise NetworkError
@@ -198,7 +200,7 @@ def test_a_hub_that_cannot_be_reached_leaves_the_cache(monkeypatch):
         resolve_source("nobody/has-this-checkpoint")
 
 
-def test_pickles_on_the_hub_are_refused_before_they_are_downloaded(monkeypatch):
+def test_hub_pickles_raise_before_the_download(monkeypatch):
     files = ["config.json", "pytorch_model.bin", "training_args.bin"]
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
@@ -208,7 +210,7 @@ def test_pickles_on_the_hub_are_refused_before_they_are_downloaded(monkeypatch):
     assert resolve_source("nobody/old", weights=False) == Path("config.json")
 
 
-def test_a_download_that_breaks_off_says_so(monkeypatch, caplog):
+def test_interrupted_download_raises_an_error(monkeypatch, caplog):
     def fail(*args, **kwargs):
         raise RuntimeError("connection lost")
 
@@ -237,7 +239,7 @@ def pickled(source, shards=1):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_pickle_becomes_safetensors_when_allowed(make_source, tmp_path, shards):
+def test_permitted_pickle_becomes_safetensors(make_source, tmp_path, shards):
     source = make_source()
     convert_checkpoint(source, tmp_path / "expected", 4)
     pickled(source, shards)
@@ -251,7 +253,7 @@ def test_a_pickle_becomes_safetensors_when_allowed(make_source, tmp_path, shards
     transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
 
 
-def test_no_such_source(tmp_path):
+def test_missing_source_raises_an_error(tmp_path):
     for name in (str(tmp_path / "nothing"), "./nothing", "a/b/c"):
         with pytest.raises(FileNotFoundError, match="There is no folder"):
             convert_checkpoint(name, tmp_path / "out", 4)
@@ -262,7 +264,7 @@ def test_no_such_source(tmp_path):
         convert_checkpoint(tmp_path / "file", tmp_path / "out", 4)
 
 
-def test_a_link_that_leads_nowhere_is_named(make_source, tmp_path):
+def test_broken_link_error_names_the_link(make_source, tmp_path):
     source = make_source()
     (source / "vocab.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(FileNotFoundError, match=r"vocab.txt is a broken link"):
@@ -270,7 +272,7 @@ def test_a_link_that_leads_nowhere_is_named(make_source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_empty_name_is_not_the_current_folder(tmp_path, monkeypatch, make_source):
+def test_empty_source_name_raises_an_error(tmp_path, monkeypatch, make_source):
     monkeypatch.chdir(make_source())
     with pytest.raises(FileNotFoundError, match="must not be empty"):
         convert_checkpoint("", tmp_path / "out", 4)

@@ -1,4 +1,4 @@
-"""Which heads share: the order of heads, and the search for groups."""
+"""Check which heads share: the order of heads, and the search for groups."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def text(batches: int = 4) -> list[AttentionInputs]:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("key_value_heads", [6, 3])
-def test_the_order_of_heads_changes_no_output(key_value_heads, with_bias):
+def test_reordering_heads_changes_no_output(key_value_heads, with_bias):
     heads = HeadCounts(6, (key_value_heads, 1), (key_value_heads, 1), 6, HEAD_DIM)
     groups = [[4, 5], [0, 1], [2, 3]] if key_value_heads == 3 else [[5, 0, 3], [2, 4, 1]]
     before, batch = attention(6, key_value_heads, with_bias), text(1)[0]
@@ -41,7 +41,7 @@ def test_the_order_of_heads_changes_no_output(key_value_heads, with_bias):
 
 
 @pytest.mark.parametrize("pairs", [[(0, 3), (1, 5), (2, 4)], [(0, 1), (2, 3), (4, 5)]])
-def test_heads_alike_are_found(pairs):
+def test_search_groups_similar_heads(pairs):
     tensors = attention(6, 6, with_bias=True)
     for one, other in pairs:
         for role in ("key", "value"):
@@ -52,7 +52,7 @@ def test_heads_alike_are_found(pairs):
     assert groups == [list(pair) for pair in sorted(pairs)]
 
 
-def test_the_search_sees_every_layer_that_shares_an_attention():
+def test_search_uses_every_layer_that_shares_an_attention():
     class Call:
         def __init__(self, layer):
             self.layer, self.valid = layer, torch.ones(32, 24)
@@ -62,13 +62,13 @@ def test_the_search_sees_every_layer_that_shares_an_attention():
     assert len(seen) == len(set(seen)) == 11  # as many tokens as the search looks at, in as many layers
 
 
-def test_a_search_that_would_not_fit_into_memory_is_left_out(caplog):
+def test_search_is_skipped_if_it_exceeds_the_memory(caplog):
     heads = HeadCounts(query=128, key=(128, 8), value=(128, 8), output=128, head_dim=128)
     groups = best_groups(None, heads, [], torch.Generator())
     assert groups == consecutive_groups(128, 8) and "would need 550 GB" in caplog.text
 
 
-def test_heads_that_share_already_stay_together():
+def test_grouped_heads_stay_together():
     groups = best_groups(
         attention(8, 4, False), HeadCounts(8, (4, 2), (4, 2), 8, HEAD_DIM), text(), torch.Generator().manual_seed(0)
     )

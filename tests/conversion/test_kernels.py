@@ -1,4 +1,4 @@
-"""Conversion to linear attention: a kernel in a softmax's place, as it begins and fitted on text."""
+"""Check conversions to linear attention: kernels as initialized, and fitted on text."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def fields_of(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_without_text_a_kernel_begins_as_in_a_new_model(kernel):
+def test_kernel_conversion_without_text_initializes_the_kernel(kernel):
     model = bert()
     converted = convert_model(model, **fields_of(kernel), method="mean")
     fresh = AttnVariantBertModel(AttnVariantBertConfig.from_upstream(model.config, **fields_of(kernel)))
@@ -35,8 +35,8 @@ def test_without_text_a_kernel_begins_as_in_a_new_model(kernel):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_fit_brings_it_nearer(kernel):
-    """Without steps by the output's regression, with them by the maps and projections too."""
+def test_fitted_kernel_has_a_smaller_error(kernel):
+    """Check the regression of the output projection, and fitting steps that also change the other projections."""
     model = bert()
     errors = [error(convert_model(model, **fields_of(kernel), method="mean"), model)]
     for steps in (0, 60):
@@ -44,12 +44,12 @@ def test_a_fit_brings_it_nearer(kernel):
             model, **fields_of(kernel), calibration=calibration(fit_steps=steps, fit_learning_rate=0.1)
         )
         errors.append(error(fitted, model))
-    # Of linformer the output's regression does all.
+    # For linformer, only the regression of the output projection is fitted.
     least = {"linformer": 1.01}.get(kernel, 0.95)
     assert errors[2] < least * errors[1] < least * errors[0], errors
 
 
-def test_heads_and_kernels_at_once():
+def test_heads_and_kernels_convert_together():
     model = bert()
     both = convert_model(
         model, 2, attention_kernel="hedgehog", calibration=calibration(fit_steps=40, fit_learning_rate=0.1)
@@ -59,7 +59,7 @@ def test_heads_and_kernels_at_once():
     assert error(both, model) < error(convert_model(model, 2, attention_kernel="hedgehog", method="mean"), model)
 
 
-def test_cross_attention_of_a_t5():
+def test_cross_attention_of_t5_converts_to_a_kernel():
     model = t5()
     targets = {"target_texts": text(seed=1)}
     loose = convert_model(model, cross_attention_kernel="hedgehog", method="mean")
@@ -81,7 +81,7 @@ def folder(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kernel", ["hybrid", "favor"])
-def test_a_folder_holds_what_a_model_has(kernel, folder):
+def test_folder_conversion_equals_the_in_memory_conversion(kernel, folder):
     options = {**fields_of(kernel), "calibration": calibration(fit_steps=10), "dtype": "bfloat16"}
     report = convert_checkpoint(folder / "source", folder / "made", **options)
     assert [layer.change for layer in report.layers] == ["kernel"] * 2 and report.reduced()
@@ -95,7 +95,7 @@ def test_a_folder_holds_what_a_model_has(kernel, folder):
     assert all(loaded.state_dict()[name].equal(tensor) for name, tensor in stored.items())
     model = load_converted(folder / "source", **options)
     assert all(model.state_dict()[name].equal(tensor) for name, tensor in stored.items())
-    # Fewer heads afterwards leave random vectors as they are; of learned maps there is no way to fewer.
+    # Fewer heads keep random vectors unchanged. Learned feature maps cannot get fewer heads.
     if kernel == "favor":
         fewer = convert_model(loaded, 2, method="mean")
         assert fewer.encoder.layer[1].attention.self.kernel_vectors.equal(
@@ -106,19 +106,19 @@ def test_a_folder_holds_what_a_model_has(kernel, folder):
             convert_model(loaded, 2, method="mean")
 
 
-def test_the_command_says_what_it_made(folder, capsys):
+def test_convert_command_prints_the_kernel(folder, capsys):
     command = ["convert", "--model_name_or_path", str(folder / "source"), "--output_dir", str(folder / "made")]
     command += ["--attention_kernel", "hybrid", "--attention_kernel_features", "26", "--attention_kernel_seed", "2"]
     command += ["--attention_window", "4"]
     assert cli.main([*command, "--method", "mean"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^  attention_kernel +none -> hybrid$", said, re.M) and "attention_window  " in said
+    printed = capsys.readouterr().out
+    assert re.search(r"^  attention_kernel +none -> hybrid$", printed, re.M) and "attention_window  " in printed
     config = json.loads((folder / "made/config.json").read_text())
     assert [config[f"attention_kernel{name}"] for name in ("", "_features", "_seed")] == ["hybrid", 26, 2]
     assert config["attention_window"] == 4 and config["attention_pattern"] is None
 
 
-def test_wrong_requests_are_refused_before_any_work(folder):
+def test_invalid_kernel_requests_raise_before_any_work(folder):
     for kernel, name in (("elu", "made"), ("linformer", "rows")):
         convert_checkpoint(folder / "source", folder / name, attention_kernel=kernel, method="mean")
     for source, fields, message in (
@@ -133,8 +133,8 @@ def test_wrong_requests_are_refused_before_any_work(folder):
     assert not (folder / "other").exists()
 
 
-def test_some_layers_keep_their_softmax(folder, capsys):
-    """Those are as they were; the others are as where all layers get the kernel, for each is fitted to the source."""
+def test_softmax_layers_stay_unchanged_in_a_kernel_conversion(folder, capsys):
+    """Check that other layers equal a conversion of all layers, because each is fitted to the source."""
     lists = {"attention_kernel": [None, "hedgehog"]}
     options = {"calibration": calibration(fit_steps=10)}
     report = convert_checkpoint(folder / "source", folder / "some", per_layer_values=lists, **options)

@@ -1,4 +1,4 @@
-"""Conversion into latents: what loses nothing, from weights alone and on text, alone and together with other heads."""
+"""Check conversions to latents: lossless cases, from weights only, on text, and together with other heads."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ MAPS = ("key", "value", "k", "v")
 
 
 def of_low_rank(model, rank: int):
-    """Give the keys and values of all attentions maps that read the same `rank` directions of their input alone."""
+    """Let the key and value projections of all attention modules depend on only `rank` directions of their input."""
     directions = torch.randn(rank, model.config.hidden_size, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -41,7 +41,7 @@ def of_low_rank(model, rank: int):
 
 
 def on_text(**changes):
-    """A calibration; of random weights greedy outputs repeat one token."""
+    """Return a calibration whose targets are given, because greedy outputs of random weights repeat one token."""
     return calibration(**{"target_texts": text(seed=1)} | changes)
 
 
@@ -49,7 +49,7 @@ RANKS = {"kv_lora_rank": 32, "encoder_kv_lora_rank": 32, "cross_kv_lora_rank": 3
 
 
 @pytest.mark.parametrize(("build", "fields"), [(bert, {"kv_lora_rank": 32}), (t5, RANKS)])
-def test_a_latent_as_wide_as_the_input_is_the_input(build, fields):
+def test_full_width_latent_equals_the_input(build, fields):
     model = build()
     converted = convert_model(model, **fields)
     assert {name: getattr(converted.config, name) for name in fields} == fields
@@ -68,7 +68,7 @@ def test_a_latent_as_wide_as_the_input_is_the_input(build, fields):
     ],
 )
 @pytest.mark.parametrize("knows_text", [False, True])
-def test_a_latent_of_the_maps_own_rank_loses_nothing(build, rank, fields, knows_text):
+def test_latent_with_the_rank_of_the_projections_is_lossless(build, rank, fields, knows_text):
     model = of_low_rank(build(), rank)
     given = None
     if knows_text:
@@ -79,7 +79,7 @@ def test_a_latent_of_the_maps_own_rank_loses_nothing(build, rank, fields, knows_
 
 
 @torch.no_grad()
-def test_layers_that_share_an_attention_share_its_latent():
+def test_layers_with_a_shared_attention_share_its_latent():
     model = of_low_rank(ALBERT.upstream_model("AlbertModel"), 6)
     converted = convert_model(model, kv_lora_rank=6)
     batch = ALBERT.batch("AlbertModel")
@@ -88,7 +88,7 @@ def test_layers_that_share_an_attention_share_its_latent():
     torch.testing.assert_close(converted(**batch)[0], model(**batch)[0], atol=1e-5, rtol=0)
 
 
-def test_heads_are_pooled_before_the_latent_is_found():
+def test_heads_are_pooled_before_the_latent_is_computed():
     model = t5()
     fields = {"kv_lora_rank": 8, "cross_kv_lora_rank": 12}
     at_once = convert_model(model, 2, "mean", **fields)
@@ -103,7 +103,7 @@ def test_heads_are_pooled_before_the_latent_is_found():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("build", "rank"), [(bert, "kv_lora_rank"), (t5, "cross_kv_lora_rank"), (t5, "kv_lora_rank")])
-def test_the_fit_is_nearer_than_the_closed_form_and_that_than_the_weights_alone(build, rank):
+def test_latent_error_decreases_from_weights_to_closed_form_to_fit(build, rank):
     model = build()
     given = on_text if model.config.is_encoder_decoder else calibration
     errors = [
@@ -114,19 +114,19 @@ def test_the_fit_is_nearer_than_the_closed_form_and_that_than_the_weights_alone(
     assert errors[1] < 0.97 * errors[0]
 
 
-def test_a_shared_latent_is_one_and_stays_as_it_was_found_in_the_fit():
+def test_fit_does_not_change_the_shared_latent():
     model = t5()
     closed, fitted = (
         convert_model(model, cross_kv_lora_rank=8, calibration=on_text(fit_steps=steps)).state_dict()
         for steps in (0, 20)
     )
     assert torch.equal(closed["decoder.cross_kv_a_proj.weight"], fitted["decoder.cross_kv_a_proj.weight"])
-    assert not torch.equal(*(each["decoder.block.1.layer.1.EncDecAttention.k.weight"] for each in (closed, fitted)))
+    assert not torch.equal(*(item["decoder.block.1.layer.1.EncDecAttention.k.weight"] for item in (closed, fitted)))
     rows = closed["decoder.cross_kv_a_proj.weight"]
     torch.testing.assert_close(rows @ rows.T, torch.eye(8), atol=1e-5, rtol=0)
 
 
-def test_a_latent_of_one_attention_is_fitted_with_it():
+def test_latent_of_a_single_attention_is_fitted():
     model = bert()
     closed, fitted = (
         convert_model(model, kv_lora_rank=8, calibration=calibration(fit_steps=steps)).state_dict()
@@ -137,22 +137,22 @@ def test_a_latent_of_one_attention_is_fitted_with_it():
 
 
 @pytest.mark.thorough
-def test_more_tokens_than_are_recorded_at_once_change_nothing(monkeypatch):
+def test_recording_in_several_chunks_changes_no_result(monkeypatch):
     from hf_attn_variants.conversion.calibration import recording
 
     fields = {"cross_kv_lora_rank": 8, "kv_lora_rank": 8, "calibration": on_text(fit_steps=3)}
     expected = convert_model(t5(), 2, **fields).state_dict()
     monkeypatch.setattr(recording, "MAX_RECORDED_BYTES", 1)
-    found = convert_model(t5(), 2, **fields).state_dict()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual = convert_model(t5(), 2, **fields).state_dict()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 class TestLatentsOfASourceWithLatents:
-    """From rank r to a smaller one, to the full width, to none."""
+    """Conversions of rank r to a smaller rank, to the full width, and to other heads."""
 
     fields = {"kv_lora_rank": 12, "cross_kv_lora_rank": 16}
 
-    def test_the_input_again_loses_nothing(self, tmp_path):
+    def test_full_width_rank_is_lossless(self, tmp_path):
         source = convert_model(t5(), method="mean", **self.fields)
         source.save_pretrained(tmp_path / "source")
         asked = dict.fromkeys(self.fields, 32)
@@ -165,7 +165,7 @@ class TestLatentsOfASourceWithLatents:
 
     @pytest.mark.parametrize("knows_text", [False, True])
     @pytest.mark.thorough
-    def test_a_smaller_one_of_maps_of_that_rank_loses_nothing(self, knows_text):
+    def test_smaller_rank_is_lossless_for_projections_of_that_rank(self, knows_text):
         model = of_low_rank(t5(), 8)
         source = convert_model(model, method="mean", **self.fields)
         given = on_text(fit_steps=3) if knows_text else None
@@ -174,28 +174,28 @@ class TestLatentsOfASourceWithLatents:
         assert smaller.state_dict()["decoder.cross_kv_a_proj.weight"].shape == (8, 32)
         assert error(smaller, model) < 1e-4
 
-    def test_other_heads_of_the_same_latent(self):
+    def test_heads_change_with_the_same_latent(self):
         source = convert_model(t5(), method="mean", **self.fields)
         grouped = convert_model(source, 2, calibration=on_text())
         latent = "decoder.cross_kv_a_proj.weight"
         assert torch.equal(grouped.state_dict()[latent], source.state_dict()[latent])
         assert error(grouped, source) < error(convert_model(source, 2, "mean"), source)
 
-    def test_a_larger_one_is_refused(self):
+    def test_larger_rank_raises_an_error(self):
         source = convert_model(t5(), method="mean", **self.fields)
         with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot become one of rank 20"):
             convert_model(source, kv_lora_rank=20)
 
 
 @pytest.mark.parametrize(("before", "after", "expected"), [(None, 4, "compress"), (4, 2, "compress"), (4, 4, "same")])
-def test_rank_relation(before, after, expected):
+def test_rank_changes_are_checked(before, after, expected):
     assert rank_relation(before, after) == expected
     assert rank_relation(4, None) == "expand"
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "shards"), [(torch.float32, "12KB"), (torch.bfloat16, "1GB")])
-def test_a_folder_gets_what_a_model_in_memory_gets(tmp_path, dtype, shards):
+def test_latent_folder_conversion_equals_the_in_memory_conversion(tmp_path, dtype, shards):
     model = t5().to(dtype)
     model.save_pretrained(tmp_path / "source", max_shard_size=shards)
     fields = {"kv_lora_rank": 8, "cross_kv_lora_rank": 12, "calibration": on_text(fit_steps=3)}
@@ -217,7 +217,7 @@ def test_a_folder_gets_what_a_model_in_memory_gets(tmp_path, dtype, shards):
     assert report.parameters["after"] == sum(tensor.numel() for tensor in stored.values())
 
 
-def test_the_report_has_ranks_cache_errors_and_the_energy_kept(tmp_path):
+def test_report_contains_ranks_cache_errors_and_retained_energy(tmp_path):
     t5().save_pretrained(tmp_path / "source")
     report = convert_checkpoint(
         tmp_path / "source", tmp_path / "out", kv_lora_rank=32, cross_kv_lora_rank=8, calibration=on_text()
@@ -242,7 +242,7 @@ def test_the_report_has_ranks_cache_errors_and_the_energy_kept(tmp_path):
     assert "averaged" not in report.summary() and report.reduced()
 
 
-def test_weights_alone_are_warned_of(caplog):
+def test_latent_conversion_without_text_gives_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         convert_model(bert(), kv_lora_rank=8)
     assert "computes latents from the weights alone" in caplog.text and "--calibration_file" in caplog.text
@@ -266,12 +266,12 @@ def test_weights_alone_are_warned_of(caplog):
         ),
     ],
 )
-def test_what_is_refused(fields, message):
+def test_invalid_latent_conversions_raise_an_error(fields, message):
     with pytest.raises(ValueError, match=message):
         convert_model(t5(), **fields)
 
 
-def test_terms_of_the_memory_keep_its_latent(tmp_path):
+def test_key_side_terms_keep_the_latent_of_the_encoder_outputs(tmp_path):
     fields = {"talking_heads": "both", "talking_heads_dynamic": ["m2l"]}
     source = convert_model(t5(), **fields)
     with pytest.raises(
@@ -282,17 +282,17 @@ def test_terms_of_the_memory_keep_its_latent(tmp_path):
 
 
 @torch.no_grad()
-def test_heads_that_talk_get_a_latent_from_the_weights_alone():
+def test_talking_heads_get_latents_only_from_weights():
     source = T5.model("T5ForConditionalGeneration", "gqa_talking")
     converted = convert_model(source, kv_lora_rank=40, cross_kv_lora_rank=39, method="mean")
     batch = T5.batch("T5ForConditionalGeneration")
-    expected, found = source(**batch).logits, converted(**batch).logits
-    assert float((found - expected).norm() / expected.norm()) < 0.1
+    expected, actual = source(**batch).logits, converted(**batch).logits
+    assert float((actual - expected).norm() / expected.norm()) < 0.1
     with pytest.raises(ValueError, match="talking heads of the original model"):
         convert_model(source, cross_kv_lora_rank=8, calibration=on_text())
 
 
-def test_a_tensor_of_a_latent_that_the_config_does_not_mention(tmp_path):
+def test_latent_tensor_without_its_field_raises_an_error(tmp_path):
     convert_model(t5(), kv_lora_rank=8, cross_kv_lora_rank=8, method="mean").save_pretrained(tmp_path / "source")
     path = tmp_path / "source" / "config.json"
     for field in ("cross_kv_lora_rank", "kv_lora_rank"):
@@ -303,7 +303,7 @@ def test_a_tensor_of_a_latent_that_the_config_does_not_mention(tmp_path):
         path.write_text(json.dumps(config))
 
 
-def test_ranks_by_layer(tmp_path):
+def test_ranks_can_differ_between_layers(tmp_path):
     model = bert()
     model.save_pretrained(tmp_path / "source")
     values = {"kv_lora_rank": [8, None], "num_key_value_heads": [4, 2]}
@@ -324,7 +324,7 @@ def test_ranks_by_layer(tmp_path):
 
 @pytest.mark.parametrize("build", [bert, t5])
 @pytest.mark.parametrize("held", [4, 2])
-def test_heads_by_layer_that_are_fewer_in_all_of_them(build, held):
+def test_per_layer_heads_convert_with_latents(build, held):
     model = build() if held == 4 else convert_model(build(), held, "mean")
     values = {"num_key_value_heads": [2, 1]}
     converted = convert_model(model, method="mean", per_layer_values=values)
@@ -348,7 +348,7 @@ def calls(width=10, batch=64, length=7, seed=1, scaling=0.3):
     return [AttentionInputs(states, states, None, None, valid, scaling)]
 
 
-def test_the_best_latent_of_one_form_is_that_of_eckart_and_young():
+def test_best_latent_equals_the_truncated_svd():
     generator = torch.Generator().manual_seed(0)
     gram, metric = (torch.randn(8, 20, generator=generator).double() for _ in range(2))
     form = LatentForm(gram @ gram.T, metric @ metric.T)
@@ -358,7 +358,7 @@ def test_the_best_latent_of_one_form_is_that_of_eckart_and_young():
     assert preserved_energy(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
 
 
-def test_without_text_the_form_is_the_error_of_the_weights_products():
+def test_quadratic_form_without_text_equals_the_error_of_weight_products():
     tensors, heads = attention(kv_heads=2)
     forms = weight_forms(tensors, heads)
     new = on_latent(tensors, best_latent([forms.key, forms.value], 6), forms)
@@ -369,7 +369,7 @@ def test_without_text_the_form_is_the_error_of_the_weights_products():
     assert values**2 == pytest.approx(1 - new.details["latent_value_energy"], abs=2e-4)
 
 
-def test_a_lost_part_of_the_values_changes_the_output_by_its_energy():
+def test_dropped_value_directions_change_outputs_by_their_energy():
     tensors, heads = attention(heads=1, kv_heads=1)
     text = calls()
     forms = latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
@@ -385,7 +385,7 @@ def test_a_lost_part_of_the_values_changes_the_output_by_its_energy():
     assert float(difference.square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.02)
 
 
-def test_a_lost_part_of_the_keys_changes_the_output_by_its_energy_to_first_order():
+def test_dropped_key_directions_change_outputs_by_their_energy_to_first_order():
     tensors, heads = attention(heads=1, kv_heads=1)
     # One query for all: then nothing is taken as independent that is not.
     states = torch.randn(400, 1, 10, generator=torch.Generator().manual_seed(2))[:1].expand(400, 1, 10)
@@ -400,7 +400,7 @@ def test_a_lost_part_of_the_keys_changes_the_output_by_its_energy_to_first_order
     assert float(difference.double().square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.1)
 
 
-def test_the_mean_of_what_is_lost_of_the_values_is_in_the_bias():
+def test_mean_of_dropped_value_directions_is_in_the_bias():
     tensors, heads = attention(kv_heads=2, bias=True)
     states = calls()[0].states + 5.0
     text = [AttentionInputs(states, states, None, None, calls()[0].valid, 0.0)]
@@ -411,7 +411,7 @@ def test_the_mean_of_what_is_lost_of_the_values_is_in_the_bias():
     assert attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))
 
 
-def test_bert_keeps_its_biases_shapes():
+def test_latent_conversion_keeps_the_bias_shapes_of_bert():
     converted = convert_model(BERT.upstream_model("BertModel"), kv_lora_rank=7, method="mean").state_dict()
     part = "encoder.layer.0.attention.self"
     assert converted[f"{part}.key.weight"].shape == (48, 7) and converted[f"{part}.key.bias"].shape == (48,)

@@ -1,4 +1,4 @@
-"""How long calibration examples are read: what fits new heads, and what the closing number is measured on."""
+"""Check the length of calibration examples: for fitting, and for the final measurement."""
 
 import json
 import logging
@@ -30,14 +30,14 @@ def given(**changes):
     return Calibration(LONG, tokenizer=WordTokenizer(), fit_steps=0, **{"passages": False} | changes)
 
 
-def test_long_examples_are_read_whole(caplog):
+def test_long_examples_are_not_truncated(caplog):
     draw = torch.Generator().manual_seed(0)
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
         assert longest(make_batches(bert(), WordTokenizer(), given(), draw)[0]) > 150
     assert "are cut" not in caplog.text
 
 
-def test_max_length_cuts_what_is_fitted_and_not_what_is_measured(caplog):
+def test_max_length_truncates_only_the_fitted_examples(caplog):
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
         used, _ = make_batches(bert(), WordTokenizer(), given(max_length=64), torch.Generator().manual_seed(0))
     assert longest(used) <= 64
@@ -47,7 +47,7 @@ def test_max_length_cuts_what_is_fitted_and_not_what_is_measured(caplog):
     assert longest(whole) > 150
 
 
-def test_the_model_s_positions_are_the_limit_and_the_cut_share_is_reported(tmp_path, caplog):
+def test_examples_are_truncated_to_the_positions_and_reported(tmp_path, caplog):
     model = bert()
     model.config.max_position_embeddings = 100
     model.embeddings.position_embeddings = torch.nn.Embedding(100, 32)
@@ -61,14 +61,14 @@ def test_the_model_s_positions_are_the_limit_and_the_cut_share_is_reported(tmp_p
     assert "are truncated to 100 tokens (the maximum of the model)" in caplog.text
 
 
-def test_what_is_measured_is_not_joined():
+def test_held_out_examples_are_not_joined():
     draws = [torch.Generator().manual_seed(0) for _ in range(2)]
     given = calibration(passages=True)
     assert longest(make_batches(bert(), given.tokenizer, given, draws[0])[1]) > 100
     assert longest(make_untruncated_batches(bert(), given.tokenizer, given, draws[1])) <= 24
 
 
-def test_a_file_of_long_documents_is_fitted_to_as_many_tokens_as_others(monkeypatch):
+def test_long_documents_are_fitted_to_the_same_number_of_tokens(monkeypatch):
     monkeypatch.setattr(batches, "FIT_TOKENS", 4000)
     used, held_out = make_batches(bert(), WordTokenizer(), given(), torch.Generator().manual_seed(0))
     assert 3000 < sum(int(batch["attention_mask"].sum()) for part in (used, held_out) for batch in part) <= 4000
@@ -76,30 +76,30 @@ def test_a_file_of_long_documents_is_fitted_to_as_many_tokens_as_others(monkeypa
     assert [len(rows) for _, rows in chunks] == [5, 5, 5, 5, 1, 1, 1]
 
 
-def test_targets_count_for_the_length():
+def test_targets_determine_the_text_length():
     model = t5()
-    found = add_text_lengths(
+    result = add_text_lengths(
         given(target_texts=[row * 12 for row in text(120)], passages=None), WordTokenizer(), model.config
     )
-    assert found.whole_length > 200
+    assert result.whole_length > 200
     short = add_text_lengths(calibration(), WordTokenizer(), model.config)
     assert (short.length, short.written_length, short.passage_length) == (23, 64, 256)
 
 
-def test_the_command_averages_no_decoder_unless_it_is_named(tmp_path, capsys):
+def test_convert_command_pools_decoders_only_on_request(tmp_path, capsys):
     t5().save_pretrained(tmp_path / "t5")
     line = ["convert", str(tmp_path / "t5"), "--num_key_value_heads", "2", "--output_dir", str(tmp_path / "out")]
     assert main(line) == 2
-    said = capsys.readouterr().err
-    assert "--calibration_file" in said and "--method mean" in said and not (tmp_path / "out").exists()
+    printed = capsys.readouterr().err
+    assert "--calibration_file" in printed and "--method mean" in printed and not (tmp_path / "out").exists()
     assert main([*line, "--method", "mean"]) == 0
     bert().save_pretrained(tmp_path / "bert")
     assert main(["convert", str(tmp_path / "bert"), *line[2:-1], str(tmp_path / "encoder")]) == 0
     assert json.loads((tmp_path / "encoder" / "config.json").read_text())["num_key_value_heads"] == 2
 
 
-def test_a_loss_on_whole_text_finds_what_cut_text_hides():
-    """A head that is wrong after the 64th token: the closing number on lines of 64 tokens would be 0."""
+def test_loss_on_full_text_detects_errors_after_the_truncation():
+    """Check heads that are wrong after the 64th token, which lines of 64 tokens cannot detect."""
     model = convert(
         BERT.upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200), num_key_value_heads=4
     ).eval()

@@ -1,4 +1,4 @@
-"""`keep_matching_layers`: layers whose heads look for a word's other occurrences stay as they are."""
+"""Check `keep_matching_layers`: token-matching layers stay unchanged in a conversion."""
 
 import json
 import re
@@ -21,18 +21,18 @@ from hf_attn_variants.conversion.request import resolve_method
 
 
 def small(**changes):
-    """Texts of 8 to 23 letters, in which most come twice."""
+    """Return texts of 8 to 23 letters, most of which occur twice."""
     return calibration(**changes)
 
 
 def finder(layers=3, layer=1, **fields):
-    """A BERT of random weights whose heads in one layer are near nothing but the same word."""
+    """Return a random BERT whose heads in one layer attend only to the same word."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": layers}
     model = BertModel(BertConfig(vocab_size=60, initializer_range=0.3, **sizes, **fields)).eval()
     with torch.no_grad():
         model.embeddings.position_embeddings.weight.mul_(0.0)
-        for other in range(layer):  # what is before it leaves the words as they are
+        for other in range(layer):  # the layers before do not change the words
             model.encoder.layer[other].attention.output.dense.weight.mul_(0.01)
             model.encoder.layer[other].output.dense.weight.mul_(0.01)
         attention = model.encoder.layer[layer].attention.self
@@ -41,7 +41,7 @@ def finder(layers=3, layer=1, **fields):
 
 
 class MarkedTokenizer(WordTokenizer):
-    """With a token before a text and one after each text, which are no words; pairs have segments."""
+    """A tokenizer with a token before a text and after each text, which are not words; pairs have segments."""
 
     all_special_ids = [0, 1]
 
@@ -58,7 +58,7 @@ class MarkedTokenizer(WordTokenizer):
 
 
 def shares_of(model, calibration):
-    """Of the source as a variant model, as a conversion asks for them."""
+    """Return the shares of the source as a variant model, as a conversion requests them."""
     ours = convert_model(model, 4, method="mean", copy=True)
     config = model.config.to_dict() | {"architectures": ["BertModel"]}
     plan = make_plan(config, ModelReader(model).entries, resolve_method("mean", None), {"num_key_value_heads": 2})
@@ -67,17 +67,17 @@ def shares_of(model, calibration):
 
 @pytest.mark.parametrize("is_decoder", [False, True])
 @pytest.mark.parametrize("are_pairs", [False, True])
-def test_a_share_is_what_its_formula_says(are_pairs, is_decoder):
-    """Loops over texts, words and heads, a text at a time; marks and padding are no words, segments are told."""
+def test_matching_share_equals_the_formula(are_pairs, is_decoder):
+    """Compare with loops over texts, words and heads; special tokens and padding are not words."""
     texts = [*small().texts[:40], "zz"]
     texts = list(zip(texts[:20], texts[20:40], strict=True)) if are_pairs else texts
     model, tokenizer = finder(is_decoder=is_decoder), MarkedTokenizer()
     with torch.no_grad():
         model.embeddings.token_type_embeddings.weight.mul_(3.0)
-    found, ours = shares_of(model, calibration_of(texts, tokenizer))
+    result, ours = shares_of(model, calibration_of(texts, tokenizer))
     sums, count = torch.zeros(3, 4), 0
     for text in texts:
-        batch = tokenizer(*([each] for each in (text if are_pairs else [text])))
+        batch = tokenizer(*([item] for item in (text if are_pairs else [text])))
         (ids,), arguments = batch["input_ids"], {name: torch.tensor(rows) for name, rows in batch.items()}
         with torch.no_grad():
             weights = torch.stack(ours(**arguments, output_attentions=True).attentions)[:, 0]
@@ -87,7 +87,7 @@ def test_a_share_is_what_its_formula_says(are_pairs, is_decoder):
             others = [u for u, other in enumerate(ids) if other == word and (u < t if is_decoder else u != t)]
             count += bool(others)
             sums += weights[:, :, t, others].sum(-1)
-    assert found == pytest.approx((sums / count).amax(1).tolist(), abs=1e-4)
+    assert result == pytest.approx((sums / count).amax(1).tolist(), abs=1e-4)
 
 
 def calibration_of(texts, tokenizer=None):
@@ -97,35 +97,35 @@ def calibration_of(texts, tokenizer=None):
 @pytest.mark.thorough
 @pytest.mark.parametrize("fields", [{"num_key_value_heads": 2}, {"attention_kernel": "elu"}, {"kv_lora_rank": 8}])
 @pytest.mark.parametrize("layer", [0, 2])
-def test_the_layer_that_finds_words_stays(layer, fields, tmp_path, capsys):
+def test_token_matching_layer_stays_unchanged(layer, fields, tmp_path, capsys):
     finder(layer=layer).save_pretrained(tmp_path / "source")
     report = convert_checkpoint(
         tmp_path / "source", tmp_path / "made", keep_matching_layers=1, calibration=small(), **fields
     )
     assert max(range(3), key=report.matching_shares.__getitem__) == layer
-    assert [row.change == "same" for row in report.layers] == [each == layer for each in range(3)]
+    assert [row.change == "same" for row in report.layers] == [item == layer for item in range(3)]
     (name, value), old = next(iter(fields.items())), {"num_key_value_heads": 4}
     config = json.loads((tmp_path / "made/config.json").read_text())
-    expected = [old.get(name) if each == layer else value for each in range(3)]
+    expected = [old.get(name) if item == layer else value for item in range(3)]
     assert config["per_layer_values"] == {name: expected}
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("source", "made"))
-    own = [each for each in before if each.startswith(f"encoder.layer.{layer}.")]
-    assert own and all(after[each].equal(before[each]) for each in own)
+    own = [item for item in before if item.startswith(f"encoder.layer.{layer}.")]
+    assert own and all(after[item].equal(before[item]) for item in own)
     shown = ", ".join(f"{share:.2f}" for share in report.matching_shares)
     assert f"attention to the same word  {shown} by layer" in report.summary()
     assert json.loads((tmp_path / "made/conversion_report.json").read_text())["matching_shares"]
 
 
-def test_several_fields_and_layers_at_once():
+def test_several_fields_and_layers_stay_unchanged():
     model = convert_model(finder(4, 2), 2, attention_kernel="elu", keep_matching_layers=2, calibration=small())
     heads, kernels = (model.config.per_layer_values[name] for name in ("num_key_value_heads", "attention_kernel"))
     assert heads[2] == 4 and kernels[2] is None and heads.count(4) == 2
-    assert [each is None for each in kernels] == [each == 4 for each in heads]
+    assert [item is None for item in kernels] == [item == 4 for item in heads]
 
 
 @pytest.mark.thorough
-def test_a_second_conversion_keeps_what_differs_by_layer():
-    """Lists of fields that are not asked for stay, here and where `per_layer_values` or a cache's size is given."""
+def test_second_conversion_keeps_other_per_layer_values():
+    """Check that lists of other fields stay, also with `per_layer_values` or a cache size."""
     model = convert_model(finder(layer=2), 2, keep_matching_layers=1, calibration=small())
     assert model.config.per_layer_values == {"num_key_value_heads": [2, 2, 4]}
     for options in (
@@ -147,9 +147,9 @@ def test_a_second_conversion_keeps_what_differs_by_layer():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda each: each.name)
-def test_an_encoder_of_two_stacks(architecture):
-    """Its own fields; the decoder is converted in all layers."""
+@pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda item: item.name)
+def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
+    """Check that encoder fields keep layers, and that the decoder is converted in all layers."""
     head = next(name for name in architecture.heads if name.endswith("ForConditionalGeneration"))
     model = architecture.upstream_model(head)
     options = {"target_texts": list(small().texts), "tokenizer": WordTokenizer()}
@@ -160,8 +160,8 @@ def test_an_encoder_of_two_stacks(architecture):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("architecture", ENCODERS, ids=lambda each: each.name)
-def test_every_encoder(architecture):
+@pytest.mark.parametrize("architecture", ENCODERS, ids=lambda item: item.name)
+def test_every_encoder_supports_keep_matching_layers(architecture):
     model = architecture.upstream_model(next(iter(architecture.heads)))
     made = convert_model(model, 1, keep_matching_layers=1, calibration=small())
     assert sorted(made.config.per_layer_values["num_key_value_heads"])[0] == 1
@@ -205,7 +205,7 @@ def test_every_encoder(architecture):
         (lambda: ALBERT.upstream_model("AlbertModel"), {"keep_matching_layers": 1}, "layers do not share weights"),
     ],
 )
-def test_what_cannot_be_done_is_refused(model, options, message):
+def test_invalid_keep_matching_layers_raises_an_error(model, options, message):
     options = {"num_key_value_heads": 2, "calibration": small()} | options
     with pytest.raises(ValueError, match=message):
         convert_model(model(), **options)
@@ -228,30 +228,30 @@ class NoPadding(WordTokenizer):
         (NoPadding(), {}, "must have a padding token"),
         (ManyWords(), {}, "must not have more tokens than the model"),
     ],
-    ids=lambda each: type(each).__name__,
+    ids=lambda item: type(item).__name__,
 )
-def test_what_a_calibration_refuses_is_refused_in_its_words(tokenizer, changes, message, options):
+def test_calibration_errors_are_the_same_with_keep_matching_layers(tokenizer, changes, message, options):
     texts = Calibration(["ab" * 400] * 20, tokenizer=tokenizer, passages=False, **changes)
     with pytest.raises(ValueError, match=message):
         convert_model(bert(), 2, calibration=texts, **options)
 
 
-def test_text_without_a_word_that_comes_twice():
+def test_text_without_repeated_words_raises_an_error():
     texts = ["".join(chr(97 + (i + j) % 26) for j in range(4)) for i in range(400)]
     with pytest.raises(ValueError, match="contain a word twice"):
         convert_model(bert(), 2, keep_matching_layers=1, calibration=calibration_of(texts))
 
 
-def test_words_that_come_twice_only_beyond_where_the_calibration_cuts():
-    """As an atom of a reaction comes again in its product, which a cut of 64 tokens leaves out."""
+def test_repeated_words_after_the_truncation_are_used():
+    """Check texts like reactions, whose atoms occur again in the product, after 64 tokens."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     texts = [(letters[i % 26 :] + letters[: i % 26])[:16] * 2 for i in range(64)]
     cut = Calibration(texts, tokenizer=WordTokenizer(), passages=False, max_length=16)
-    found, _ = shares_of(finder(layer=2), cut)
-    assert max(range(3), key=found.__getitem__) == 2 and found[2] > 5 * found[1]
+    result, _ = shares_of(finder(layer=2), cut)
+    assert max(range(3), key=result.__getitem__) == 2 and result[2] > 5 * result[1]
 
 
-def test_the_command(tmp_path, capsys):
+def test_convert_command_keeps_matching_layers(tmp_path, capsys):
     folder, lines = make_tiny_bert(tmp_path / "source"), tmp_path / "lines.txt"
     lines.write_text("a cat sees a cat and the dog sees the dog\n" * 200)
     command = ["convert", str(folder), "--num_key_value_heads", "2", "--keep_matching_layers", "1"]

@@ -1,4 +1,4 @@
-"""Grouping and pooling on tensors."""
+"""Check the grouping and pooling of tensors."""
 
 import pytest
 import torch
@@ -41,17 +41,17 @@ def layer(seed=0, module="encoder.layer.0.attention", std=0.02):
     "source, target, expected",
     [(12, 4, "pool"), (12, 1, "pool"), (4, 4, "same"), (4, 12, "expand"), (1, 12, "expand")],
 )
-def test_relation(source, target, expected):
+def test_head_counts_are_related_as_pooled_or_repeated(source, target, expected):
     assert relation(source, target) == expected
 
 
 @pytest.mark.parametrize("source, target", [(6, 4), (4, 6), (12, 0), (12, -3)])
-def test_impossible_relations_are_refused(source, target):
+def test_incompatible_head_counts_raise_an_error(source, target):
     with pytest.raises(ValueError, match=str(target)):
         relation(source, target)
 
 
-def test_groups_are_those_of_torchs_own_grouped_attention():
+def test_groups_equal_those_of_torch_grouped_attention():
     # One constant per key head: which query heads see which pooled key is decided by torch, not by this package.
     values = torch.arange(float(HEADS)).repeat_interleave(HEAD_DIM)[:, None].expand(-1, SIZE)
     pooled = split_heads(mean_heads(values, HEADS, KV_HEADS), KV_HEADS)[:, :, :HEAD_DIM]  # [k, d, d]
@@ -62,7 +62,7 @@ def test_groups_are_those_of_torchs_own_grouped_attention():
 
 
 @pytest.mark.parametrize("target", [1, 2, 4])
-def test_mean_is_the_mean_of_consecutive_heads(target):
+def test_mean_pooling_averages_consecutive_heads(target):
     weight = attention().key_weight
     group = HEADS // target
     expected = torch.cat(
@@ -76,25 +76,25 @@ def test_mean_is_the_mean_of_consecutive_heads(target):
     torch.testing.assert_close(mean_heads(weight, HEADS, target), expected)
 
 
-def test_first_takes_each_groups_first_head():
+def test_first_method_takes_the_first_head_of_each_group():
     bias = torch.arange(HEADS * HEAD_DIM)
     assert first_heads(bias, HEADS, KV_HEADS).tolist() == [0, 1, 2, 9, 10, 11, 18, 19, 20, 27, 28, 29]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", [1, 2, 4])
-def test_mean_of_identical_heads_is_bit_equal(target, dtype):
+def test_mean_of_identical_heads_is_bitwise_equal(target, dtype):
     shared = torch.randn(target * HEAD_DIM, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert torch.equal(mean_heads(repeat_heads(shared, target, HEADS), HEADS, target), shared)
 
 
-def test_repeating_undoes_nothing_but_the_count():
+def test_repeated_heads_keep_their_weights():
     bias = torch.randn(KV_HEADS * HEAD_DIM)
     repeated = repeat_heads(bias, KV_HEADS, HEADS)
     assert torch.equal(group_heads(repeated, HEADS, KV_HEADS)[:, 2], split_heads(bias, KV_HEADS))
 
 
-def test_pooling_in_two_steps_is_pooling_in_one():
+def test_pooling_in_two_steps_equals_pooling_in_one():
     weight = attention().value_weight
     twice = mean_heads(mean_heads(weight, 12, 4), 4, 2)
     torch.testing.assert_close(twice, mean_heads(weight, 12, 2))
@@ -102,7 +102,7 @@ def test_pooling_in_two_steps_is_pooling_in_one():
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", ["mean", "first", "random"])
-def test_a_method_changes_keys_and_values_alone(name, bias):
+def test_methods_change_only_keys_and_values(name, bias):
     before = attention(bias=bias)
     copy = attention(bias=bias)
     after = resolve_method(name).pool(before, counts(), layer())
@@ -118,7 +118,7 @@ def test_a_method_changes_keys_and_values_alone(name, bias):
     )
 
 
-def test_random_is_seeded_by_layer():
+def test_random_method_is_seeded_per_layer():
     draws = [
         resolve_method("random").pool(attention(), counts(), layer(seed, module)).key_weight
         for seed, module in [(0, "layer.0"), (0, "layer.0"), (0, "layer.1"), (1, "layer.0")]
@@ -127,7 +127,7 @@ def test_random_is_seeded_by_layer():
     assert not torch.equal(draws[0], draws[2]) and not torch.equal(draws[0], draws[3])
 
 
-def test_random_has_the_architectures_scale_and_no_bias():
+def test_random_method_uses_the_initial_scale_without_bias():
     inner = HEADS * 64
     wide = AttentionTensors(*(torch.zeros(inner, 512) for _ in range(4)), *(torch.ones(inner) for _ in range(4)))
     after = resolve_method("random").pool(wide, HeadCounts(HEADS, (12, 4), (12, 4), HEADS, 64), layer(std=0.5))
@@ -136,6 +136,6 @@ def test_random_has_the_architectures_scale_and_no_bias():
     assert after.key_bias.abs().max() == 0
 
 
-def test_an_unknown_method_is_refused():
+def test_unknown_method_raises_an_error():
     with pytest.raises(ValueError, match=r"mean, first, random.*'median'"):
         resolve_method("median")

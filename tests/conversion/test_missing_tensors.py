@@ -1,4 +1,4 @@
-"""A checkpoint that lacks a part: `from_pretrained` draws it at random, with a report that few read."""
+"""Check conversions of incomplete checkpoints, whose missing parts `from_pretrained` would initialize at random."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from relatives import RELATIVES
 
 from hf_attn_variants.conversion import convert_checkpoint
 
-HOSTS = (*ARCHITECTURES, *RELATIVES)
-# Of encoder-decoders.
+ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
+# Parts of encoder-decoders.
 ENCODERS = {f"{name}{end}" for name in ("T5", "UMT5") for end in ("EncoderModel", "ForTokenClassification")}
 ENCODERS |= {"WhisperForAudioClassification"}
 
@@ -18,12 +18,12 @@ ENCODERS |= {"WhisperForAudioClassification"}
 @pytest.mark.parametrize(
     "name", ["intermediate.dense.weight", "layer.1.output.LayerNorm.bias", "word_embeddings.weight"]
 )
-def test_a_part_of_the_model(make_source, edit_tensors, tmp_path, name):
+def test_missing_part_of_the_model_raises_an_error(make_source, edit_tensors, tmp_path, name):
     source = make_source("BertForMaskedLM")
 
     def without(tensors):
-        for each in [each for each in tensors if each.endswith(name)]:
-            del tensors[each]
+        for item in [item for item in tensors if item.endswith(name)]:
+            del tensors[item]
 
     edit_tensors(source, without)
     with pytest.raises(ValueError, match=rf"no tensor 'bert\.\S*{name}'.* would initialize missing tensors randomly"):
@@ -31,7 +31,7 @@ def test_a_part_of_the_model(make_source, edit_tensors, tmp_path, name):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_head_is_warned_of(make_source, edit_tensors, tmp_path, caplog):
+def test_missing_head_gives_a_warning(make_source, edit_tensors, tmp_path, caplog):
     source = make_source("BertForSequenceClassification")
     edit_tensors(source, lambda tensors: tensors.pop("classifier.weight"))
     with caplog.at_level("WARNING", "hf_attn_variants"):
@@ -39,7 +39,7 @@ def test_a_head_is_warned_of(make_source, edit_tensors, tmp_path, caplog):
     assert "no 'classifier.weight', which is a part of AttnVariantBertForSequenceClassification" in caplog.text
 
 
-def test_what_need_not_be_there(make_source, edit_tensors, tmp_path, caplog):
+def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, caplog):
     source = make_source("BertModel")
     expected = loaded(transformers.BertModel, source)
 
@@ -56,17 +56,17 @@ def test_what_need_not_be_there(make_source, edit_tensors, tmp_path, caplog):
     edit_tensors(source, as_in_2018)
     convert_checkpoint(source, tmp_path / "out", 12)
     ids = torch.arange(5, 15)[None]
-    found = loaded(transformers.AutoModel, tmp_path / "out")(ids).last_hidden_state
-    torch.testing.assert_close(found, expected(ids).last_hidden_state, rtol=1e-4, atol=1e-5)
+    actual = loaded(transformers.AutoModel, tmp_path / "out")(ids).last_hidden_state
+    torch.testing.assert_close(actual, expected(ids).last_hidden_state, rtol=1e-4, atol=1e-5)
     assert "draws it at random" not in caplog.text
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
-def test_whole_checkpoints_of_every_head_lack_nothing(host, tmp_path, caplog):
-    for head in host.heads:
-        host.upstream_model(head).save_pretrained(tmp_path / head)
-        of_decoder, *of_encoder = host.config_class.kv_heads_fields()
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES, ids=lambda row: row.name)
+def test_complete_checkpoints_give_no_warning(architecture, tmp_path, caplog):
+    for head in architecture.heads:
+        architecture.upstream_model(head).save_pretrained(tmp_path / head)
+        of_decoder, *of_encoder = architecture.config_class.kv_heads_fields()
         field = of_encoder[0] if of_encoder and head in ENCODERS else of_decoder
         convert_checkpoint(tmp_path / head, tmp_path / f"{head}-out", **{field: 1})
     assert "draws it at random" not in caplog.text

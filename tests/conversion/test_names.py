@@ -1,4 +1,4 @@
-"""The names of `hf_attn_variants.conversion`, and what comes along when one of its modules is imported."""
+"""Check the names of `hf_attn_variants.conversion`, and the modules that their imports load."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ print(*(name for name in sys.modules if name.startswith("hf_attn_variants.conver
 """
 
 
-def test_every_name_is_there_whatever_was_imported_before():
+def test_every_name_is_available_after_any_import():
     assert sorted(conversion.__all__) == [name for name in dir(conversion) if name in conversion.__all__]
     for name in conversion.__all__:
         assert getattr(conversion, name).__name__ == name if name != "METHODS" else "mean" in conversion.METHODS
@@ -33,12 +33,12 @@ def test_every_name_is_there_whatever_was_imported_before():
 
 
 @pytest.mark.thorough
-def test_who_reads_a_checkpoints_folder_imports_nothing_that_fits():
+def test_reading_a_checkpoint_imports_no_calibration_code():
     done = subprocess.run([sys.executable, "-c", READS_A_FOLDER], capture_output=True, text=True, check=True)
-    rooms = {name.split(".")[2] for name in json.loads(done.stdout)}
-    assert rooms == {"checkpoint"}
+    packages = {name.split(".")[2] for name in json.loads(done.stdout)}
+    assert packages == {"checkpoint"}
 
 
-def test_a_conversion_without_a_calibration_imports_none(tmp_path):
+def test_conversion_without_calibration_imports_no_calibration_code(tmp_path):
     done = subprocess.run([sys.executable, "-c", POOLS], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

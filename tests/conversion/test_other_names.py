@@ -1,4 +1,4 @@
-"""Checkpoints whose classes have another name than ours: mT5's, and T5's former ones."""
+"""Check checkpoints whose classes have other names than ours: those of mT5, and the former names of T5."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def run(model):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MT5_CLASSES)
-def test_each_mt5_class_is_converted_in_memory_and_from_a_folder(name, tmp_path):
+def test_mt5_classes_convert_in_memory_and_from_a_folder(name, tmp_path):
     model = mt5(name)
     model.save_pretrained(tmp_path / "mt5")
     alone = name in ("MT5EncoderModel", "MT5ForTokenClassification")
@@ -58,7 +58,7 @@ def test_each_mt5_class_is_converted_in_memory_and_from_a_folder(name, tmp_path)
 
 
 @pytest.mark.thorough
-def test_mt5_is_counted_and_timed_beside_upstreams_own_class():
+def test_mt5_is_counted_and_timed_with_its_transformers_class():
     config = mt5("MT5ForConditionalGeneration").config.to_dict()
     rows = {row.name: row for row in cost_table(config).rows}
     assert rows["MQA"].kv_cache_bytes < rows["MHA"].kv_cache_bytes
@@ -66,7 +66,7 @@ def test_mt5_is_counted_and_timed_beside_upstreams_own_class():
     assert table.rows[0].name == "upstream"
 
 
-def test_the_name_that_t5_had_before_is_known(tmp_path, edit_config):
+def test_former_t5_class_name_is_known(tmp_path, edit_config):
     transformers.T5ForConditionalGeneration(transformers.T5Config(**TINY, **SPECIAL)).save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=["T5WithLMHeadModel"])
     assert type(convert(tmp_path, 2)).__name__ == "AttnVariantT5ForConditionalGeneration"
@@ -74,7 +74,7 @@ def test_the_name_that_t5_had_before_is_known(tmp_path, edit_config):
     assert resolve_architecture(str(tmp_path), config) is transformers.T5ForConditionalGeneration
 
 
-def test_the_encoder_alone_has_heads_of_its_own_field(tmp_path):
+def test_t5_encoder_model_uses_its_own_field(tmp_path):
     model = transformers.T5EncoderModel(transformers.T5Config(**TINY))
     for fields in ({}, {"encoder_num_key_value_heads": 2}):
         with pytest.raises(ValueError, match=r"`num_key_value_heads` must only .* give `encoder_num_key_value_heads`"):
@@ -85,20 +85,20 @@ def test_the_encoder_alone_has_heads_of_its_own_field(tmp_path):
     assert convert(model, encoder_num_key_value_heads=1).num_parameters() == rows["MQA"].parameters
 
 
-def test_an_untied_t5_stays_untied(tmp_path):
+def test_untied_t5_stays_untied(tmp_path):
     config = transformers.T5Config(**TINY, tie_word_embeddings=False)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
     assert convert(model, 2).all_tied_weights_keys == model.all_tied_weights_keys
 
 
-def test_a_class_of_another_architecture_is_named(tmp_path, edit_config):
+def test_class_of_another_architecture_raises_an_error(tmp_path, edit_config):
     transformers.T5Model(transformers.T5Config(**TINY)).save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=["BertModel"])
     with pytest.raises(ValueError, match=r"`model_type` 't5' .* BertModel"):
         convert(tmp_path, 2)
 
 
-def test_an_unknown_architecture_is_answered_with_upstreams_names():
+def test_unknown_architecture_error_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"AlbertForMaskedLM, .*, T5Model"):
         variant_model_class("DebertaV2Model")

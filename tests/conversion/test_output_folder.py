@@ -1,4 +1,4 @@
-"""Where a conversion is written: a new or empty folder, all of it or nothing."""
+"""Check where a conversion is written: into a new or empty folder, completely or not at all."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def snapshot(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_the_output_must_be_new_or_empty(make_source, tmp_path):
+def test_output_folder_must_be_new_or_empty(make_source, tmp_path):
     source = make_source()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
@@ -38,7 +38,7 @@ def test_the_output_must_be_new_or_empty(make_source, tmp_path):
     assert expected == {*os.listdir(tmp_path / "not" / "yet" / "there")} and "config.json" in expected
 
 
-def test_the_working_directory(make_source, tmp_path, monkeypatch):
+def test_output_may_be_the_working_directory(make_source, tmp_path, monkeypatch):
     source = make_source()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -53,7 +53,7 @@ def test_the_working_directory(make_source, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_link_to_an_empty_or_a_missing_folder(make_source, tmp_path, exists):
+def test_output_may_be_a_link_to_an_empty_or_missing_folder(make_source, tmp_path, exists):
     source = make_source()
     if exists:
         (tmp_path / "real").mkdir()
@@ -63,14 +63,14 @@ def test_a_link_to_an_empty_or_a_missing_folder(make_source, tmp_path, exists):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real", "source"]
 
 
-def test_a_link_to_itself(make_source, tmp_path):
+def test_output_link_to_itself_raises_an_error(make_source, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="is a link to itself"):
         convert_checkpoint(make_source(), tmp_path / "loop", 4)
 
 
-def test_an_empty_mount_point(make_source, tmp_path, monkeypatch):
-    # What the kernel does with one: it cannot be removed, and nothing can be renamed into or out of it.
+def test_output_may_be_an_empty_mount_point(make_source, tmp_path, monkeypatch):
+    # A mount point cannot be removed, and nothing can be renamed into or out of it.
     mount = tmp_path / "mount"
     mount.mkdir()
     rmdir = Path.rmdir
@@ -95,7 +95,7 @@ def test_an_empty_mount_point(make_source, tmp_path, monkeypatch):
     assert (mount / "config.json").is_file() and not list(mount.glob(".*"))
 
 
-def test_an_existing_folder_gets_all_or_nothing_and_its_config_last(tmp_path, monkeypatch):
+def test_existing_folder_is_filled_completely_with_config_last(tmp_path, monkeypatch):
     names = ["config.json", "a.txt", "z.safetensors"]
     moved, replace = [], os.replace
 
@@ -110,18 +110,18 @@ def test_an_existing_folder_gets_all_or_nothing_and_its_config_last(tmp_path, mo
     with pytest.raises(KeyboardInterrupt), staged_folder(tmp_path) as stage:
         for name in names:
             (stage / name).write_text("x")
-    # First a notice in its place: a class loads weights without one with its own defaults.
+    # A notice replaces config.json first, because a class loads weights without it with its defaults.
     assert moved == ["config.json", "a.txt", "z.safetensors", "config.json"] and list(tmp_path.iterdir()) == []
 
 
-def test_what_came_into_the_folder_in_the_meantime_is_not_lost(tmp_path):
+def test_files_written_during_the_conversion_are_not_lost(tmp_path):
     with pytest.raises(FileExistsError, match="in the meantime"), staged_folder(tmp_path) as stage:
         (stage / "config.json").write_text("ours")
         (tmp_path / "config.json").write_text("theirs")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "theirs")]
 
 
-def test_sigterm_leaves_no_half_written_folder(tmp_path):
+def test_sigterm_leaves_no_partial_folder(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped, staged_folder(tmp_path / "out") as stage:
         (stage / "model.safetensors").write_text("x")
@@ -132,14 +132,14 @@ def test_sigterm_leaves_no_half_written_folder(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_is_not_writable(make_source, tmp_path):
+def test_unwritable_folder_raises_an_error(make_source, tmp_path):
     source = make_source()
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(PermissionError, match="is not writable"):
         convert_checkpoint(source, tmp_path / "locked" / "out", 4)
 
 
-def test_a_full_disk_is_noticed_before_any_work(make_source, tmp_path, monkeypatch):
+def test_full_disk_raises_before_any_work(make_source, tmp_path, monkeypatch):
     source = make_source()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(OSError, match="MiB of disk space"):
@@ -162,7 +162,7 @@ class FailsInTheSecondLayer:
 @pytest.mark.parametrize(
     "error", [RuntimeError("broken"), KeyboardInterrupt(), OSError(28, "No space left on device")]
 )
-def test_a_failure_in_the_middle_leaves_nothing(make_source, tmp_path, error):
+def test_failed_conversion_leaves_no_files(make_source, tmp_path, error):
     source = make_source()
     before = snapshot(tmp_path)
     with pytest.raises(type(error)):
@@ -174,7 +174,7 @@ def test_a_failure_in_the_middle_leaves_nothing(make_source, tmp_path, error):
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_the_source_is_left_as_it_was(make_source, tmp_path):
+def test_conversion_does_not_change_the_source_folder(make_source, tmp_path):
     source = make_source()
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     convert_checkpoint(source, tmp_path / "out", 4)

@@ -1,4 +1,4 @@
-"""The regression of the output projection: least squares with plenty of text, and no harm with little."""
+"""Check the regression of the output projection: least squares with much text, and no harm with little text."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ def attention(seed, bias=True):
 
 
 def calls(batches, seed, rows=4):
-    """Calls of a self-attention; the last token of every other example is padding."""
+    """Return calls of a self-attention in which the last token of every other example is padding."""
     generator = torch.Generator().manual_seed(seed)
     valid = torch.ones(rows, TOKENS, dtype=torch.bool)
     valid[::2, -1] = False
     states = [torch.randn(rows, TOKENS, WIDTH, generator=generator) for _ in range(batches)]
-    return [AttentionInputs(each, each, None, None, valid, (WIDTH // HEADS) ** -0.5) for each in states]
+    return [AttentionInputs(item, item, None, None, valid, (WIDTH // HEADS) ** -0.5) for item in states]
 
 
 def heads():
@@ -34,8 +34,8 @@ def heads():
 
 def outputs(tensors, inputs, noise=0.0):
     generator = torch.Generator().manual_seed(9)
-    found = [compute_attention(tensors, batch, HEADS)[0] for batch in inputs]
-    return [each + noise * torch.randn(each.shape, generator=generator) for each in found]
+    actual = [compute_attention(tensors, batch, HEADS)[0] for batch in inputs]
+    return [item + noise * torch.randn(item.shape, generator=generator) for item in actual]
 
 
 def with_other_output(tensors, distance):
@@ -47,19 +47,19 @@ def with_other_output(tensors, distance):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_with_plenty_of_text_it_is_least_squares(bias):
+def test_regression_with_much_text_equals_least_squares(bias):
     source = attention(0, bias)
     inputs = calls(40, seed=1)
-    found = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
-    torch.testing.assert_close(found.output_weight, source.output_weight, atol=2e-3, rtol=0)
+    actual = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
+    torch.testing.assert_close(actual.output_weight, source.output_weight, atol=2e-3, rtol=0)
     if bias:
-        torch.testing.assert_close(found.output_bias, source.output_bias, atol=2e-3, rtol=0)
+        torch.testing.assert_close(actual.output_bias, source.output_bias, atol=2e-3, rtol=0)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("distance", [0.0, 0.1, 1.0])
-def test_little_noisy_text_does_no_harm(bias, distance):
-    """47 tokens and 49 unknowns: least squares without a ridge is far worse on other text than what it began with."""
+def test_regression_with_little_noisy_text_increases_no_error(bias, distance):
+    """Check 47 tokens for 49 unknowns, for which plain least squares has a much larger error on other text."""
     source = attention(0, bias)
     begun = with_other_output(source, distance)
     inputs, others = calls(1, seed=1), calls(20, seed=2)
@@ -71,8 +71,8 @@ def test_little_noisy_text_does_no_harm(bias, distance):
     assert relative_error(_least_squares(begun, inputs, targets), heads(), others, wanted) > after + 0.2
 
 
-def test_what_cannot_be_followed_adds_little():
-    """Of outputs that have nothing to do with the text, an attention makes about their mean, and nothing worse."""
+def test_regression_to_unrelated_outputs_predicts_about_the_mean():
+    """Check outputs unrelated to the text, for which the prediction is about their mean and not worse."""
     tensors = attention(0)
     inputs, others = calls(3, seed=1), calls(20, seed=2)
     noise = [
@@ -86,17 +86,17 @@ def test_what_cannot_be_followed_adds_little():
     assert relative_error(refit_output(tensors, heads(), inputs, noise), heads(), others, unlike) < 1.1
 
 
-def test_one_example_teaches_nothing():
+def test_regression_on_one_example_changes_nothing():
     source = attention(0)
     begun, inputs = with_other_output(source, 1.0), calls(1, seed=1, rows=1)
     assert refit_output(begun, heads(), inputs, outputs(source, inputs)) is begun
 
 
-def test_batches_of_one_are_folds_too():
+def test_batches_of_one_example_are_cross_validation_folds():
     source = attention(0)
     inputs = calls(80, seed=1, rows=1)
-    found = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
-    torch.testing.assert_close(found.output_weight, source.output_weight, atol=2e-3, rtol=0)
+    actual = refit_output(with_other_output(source, 1.0), heads(), inputs, outputs(source, inputs))
+    torch.testing.assert_close(actual.output_weight, source.output_weight, atol=2e-3, rtol=0)
 
 
 def _least_squares(tensors, inputs, targets):

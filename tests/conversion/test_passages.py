@@ -1,4 +1,4 @@
-"""Passages: half of an encoder's calibration texts go on with those after them."""
+"""Check passages: half of an encoder's calibration texts continue with the texts after them."""
 
 import json
 import logging
@@ -16,47 +16,47 @@ TEXTS = [f"{number} is a number" for number in range(400)]
 FOUR = [4] * 400  # tokens of each
 
 
-def test_every_second_text_goes_on_with_those_after_it():
-    found = join_passages(TEXTS, FOUR, 256)
-    assert sorted(found) == list(range(0, 400, 2))
-    for number, (passage, length) in found.items():
+def test_every_second_text_continues_with_the_next_texts():
+    result = join_passages(TEXTS, FOUR, 256)
+    assert sorted(result) == list(range(0, 400, 2))
+    for number, (passage, length) in result.items():
         parts = TEXTS[number:] + TEXTS[:number]
         count = -(-length // 4)  # of texts of four words, one token each at least
         assert passage == " ".join(parts[:count])
 
 
-def test_as_many_are_short_as_long():
+def test_short_and_long_passages_are_equally_frequent():
     lengths = [length for _, length in join_passages(TEXTS, FOUR, 256).values()]
     assert min(lengths) >= 16 and max(lengths) <= 256
     for begin in (16, 32, 64, 128):
         assert sum(begin <= length < 2 * begin for length in lengths) == pytest.approx(50, abs=2)
 
 
-def test_text_without_spaces_is_joined_by_its_tokens():
-    """A chemical formula of 60 tokens is one word: 256 of them were joined, and tokenized for a minute."""
+def test_text_without_spaces_is_joined_by_token_count():
+    """Check chemical formulas of 60 tokens without spaces, of which 256 were joined and tokenized slowly."""
     texts, counts = ["CC(=O)Oc1ccccc1C(=O)O" * 3] * 400, [60] * 400
     assert max(passage.count(" ") for passage, _ in join_passages(texts, counts, 256).values()) == 4
-    found = join_passages(texts, counts, 256).values()
-    assert all(len(passage.split()) > 1 for passage, _ in found)  # others stay whole
+    result = join_passages(texts, counts, 256).values()
+    assert all(len(passage.split()) > 1 for passage, _ in result)  # others stay whole
 
 
-def test_few_texts_and_few_positions():
+def test_passages_work_with_few_texts_and_positions():
     assert join_passages(["a b", "c"], [2, 1], 64) == {0: ("a b c", 16)}
     assert all(length == 9 for _, length in join_passages(TEXTS, FOUR, 9).values())
 
 
 def tokens(model, **changes):
-    """How many tokens each example of a calibration has."""
+    """Return the number of tokens of each calibration example."""
     given = calibration(**changes)
     parts = make_batches(model, given.tokenizer, given, torch.Generator().manual_seed(0))
     return sorted(int(count) for part in parts for batch in part for count in batch["attention_mask"].sum(1))
 
 
-def test_an_encoder_reads_passages_by_itself_and_a_decoder_does_not():
+def test_passages_are_the_default_only_for_encoders():
     alone = sorted(map(len, WordTokenizer()(text(), max_length=23)["input_ids"]))
     assert tokens(bert(), passages=False) == alone and max(alone) < 64
     mixed = tokens(bert(), passages=None)
-    # Alone they have at most 23 tokens; of passages, cut at 16 to 256, log(256 / 24) / log(16) have more.
+    # Single texts have at most 23 tokens. Of passages of 16 to 256, log(256 / 24) / log(16) are longer.
     assert len(mixed) == 512 and sum(count > 23 for count in mixed) == pytest.approx(218, abs=4)
     assert 200 < max(mixed) < 256
     assert max(tokens(bert(), passages=None, max_length=40)) < 40
@@ -67,8 +67,8 @@ def test_an_encoder_reads_passages_by_itself_and_a_decoder_does_not():
     assert tokens(t5(), passages=None, **targets) == tokens(t5(), passages=False, **targets)
 
 
-def test_no_passage_to_fit_to_has_held_out_text():
-    texts = [chr(number) * 30 for number in range(207, 257)]  # each of one token of its own
+def test_fitted_passages_contain_no_held_out_text():
+    texts = [chr(number) * 30 for number in range(207, 257)]  # each with one unique token
     given = replace(calibration(passages=None), texts=texts)
     used, held_out = (
         {int(token) for batch in part for token in batch["input_ids"].unique()}
@@ -78,27 +78,29 @@ def test_no_passage_to_fit_to_has_held_out_text():
     assert len(held_out - {0, space}) == 12 and used & held_out <= {0, space}
 
 
-def test_passages_where_they_cannot_be_are_refused():
+def test_unsupported_passages_raise_an_error():
     with pytest.raises(ValueError, match=r"`passages` .* AttnVariantT5ForConditionalGeneration"):
         convert_model(t5(), 2, calibration=calibration(passages=True))
     with pytest.raises(ValueError, match="`passages` must only be True for single texts"):
         calibration(passages=True, target_texts=text())
 
 
-def test_report_and_card_tell_of_them(tmp_path):
+def test_report_and_card_mention_passages(tmp_path):
     bert().save_pretrained(tmp_path / "source")
     convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(passages=None, max_length=32))
     settings = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["calibration"]
     assert (settings["max_length"], settings["passage_length"]) == (32, 32)
-    told = str(model_card(tmp_path / "out", repo_id="someone/name"))
-    assert "of at most 32 tokens. Half of them were joined to passages of at most 32 tokens." in " ".join(told.split())
+    outcome = str(model_card(tmp_path / "out", repo_id="someone/name"))
+    assert "of at most 32 tokens. Half of them were joined to passages of at most 32 tokens." in " ".join(
+        outcome.split()
+    )
 
 
 @pytest.mark.thorough
-def test_text_that_is_much_shorter_than_what_the_model_reads_is_warned_of(caplog):
+def test_much_shorter_text_than_the_model_supports_gives_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "hf_attn_variants"):
         convert_model(bert(), 2, calibration=calibration(passages=None))
-        assert not any("The longest calibration example" in each.getMessage() for each in caplog.records)
+        assert not any("The longest calibration example" in item.getMessage() for item in caplog.records)
         convert_model(bert(), 2, calibration=calibration())
-    (record,) = (each for each in caplog.records if "The longest calibration example" in each.getMessage())
+    (record,) = (item for item in caplog.records if "The longest calibration example" in item.getMessage())
     assert "The longest calibration example has 22 tokens, but the model reads up to 512" in record.getMessage()

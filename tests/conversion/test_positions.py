@@ -1,4 +1,4 @@
-"""Learned positions, repeated: what they hold, the lengths beside them, and windows that read the longer text."""
+"""Check longer learned positions: repeated or interpolated, the recorded lengths, and windows on longer text."""
 
 import json
 
@@ -19,11 +19,11 @@ WINDOW = {"attention_pattern": "sliding_window", "attention_window": 8, "num_glo
 
 
 def positions_of(folder):
-    return next(each for name, each in tensors_of(folder).items() if "position_embeddings" in name)
+    return next(item for name, item in tensors_of(folder).items() if "position_embeddings" in name)
 
 
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, *ENCODERS], ids=lambda row: row.name)
-def test_positions_are_repeated(architecture, tmp_path):
+def test_learned_positions_are_repeated(architecture, tmp_path):
     head = next(iter(architecture.heads))
     source = architecture.upstream_model(head).eval()
     source.save_pretrained(tmp_path / "source")
@@ -39,14 +39,14 @@ def test_positions_are_repeated(architecture, tmp_path):
     assert model.config.max_position_embeddings == 90 and model.config.attention_window == 8
     with torch.no_grad():
         assert model(token_ids(2, 80)).last_hidden_state.isfinite().all()
-        plain = convert_function(tmp_path / "source", max_position_embeddings=90).eval()  # nothing else asked for
+        plain = convert_function(tmp_path / "source", max_position_embeddings=90).eval()  # no other change
         ids = token_ids(2, 9)
         expected = source(ids).last_hidden_state
         torch.testing.assert_close(plain(ids).last_hidden_state, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("architecture", [BERT, ENCODERS[0]], ids=lambda row: row.name)
-def test_positions_are_stretched(architecture, tmp_path):
+def test_learned_positions_are_interpolated(architecture, tmp_path):
     source = architecture.upstream_model(next(iter(architecture.heads)))
     source.save_pretrained(tmp_path / "source")
     first = 2 if architecture.name == "roberta" else 0
@@ -64,7 +64,7 @@ def test_positions_are_stretched(architecture, tmp_path):
     assert loaded(transformers.AutoModel, tmp_path / "out")(token_ids(1, new)).last_hidden_state.isfinite().all()
 
 
-def test_what_lies_beside_them_says_so(tmp_path):
+def test_saved_files_state_the_new_length(tmp_path):
     source = make_tiny_bert(tmp_path / "source")
     (source / "sentence_bert_config.json").write_text('{"max_seq_length": 16, "do_lower_case": false}')
     flags = "--attention_pattern sliding_window --attention_window 8 --max_position_embeddings 300 --dtype bfloat16"
@@ -81,7 +81,7 @@ def test_what_lies_beside_them_says_so(tmp_path):
     assert (config["max_position_embeddings"], config["attention_window"]) == (300, 8)
 
 
-def test_buffers_of_old_checkpoints_do_not_stay(make_source, edit_tensors, tmp_path):
+def test_position_buffers_of_old_checkpoints_are_dropped(make_source, edit_tensors, tmp_path):
     source = make_source()
 
     def old(tensors):
@@ -94,13 +94,13 @@ def test_buffers_of_old_checkpoints_do_not_stay(make_source, edit_tensors, tmp_p
 
 
 @pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda row: row.name)
-def test_other_positions_are_refused(architecture, tmp_path):
+def test_other_position_types_raise_an_error(architecture, tmp_path):
     architecture.upstream_model(next(iter(architecture.heads))).save_pretrained(tmp_path / "source")
     with pytest.raises(ValueError, match="`max_position_embeddings` must only be given for models"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", max_position_embeddings=90)
 
 
-def test_fewer_positions_and_models_in_memory_are_refused(make_source, tmp_path):
+def test_fewer_positions_and_in_memory_models_raise_an_error(make_source, tmp_path):
     for wrong in (32, 16, "64", True):
         with pytest.raises(ValueError, match="`max_position_embeddings` must be a whole number of at least 33"):
             convert_checkpoint(make_source(), tmp_path / "out", max_position_embeddings=wrong)

@@ -1,4 +1,4 @@
-"""What a conversion says of the whole model: measured on held-out examples, bounded, and strict if asked."""
+"""Check the quality of converted models on held-out examples: the measure, its interval, and `strict`."""
 
 import dataclasses
 import json
@@ -70,17 +70,17 @@ CASES = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("head", "changes", "measure", "same"), CASES)
-def test_every_head_has_a_measure_and_the_source_itself_is_perfect(head, changes, measure, same):
-    family = next(each for each in (BERT, T5, *RELATIVES) if head in each.heads)
+def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, measure, same):
+    family = next(item for item in (BERT, T5, *RELATIVES) if head in item.heads)
     fields = {name: value for name, value in changes.items() if name in SEVERAL_LABELS}
     given = {name: value for name, value in changes.items() if name not in fields}
     upstream = family.upstream_model(head, vocab_size=WORDS, **fields)
     if measure == "tokens" and family is T5:
         upstream.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
     model, outputs = source_outputs(upstream, **given)
-    found = outputs.compared_with(model)
-    assert found.measure == measure and found.examples == 128
-    assert found.value == pytest.approx(same, abs=1e-5) and found.is_kept
+    result = outputs.compared_with(model)
+    assert result.measure == measure and result.examples == 128
+    assert result.value == pytest.approx(same, abs=1e-5) and result.is_kept
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed" not in name and "shared" not in name:
@@ -89,59 +89,59 @@ def test_every_head_has_a_measure_and_the_source_itself_is_perfect(head, changes
     assert (other.value < 0.9) if measure == "embeddings" else (other.value != 0)
 
 
-def test_outputs_that_are_no_numbers_are_not_kept():
+def test_nan_outputs_are_outside_tolerance():
     model, outputs = source_outputs(bert())
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
-    found = outputs.compared_with(model)
-    assert found.value is None and not found.is_kept and "not finite" in str(found)
+    result = outputs.compared_with(model)
+    assert result.value is None and not result.is_kept and "not finite" in str(result)
 
 
-def test_texts_that_do_not_end_are_told_from_words_that_changed():
-    """One of ten that repeats itself to the limit makes most of the value: the summary says so."""
+def test_endless_texts_are_counted_separately_from_changed_words():
+    """Check that the summary names one repeating text of ten, which causes most of the value."""
     source = [list(range(10, 50)), [1, 2, 3]]
-    assert runaway(source, [list(range(10, 50)), [1, 2, 3, 4, 5, 6, 7]]) == 0  # a few words are no loop
+    assert runaway(source, [list(range(10, 50)), [1, 2, 3, 4, 5, 6, 7]]) == 0  # a few words are not a loop
     assert runaway(source, [list(range(10, 50)) * 2, [1, 2, 3]]) == 0
     assert runaway(source, [[*range(10, 50), *[7] * 60], [1] * 17]) == 2
-    found = Quality("tokens", 0.6, BOUNDS["tokens"], 10, runaway=1)
-    assert "60.0% of its generated tokens" in str(found) and "for 1 of 10 examples" in str(found)
-    assert Quality.of(found.to_dict()) == found
-    before = {name: value for name, value in found.to_dict().items() if name != "runaway"}  # reports of 0.1.0 lack it
+    result = Quality("tokens", 0.6, BOUNDS["tokens"], 10, runaway=1)
+    assert "60.0% of its generated tokens" in str(result) and "for 1 of 10 examples" in str(result)
+    assert Quality.of(result.to_dict()) == result
+    before = {name: value for name, value in result.to_dict().items() if name != "runaway"}  # reports of 0.1.0 lack it
     assert Quality.of(before).runaway == 0
 
 
 @pytest.mark.thorough
-def test_a_model_that_does_not_end_is_counted():
+def test_generation_without_an_end_is_counted():
     model, outputs = source_outputs(t5(), max_length=40)
     assert outputs.compared_with(model).runaway == 0
     outputs._generation.suppress_tokens = [0, model.config.eos_token_id]
     assert outputs.compared_with(model).runaway == 128
 
 
-def test_examples_that_are_alike_say_nothing():
+def test_identical_examples_are_inconclusive():
     model, given = convert(bert(), num_key_value_heads=4).eval(), calibration()
     given = dataclasses.replace(given, texts=[given.texts[0]] * 40)
-    found = outputs_of(model, given).compared_with(model)
-    assert found.alike and found.value is None and found.verdict == "inconclusive"
-    assert str(found) == "the original model gives all examples one embedding, so that the models cannot be compared"
-    assert str(Quality.of(found.to_dict())) == str(found)
+    result = outputs_of(model, given).compared_with(model)
+    assert result.alike and result.value is None and result.verdict == "inconclusive"
+    assert str(result) == "the original model gives all examples one embedding, so that the models cannot be compared"
+    assert str(Quality.of(result.to_dict())) == str(result)
 
 
-def test_text_that_the_source_does_not_know_says_nothing(caplog):
-    """A T5 that is sure of other words than its targets, as of a translation the wrong way round."""
+def test_text_unknown_to_the_source_is_inconclusive(caplog):
+    """Check a T5 that predicts other words than its targets, as for swapped source and target."""
     model = T5.upstream_model("T5ForConditionalGeneration", vocab_size=WORDS)
     with torch.no_grad():
         model.lm_head.weight.mul_(40)
     model.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
     model, outputs = source_outputs(model, target_texts=text(seed=1))
-    found = outputs.compared_with(model)
-    assert found.value == pytest.approx(0, abs=1e-5) and found.losses[0] > 1.05 * math.log(WORDS)
-    assert found.unknown and not found.is_kept and found.verdict == "inconclusive"
-    check_kept(found, strict=False)
+    result = outputs.compared_with(model)
+    assert result.value == pytest.approx(0, abs=1e-5) and result.losses[0] > 1.05 * math.log(WORDS)
+    assert result.unknown and not result.is_kept and result.verdict == "inconclusive"
+    check_kept(result, strict=False)
     assert "The conversion is inconclusive: the original model has a loss of" in caplog.text
     with pytest.raises(ModelNotKeptError, match="more than that of a random guess"):
-        check_kept(found, strict=True)
-    assert Quality.of(found.to_dict()).verdict == "inconclusive"
+        check_kept(result, strict=True)
+    assert Quality.of(result.to_dict()).verdict == "inconclusive"
 
 
 def quality(measure, value, interval=None, examples=100):
@@ -161,29 +161,29 @@ def quality(measure, value, interval=None, examples=100):
         ("embeddings", 0.7, (0.6, 0.79), "outside tolerance"),
     ],
 )
-def test_the_interval_decides(measure, value, interval, verdict):
-    found = quality(measure, value, interval)
-    assert found.verdict == Quality.of(json.loads(json.dumps(found.to_dict()))).verdict == verdict
-    assert found.is_kept is (verdict == "within tolerance")
-    assert "(95 % interval " in str(found)
+def test_interval_determines_the_verdict(measure, value, interval, verdict):
+    result = quality(measure, value, interval)
+    assert result.verdict == Quality.of(json.loads(json.dumps(result.to_dict()))).verdict == verdict
+    assert result.is_kept is (verdict == "within tolerance")
+    assert "(95 % interval " in str(result)
     assert quality(measure, value, examples=1).verdict == "inconclusive"
 
 
-def test_wilsons_interval_and_that_of_texts_whose_tokens_change_together():
+def test_wilson_and_clustered_intervals_equal_their_formulas():
     counts = torch.ones(38)
     assert ratio_interval(counts * 0, counts, True) == pytest.approx((0, 0.0918), abs=1e-4)
-    found = torch.zeros(38)
-    found[:4] = 1
-    assert ratio_interval(found, counts, True) == pytest.approx((0.0417, 0.2413), abs=3e-3)  # by the tables 4 of 38
+    result = torch.zeros(38)
+    result[:4] = 1
+    assert ratio_interval(result, counts, True) == pytest.approx((0.0417, 0.2413), abs=3e-3)  # by the tables 4 of 38
     tokens = torch.full((38,), 20.0)
-    low, high = ratio_interval(found * 20, tokens, True)  # four whole texts, and not 80 tokens apart
+    low, high = ratio_interval(result * 20, tokens, True)  # four whole texts, and not 80 tokens apart
     assert (low, high) == pytest.approx((0.0417, 0.2413), abs=3e-3)
     low, high = ratio_interval(torch.full((38,), 2.0), tokens, True)
     assert high - low < 0.05  # two in each text are spread as if each was drawn by itself
     assert ratio_interval(torch.tensor([1.0]), torch.tensor([1.0]), True) is None
 
 
-def test_intervals_hold_the_true_ratio_as_often_as_they_say():
+def test_intervals_have_their_nominal_coverage():
     generator, hits = torch.Generator().manual_seed(0), {"share": 0, "mean": 0}
     for _ in range(400):
         counts = torch.randint(5, 30, (60,), generator=generator).double()
@@ -196,7 +196,7 @@ def test_intervals_hold_the_true_ratio_as_often_as_they_say():
 
 
 def classifier(head, rare_words, **fields):
-    """A model that gives class 1 to texts or tokens by their words, and the same one that always gives class 0."""
+    """Return a model that assigns class 1 by words, and a copy that always assigns class 0."""
     model = BERT.upstream_model(head, vocab_size=WORDS, num_labels=2, **fields)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -210,19 +210,21 @@ def classifier(head, rare_words, **fields):
     return model
 
 
-def test_a_tagger_that_finds_nothing_is_outside_tolerance():
-    """Of all tokens it changes less than 10 %."""
+def test_tagger_without_tags_is_outside_tolerance():
+    """Check a tagger that changes less than 10% of all tokens."""
     model, outputs = source_outputs(classifier("BertForTokenClassification", [41]))
     same = outputs.compared_with(model)
     assert (same.value, same.verdict, same.is_rare) == (0.0, "within tolerance", True)
     tags = torch.cat(outputs._source_outputs["predictions"])
     assert 0 < tags.float().mean() < 0.1
     model.classifier.weight.data.zero_()
-    found = outputs.compared_with(model)
-    assert (found.value, found.verdict) == (1.0, "outside tolerance") and "without the most frequent one" in str(found)
+    result = outputs.compared_with(model)
+    assert (result.value, result.verdict) == (1.0, "outside tolerance") and "without the most frequent one" in str(
+        result
+    )
 
 
-def test_a_classifier_that_always_says_the_most_frequent_class_is_outside_tolerance():
+def test_majority_classifier_is_outside_tolerance():
     given = calibration()
     texts = ["b" * 12 if i % 12 else "k" * 12 for i in range(400)]
     rare = given.tokenizer(["k"], max_length=9)["input_ids"][0][0]
@@ -233,64 +235,64 @@ def test_a_classifier_that_always_says_the_most_frequent_class_is_outside_tolera
     assert any(is_rare)
     outputs._source_outputs = {"predictions": [torch.tensor([int(i % 12 == 0)]) for i in range(100)]}
     outputs._compute_outputs = lambda model: {"predictions": [torch.tensor([0])] * 100}
-    found = outputs.compared_with(model)
-    assert (found.value, found.verdict, found.is_rare) == (1.0, "outside tolerance", True)
+    result = outputs.compared_with(model)
+    assert (result.value, result.verdict, result.is_rare) == (1.0, "outside tolerance", True)
     outputs._source_outputs = {"predictions": [torch.tensor([i % 2]) for i in range(100)]}
     assert outputs.compared_with(model).value == 0.5  # none is so frequent: all examples count
 
 
 def labels(source, converted):
-    """A comparison of labels [b, labels]."""
+    """Return a comparison of labels [b, labels]."""
     _, outputs = source_outputs(
         BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     )
     outputs._is_frequent = source.float().mean(0) > 0.5
     outputs._measure, outputs._source_outputs = "predictions", {"predictions": list(source)}
-    found, counts = outputs._compare({"predictions": list(converted)})
-    return float(found.sum() / counts.sum())
+    result, counts = outputs._compare({"predictions": list(converted)})
+    return float(result.sum() / counts.sum())
 
 
-def test_labels_that_either_gives_count_and_labels_that_neither_gives_do_not():
+def test_only_labels_of_either_model_count():
     source = torch.tensor([[True, False, False], [False, True, False], [False, False, False]])
     converted = torch.tensor([[True, False, False], [False, False, True], [False, False, False]])
     assert labels(source, converted) == pytest.approx(2 / 3)
 
 
-def test_of_a_label_that_most_texts_have_those_without_it_count():
+def test_frequent_label_is_measured_on_texts_without_it():
     source = torch.tensor([[True]] * 9 + [[False]])
     assert labels(source, torch.ones(10, 1, dtype=torch.bool)) == 1.0
     assert labels(source, source) == 0.0
 
 
-def test_of_a_label_that_all_texts_have_the_scores_are_compared():
+def test_label_of_all_texts_is_compared_by_scores():
     fields = SEVERAL_LABELS | {"num_labels": 1}
     upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
     with torch.no_grad():
         upstream.classifier.bias.fill_(100.0)  # every text has it
     model, outputs = source_outputs(upstream)
-    found = outputs.compared_with(model)
-    assert found.measure == "scores" and found.value == pytest.approx(0, abs=1e-5)
+    result = outputs.compared_with(model)
+    assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
 
 
-def test_of_examples_that_get_no_label_the_scores_are_compared():
+def test_examples_without_labels_are_compared_by_scores():
     upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     with torch.no_grad():
         upstream.classifier.bias.fill_(-100.0)
     model, outputs = source_outputs(upstream)
-    found = outputs.compared_with(model)
-    assert found.measure == "scores" and found.value == pytest.approx(0, abs=1e-5)
+    result = outputs.compared_with(model)
+    assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
 
 
-def test_the_error_of_scores_is_the_share_of_their_variance():
+def test_score_error_is_a_share_of_the_variance():
     scores, others = torch.tensor([[1.0], [2.0], [6.0]]), torch.tensor([[1.0], [4.0], [6.0]])
-    found, counts = _compute_differences("scores", scores, others)
-    assert float(found.sum() / counts.sum()) == pytest.approx(4 / 14)
+    result, counts = _compute_differences("scores", scores, others)
+    assert float(result.sum() / counts.sum()) == pytest.approx(4 / 14)
     text = str(Quality("scores", 4 / 14, 0.1, 3))
     assert text == "the error of its scores is 28.6% of the variance of the original's"
     assert "one score, so" in str(Quality("scores", None, 0.1, 3, alike=True))
 
 
-def test_bounds():
+def test_confidence_bounds_equal_reference_values():
     assert [Quality(name, BOUNDS[name], BOUNDS[name], 9).is_kept for name in BOUNDS] == [True] * 5
     for name, value in (("tokens", 0.11), ("loss", 0.31), ("predictions", 0.11), ("embeddings", 0.79)):
         assert not Quality(name, value, BOUNDS[name], 9).is_kept
@@ -300,23 +302,23 @@ def test_bounds():
     ("first", "second", "distance"),
     [([], [1], 1), ([1, 2, 3], [1, 3], 1), ([1, 2], [2, 1], 2), ([5], [5], 0), ([1, 2, 3], [4, 2], 2)],
 )
-def test_edit_distance(first, second, distance):
+def test_edit_distance_counts_changed_words(first, second, distance):
     assert edit_distance(first, second) == edit_distance(second, first) == distance
 
 
 @pytest.mark.thorough
-def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
+def test_summary_report_and_card_contain_the_measure(tmp_path):
     bert().save_pretrained(tmp_path / "source")
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(fit_steps=40))
     stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
     assert stored["measure"] == "embeddings" and stored["examples"] == 128 and 0 < stored["value"] < 1
-    said = f"cosine of {stored['value']:.3f} to the original's (95 % interval {stored['interval'][0]:.3f} to "
+    output_text = f"cosine of {stored['value']:.3f} to the original's (95 % interval {stored['interval'][0]:.3f} to "
     kept = dataclasses.replace(report, quality=dataclasses.replace(report.quality, value=0.92, interval=(0.91, 0.93)))
     assert (
         "cosine of 0.920 to the original's (95 % interval 0.910 to 0.930), on 128 held-out examples: within "
         "tolerance (0.8)\n" in kept.summary()
     )
-    assert said in report.summary() and "error of attention outputs" not in report.summary()
+    assert output_text in report.summary() and "error of attention outputs" not in report.summary()
     assert "error of attention outputs" in report.summary(attention_errors=True)
     sentence = str(model_card(tmp_path / "out", "me/x")).split("## Use")[0]
     assert f"cosine of {stored['value']:.3f} to the original's" in sentence
@@ -324,8 +326,8 @@ def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
-    """A latent of two numbers holds nothing of keys and values of thirty-two."""
+def test_destroyed_model_gives_a_warning_and_strict_raises(tmp_path, caplog):
+    """Check a latent of two numbers for keys and values of thirty-two."""
     bert().save_pretrained(tmp_path / "source")
     given = {"kv_lora_rank": 2, "calibration": calibration()}
     convert_checkpoint(tmp_path / "source", tmp_path / "out", **given)
@@ -343,14 +345,14 @@ def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
         convert(tmp_path / "source", **given, strict=True)
 
 
-def test_strict_needs_something_to_measure_on(tmp_path):
+def test_strict_without_held_out_text_raises_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"`strict` .*`calibration`"):
         convert(bert(), 2, method="mean", strict=True)
 
 
 @pytest.mark.thorough
-def test_the_model_is_given_back_as_it_was():
-    """Greedy outputs are compared, and how the user's model generates stays."""
+def test_measurement_restores_the_generation_settings():
+    """Check that comparing greedy outputs keeps the generation settings of the user's model."""
     model = t5()
     model.generation_config.num_beams = 3
     converted = convert(model.train(), 2, calibration=calibration(max_length=12))
@@ -358,8 +360,8 @@ def test_the_model_is_given_back_as_it_was():
 
 
 @pytest.mark.thorough
-def test_the_command_is_strict_and_quiet(tmp_path, capsys):
-    """Status 1 and no folder, or a warning; the errors of attentions only where they are asked for."""
+def test_convert_command_supports_strict_and_quiet(tmp_path, capsys):
+    """Check status 1 without a folder, or a warning; attention errors appear only on request."""
     lines = tmp_path / "lines.txt"
     lines.write_text("".join(f"{row}\n" for row in text()))
     source = tmp_path / "source"
@@ -382,7 +384,7 @@ def test_the_command_is_strict_and_quiet(tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_quick_conversion_of_recordings(tmp_path, capsys):
+def test_recordings_have_a_quality_measure(tmp_path, capsys):
     source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
     folder = recordings(tmp_path / "recordings", 60, seconds=0.5)
     line = ["convert", str(source), "--num_key_value_heads", "4", "--quick", "--output_dir", str(tmp_path / "out")]
@@ -390,9 +392,9 @@ def test_a_quick_conversion_of_recordings(tmp_path, capsys):
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert report["calibration"]["count"] == 48 and report["calibration"]["fit_steps"] == 0
     assert report["quality"]["measure"] == "tokens" and report["quality"]["losses"]
-    said = capsys.readouterr()
-    assert "of its generated tokens differ from the original's" in said.out
-    assert "), on 12 held-out examples: " in said.out and " (10%)" in said.out
-    assert "off on held-out" not in said.err
+    output_text = capsys.readouterr()
+    assert "of its generated tokens differ from the original's" in output_text.out
+    assert "), on 12 held-out examples: " in output_text.out and " (10%)" in output_text.out
+    assert "off on held-out" not in output_text.err
     assert main([*line[:-1], str(tmp_path / "other")]) == 2
     assert "--quick requires a calibration" in capsys.readouterr().err

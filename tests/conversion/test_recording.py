@@ -1,4 +1,4 @@
-"""What is recorded of attentions, patterns among them; and `compute_attention` on it against the plain formula."""
+"""Check the recorded attention inputs, including patterns, and `compute_attention` against the formula."""
 
 from dataclasses import replace
 
@@ -58,7 +58,7 @@ def recorded(mask: str, with_bias: bool, memory_length: int) -> AttentionInputs:
     ("mask", "memory_length"),
     [("none", LENGTH), ("none", 5), ("none", 1), ("padding", LENGTH), ("padding", 5), ("causal", LENGTH)],
 )
-def test_fused_attention_is_the_plain_formula(mask, with_bias, memory_length, kv_heads):
+def test_compute_attention_equals_the_formula(mask, with_bias, memory_length, kv_heads):
     attention, inputs = tensors(kv_heads), recorded(mask, with_bias, memory_length)
     names = [name for name, value in vars(attention).items() if isinstance(value, torch.Tensor)]
     results = []
@@ -86,7 +86,7 @@ OF_PATTERNS = {
     "local_blocks": {"attention_block_size": 3},
     "dilated_blocks": {"attention_block_size": 2, "attention_dilation": 2},
 }
-BART = next(each for each in RELATIVES if each.name == "bart")
+BART = next(item for item in RELATIVES if item.name == "bart")
 PATTERNED = [
     (BERT, "BertModel", ""),
     (ALBERT, "AlbertModel", ""),
@@ -97,21 +97,21 @@ PATTERNED = [
 
 
 def contexts_of(model, batch):
-    """What each attention's output map reads, {path: tensors of its calls}."""
-    found = {}
+    """Return the inputs of each attention's output projection, {path: tensors of its calls}."""
+    actual = {}
     for site, path, module in model.named_attentions():
-        read = found.setdefault(path, [])
+        read = actual.setdefault(path, [])
         module.get_submodule(site.output).register_forward_pre_hook(lambda _, args, read=read: read.append(args[0]))
     with torch.no_grad():
         model.base_model(**batch)
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("is_padded", [True, False], ids=["padded", "whole"])
 @pytest.mark.parametrize("pattern", OF_PATTERNS)
 @pytest.mark.parametrize(("architecture", "head", "prefix"), PATTERNED)
-def test_what_a_pattern_reads_is_recorded(architecture, head, prefix, pattern, is_padded):
-    """It gives what the model computes, also of rows that are padded on either side."""
+def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, prefix, pattern, is_padded):
+    """Check also rows that are padded on either side."""
     fields = OF_PATTERNS[pattern] | {"attention_pattern": pattern}
     model = architecture.model(head, **{f"{prefix}{name}": value for name, value in fields.items()})
     generator = torch.Generator().manual_seed(0)
@@ -134,10 +134,10 @@ def test_what_a_pattern_reads_is_recorded(architecture, head, prefix, pattern, i
         tensors = module.read(reader.read)
         assert len(calls[module.name]) == len(expected[module.name])
         for inputs, context in zip(calls[module.name], expected[module.name], strict=True):
-            found = compute_attention(tensors, inputs, module.heads.query)[1]
+            actual = compute_attention(tensors, inputs, module.heads.query)[1]
             valid = inputs.valid[..., : context.shape[1]]
-            torch.testing.assert_close(found[valid], context[valid], atol=2e-5, rtol=2e-5)
+            torch.testing.assert_close(actual[valid], context[valid], atol=2e-5, rtol=2e-5)
 
 
-def test_each_pattern_is_recorded_or_refused():
+def test_every_pattern_is_recorded_or_raises_an_error():
     assert {name for name in PATTERNS if not pattern_class(name).learned} == OF_PATTERNS.keys()

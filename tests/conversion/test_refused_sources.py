@@ -1,4 +1,4 @@
-"""Conversions that are impossible and sources that are broken: refused before any work."""
+"""Check that impossible conversions and broken sources raise errors before any work."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from hf_attn_variants.conversion.checkpoint.models import reading_checkpoint
 from .conftest import LAYER, loaded, tensors_of
 
 
-def test_a_t5_keeps_its_softmax_heads(tmp_path):
+def test_softmax_heads_of_t5_cannot_change(tmp_path):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "source")
     fields = {"talking_heads": "both", "num_softmax_heads": 8, "num_value_heads": 12, "talking_heads_init": "random"}
     with pytest.raises(ValueError, match="`num_softmax_heads` must stay 12 in a T5"):
@@ -66,7 +66,7 @@ def test_impossible_conversions_fail_before_any_work(make_source, tmp_path, opti
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_counts_of_which_neither_divides_the_other(make_source, tmp_path):
+def test_head_counts_that_do_not_divide_raise_an_error(make_source, tmp_path):
     convert_checkpoint(make_source(), tmp_path / "six", 6)
     with pytest.raises(ValueError, match="6 key/value heads cannot become 4"):
         convert_checkpoint(tmp_path / "six", tmp_path / "out", 4)
@@ -92,7 +92,7 @@ def test_counts_of_which_neither_divides_the_other(make_source, tmp_path):
         ),
     ],
 )
-def test_sources_that_cannot_be_converted(make_source, edit_config, tmp_path, fields, message):
+def test_unsupported_sources_raise_an_error(make_source, edit_config, tmp_path, fields, message):
     source = make_source()
     edit_config(source, **fields)
     with pytest.raises(ValueError, match=message):
@@ -120,9 +120,7 @@ BAD_CONFIGS = [
 
 @pytest.mark.parametrize("fields, message", BAD_CONFIGS, ids=lambda value: json.dumps(value)[:40])
 @pytest.mark.parametrize("to_folder", [True, False])
-def test_a_wrong_value_in_the_config_is_a_value_error_that_names_the_file(
-    make_source, edit_config, tmp_path, to_folder, fields, message
-):
+def test_invalid_config_value_error_names_the_file(make_source, edit_config, tmp_path, to_folder, fields, message):
     source = make_source()
     edit_config(source, **fields)
     with pytest.raises(ValueError, match=message) as caught:
@@ -144,7 +142,9 @@ def test_a_wrong_value_in_the_config_is_a_value_error_that_names_the_file(
         ),
     ],
 )
-def test_attention_that_the_config_does_not_mention(make_source, edit_config, tmp_path, head, fields, edit, name):
+def test_attention_tensors_without_their_field_raise_an_error(
+    make_source, edit_config, tmp_path, head, fields, edit, name
+):
     source = make_source(head, **fields)
     edit_config(source, **edit)
     with pytest.raises(ValueError, match=rf"has \d+ attention tensors .* does not have: .*{name}"):
@@ -152,7 +152,7 @@ def test_attention_that_the_config_does_not_mention(make_source, edit_config, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_missing_architecture_means_the_base_model(make_source, edit_config, tmp_path):
+def test_missing_architecture_loads_the_base_model(make_source, edit_config, tmp_path):
     source = make_source()
     edit_config(source, architectures=None)
     assert convert_checkpoint(source, tmp_path / "out", 4).architecture == "AttnVariantBertModel"
@@ -163,7 +163,7 @@ def test_a_missing_architecture_means_the_base_model(make_source, edit_config, t
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '"text"'])
-def test_a_config_that_is_none(make_source, tmp_path, content):
+def test_invalid_config_json_raises_an_error(make_source, tmp_path, content):
     source = make_source()
     (source / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"config\.json (must be a JSON file|must contain `model_type`)"):
@@ -173,7 +173,7 @@ def test_a_config_that_is_none(make_source, tmp_path, content):
         convert_checkpoint(source, tmp_path / "out", 4)
 
 
-def test_a_tensor_is_missing(make_source, edit_tensors, tmp_path):
+def test_missing_tensor_raises_an_error(make_source, edit_tensors, tmp_path):
     source = make_source()
     edit_tensors(source, lambda tensors: tensors.pop(f"{LAYER}.self.value.bias"))
     with pytest.raises(ValueError, match=rf"has no tensor '{LAYER}\.self\.value\.bias'"):
@@ -181,7 +181,7 @@ def test_a_tensor_is_missing(make_source, edit_tensors, tmp_path):
 
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
-def test_a_truncated_file_fails_before_any_work(make_source, tmp_path, shard_size):
+def test_truncated_file_raises_before_any_work(make_source, tmp_path, shard_size):
     source = make_source(shard_size=shard_size)
     last = sorted(source.glob("*.safetensors"))[-1]
     os.truncate(last, last.stat().st_size - 1)
@@ -190,7 +190,7 @@ def test_a_truncated_file_fails_before_any_work(make_source, tmp_path, shard_siz
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
-def test_a_method_of_ones_own(make_source, tmp_path):
+def test_user_defined_method_is_supported(make_source, tmp_path):
     class Wrong:
         name = "wrong"
 
@@ -201,8 +201,8 @@ def test_a_method_of_ones_own(make_source, tmp_path):
         convert_checkpoint(make_source(), tmp_path / "out", 4, Wrong())
 
 
-def test_an_error_that_names_nothing_gets_the_checkpoints_name(tmp_path):
-    """Of a tokenizer that is nowhere, transformers says that it could not connect."""
+def test_error_without_a_name_gets_the_checkpoint_name(tmp_path):
+    """Check a missing tokenizer, for which Transformers only reports a failed connection."""
     with pytest.raises(OSError, match="There is no folder 'nowhere', and as a Hub id: cannot connect"):
         with reading_checkpoint("nowhere"):
             raise OSError("cannot\nconnect")

@@ -1,4 +1,4 @@
-"""The report's errors against products written out in full."""
+"""Compare the errors of the report with products that are computed in full."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def attention(kv_heads, bias=True, seed=0):
 
 
 def products(tensors, kv_heads):
-    """Return every head's [W_q | b_q]^T [W_k | b_k] and W_o [W_v | b_v], formed in full."""
+    """Return [W_q | b_q]^T [W_k | b_k] and W_o [W_v | b_v] of every head, computed in full."""
     logits, values = [], []
     for i in range(HEADS):
         rows, j = slice(i * HEAD_DIM, (i + 1) * HEAD_DIM), i * kv_heads // HEADS
@@ -41,7 +41,7 @@ def products(tensors, kv_heads):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("same_query", [True, False])
 @pytest.mark.parametrize("source, target", [(6, 2), (6, 1), (3, 1), (2, 6)])
-def test_errors_are_those_of_the_full_products(source, target, same_query, bias, block, monkeypatch):
+def test_report_errors_equal_those_of_full_products(source, target, same_query, bias, block, monkeypatch):
     monkeypatch.setattr(report, "BLOCK_ELEMENTS", block)
     before, after = attention(source, bias), attention(target, bias, seed=1)
     if same_query:
@@ -55,14 +55,14 @@ def test_errors_are_those_of_the_full_products(source, target, same_query, bias,
     assert attention_errors(before, after, heads) == pytest.approx(expected, rel=1e-9)
 
 
-def test_nothing_changed_is_exactly_no_error():
+def test_unchanged_weights_have_zero_error():
     before = attention(2)
     tensors = {name: value for name, value in vars(before).items() if isinstance(value, torch.Tensor)}
     copy = AttentionTensors(**{name: value.clone() for name, value in tensors.items()})
     assert attention_errors(before, copy, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (0.0, 0.0)
 
 
-def test_an_error_relative_to_nothing_is_not_defined():
+def test_error_relative_to_zero_is_undefined():
     before = attention(2, bias=False)
     zero = AttentionTensors(**(vars(before) | {"key_weight": torch.zeros_like(before.key_weight)}))
     assert attention_errors(zero, before, HeadCounts(HEADS, (2, 2), (2, 2), HEADS, HEAD_DIM)) == (None, 0.0)

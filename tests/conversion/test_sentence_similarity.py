@@ -1,4 +1,4 @@
-"""The scorer of sentence embeddings, and what a real checkpoint scores after conversion."""
+"""Check the scorer of sentence embeddings, and the score of a real checkpoint after conversion."""
 
 import csv
 
@@ -21,18 +21,18 @@ PAIRS = [
 ]
 
 
-def test_padding_does_not_count():
+def test_padding_does_not_affect_embeddings():
     states = torch.tensor([[[1.0], [3.0], [100.0]]])
     assert mean_pooled(states, torch.tensor([[1, 1, 0]])).item() == 2.0
     assert mean_pooled(states, torch.tensor([[0, 0, 0]])).item() == 0.0
 
 
-def test_a_score_needs_pairs():
+def test_score_without_pairs_raises_an_error():
     with pytest.raises(ValueError, match=r"`scores`.*1 pairs and 2 scores"):
         similarity_spearman(None, None, [("a", "b")], [1.0, 2.0])
 
 
-def test_embeddings_keep_their_order_whatever_the_batches(minilm):
+def test_embeddings_keep_their_order_for_every_batch_size(minilm):
     model, tokenizer = AutoModel.from_pretrained(minilm).train(), AutoTokenizer.from_pretrained(minilm)
     sentences = [sentence for pair in PAIRS for sentence in pair]
     together = sentence_embeddings(model, tokenizer, sentences)
@@ -52,7 +52,7 @@ def test_embeddings_keep_their_order_whatever_the_batches(minilm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", EXPECTED)
-def test_mean_pooling_scores_what_was_measured_independently(minilm, shared_data, kv_heads):
+def test_mean_pooled_minilm_reaches_the_recorded_score(minilm, shared_data, kv_heads):
     with open(shared_data / "glue" / "STS-B" / "dev.tsv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     pairs, scores = [(row["sentence1"], row["sentence2"]) for row in rows], [float(row["score"]) for row in rows]

@@ -1,4 +1,4 @@
-"""Conversion of encoder-decoders whose heads are to talk in some places alone: weights, reports, cards, refusals."""
+"""Check conversions that add talking heads to some places of encoder-decoders: weights, reports, cards and errors."""
 
 import json
 from types import SimpleNamespace
@@ -33,13 +33,13 @@ def logits(model):
         return model.eval()(**T5.batch(HEAD), use_cache=False).logits
 
 
-def test_cross_attention_alone_gets_them(source, tmp_path, capsys):
+def test_talking_heads_are_added_only_to_cross_attention(source, tmp_path, capsys):
     flags = ["--cross_talking_heads", "both", "--cross_talking_heads_dynamic", "m2l"]
     main(["convert", str(source), *flags, "--output_dir", str(tmp_path / "out")])
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     assert (
         "talking heads added cross logits_proj [12, 12], cross weights_proj [12, 12], cross m2l_proj [40, 12, 12]"
-        in said
+        in printed
     )
     model, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -58,7 +58,7 @@ def test_cross_attention_alone_gets_them(source, tmp_path, capsys):
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
-def test_a_source_keeps_those_that_it_has_and_gets_others(source, tmp_path):
+def test_existing_talking_heads_stay_and_others_are_added(source, tmp_path):
     random = {"cross_talking_heads_init": "random"}
     convert_checkpoint(source, tmp_path / "one", cross_talking_heads="logits", **random)
     report = convert_checkpoint(
@@ -121,21 +121,21 @@ def test_a_source_keeps_those_that_it_has_and_gets_others(source, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_converted_is_said_before_any_work(head, fields, message, tmp_path):
+def test_invalid_places_raise_before_any_work(head, fields, message, tmp_path):
     T5.upstream_model(head).save_pretrained(tmp_path / "source")
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
     assert not (tmp_path / "out").exists()
 
 
-def test_softmax_heads_of_cross_attention_are_free():
-    """It has no position bias."""
+def test_softmax_heads_of_cross_attention_can_change():
+    """Check cross-attention, which has no position bias."""
     fields = {"cross_talking_heads": "both", "cross_talking_heads_init": "random", "cross_num_softmax_heads": 6}
     model = convert(T5.upstream_model(HEAD), **fields, cross_num_value_heads=12)
     assert model.decoder.block[0].layer[1].EncDecAttention.logits_proj.shape == (12, 6)
 
 
-def test_stacks_of_unequal_heads_can_have_them_in_one_place():
+def test_unequal_heads_allow_talking_heads_in_one_place():
     upstream = BART.upstream_model("BartModel")
     with pytest.raises(ValueError, match="`encoder_talking_heads`"):
         convert(upstream, talking_heads="both")
@@ -144,17 +144,17 @@ def test_stacks_of_unequal_heads_can_have_them_in_one_place():
     assert model.decoder.layers[0].encoder_attn.logits_proj.shape == (12, 12)
     batch = BART.batch("BartModel")
     with torch.no_grad():
-        ours, theirs = (each.eval()(**batch, use_cache=False)[0] for each in (model, upstream))
+        ours, theirs = (item.eval()(**batch, use_cache=False)[0] for item in (model, upstream))
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-def test_plain_form_is_refused_by_the_place(tmp_path):
+def test_plain_export_error_names_the_place(tmp_path):
     T5.model(HEAD, cross_talking_heads="both").save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match="`cross_talking_heads` is 'both'"):
         export_transformers(tmp_path / "ours", tmp_path / "plain")
 
 
-def test_tables_and_drawings_say_where():
+def test_tables_and_diagrams_name_the_place():
     by_layer = T5.config(per_layer_values={"cross_talking_heads": ["both", None]}, encoder_talking_heads="logits")
     assert variant_name(by_layer) == "MHA + talking heads in cross-attention (layer 0)"
     assert variant_name(by_layer, "encoder_num_key_value_heads") == "MHA + talking heads (logits)"

@@ -1,4 +1,4 @@
-"""What users give a conversion beside the model: text in its forms, none at all, options; and what they are told."""
+"""Check the text that users give a conversion: its types, missing text, options and warnings."""
 
 import io
 import json
@@ -47,12 +47,12 @@ def warnings_of(caplog):
     return call
 
 
-def test_who_gives_no_text_is_told_once_what_averaging_costs(encoder, tmp_path, warnings_of):
+def test_conversion_without_text_warns_once_about_quality(encoder, tmp_path, warnings_of):
     model = AttnVariantBertModel.from_pretrained(encoder)
     for i, (source, options) in enumerate(((model, {}), (encoder, {}), (encoder, {"output_dir": tmp_path / "out"}))):
-        (said,) = warnings_of(convert, source, 4, **options)
-        assert "BLEU 36.8 to 1.6" in said and "`calibration` (--calibration_file)" in said, i
-        assert "\n" not in said
+        (printed,) = warnings_of(convert, source, 4, **options)
+        assert "BLEU 36.8 to 1.6" in printed and "`calibration` (--calibration_file)" in printed, i
+        assert "\n" not in printed
     for options in ({"method": "mean"}, {"talking_heads": "both"}, {"num_key_value_heads": 12}):
         assert (
             warnings_of(convert, model, **({"num_key_value_heads": 4} if "method" in options else {}), **options) == []
@@ -60,7 +60,7 @@ def test_who_gives_no_text_is_told_once_what_averaging_costs(encoder, tmp_path, 
     assert warnings_of(convert, tmp_path / "out", 12) == []  # expanding loses nothing
 
 
-def test_who_cannot_calibrate_is_told_why_and_not_to_calibrate(encoder, warnings_of):
+def test_warning_gives_the_reason_if_calibration_is_impossible(encoder, warnings_of):
     model = AttnVariantBertModel.from_pretrained(encoder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 48}
@@ -69,14 +69,14 @@ def test_who_cannot_calibrate_is_told_why_and_not_to_calibrate(encoder, warnings
         (convert(model, talking_heads="both"), "talking heads of the original model ('both')"),
         (decoder, "cannot fit the cross-attention of a decoder-only model"),
     ):
-        (said,) = warnings_of(convert, source, 4)
-        assert "BLEU 36.8 to 1.6" in said and reason in said and "--calibration_file" not in said
+        (printed,) = warnings_of(convert, source, 4)
+        assert "BLEU 36.8 to 1.6" in printed and reason in printed and "--calibration_file" not in printed
         given = Calibration(["a text", "another"], tokenizer=AutoTokenizer.from_pretrained(encoder))
         with pytest.raises(ValueError, match=re.escape(reason)):
             convert(source, 4, calibration=given)
 
 
-def test_a_decoder_alone_is_calibrated_where_it_reads_its_own_text(encoder):
+def test_decoder_only_models_are_calibrated_on_text(encoder):
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     torch.manual_seed(0)
     sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 32}
@@ -89,7 +89,7 @@ def test_a_decoder_alone_is_calibrated_where_it_reads_its_own_text(encoder):
 
 
 @pytest.mark.thorough
-def test_text_is_taken_as_users_have_it(encoder, tmp_path):
+def test_calibration_accepts_all_text_types(encoder, tmp_path):
     lines, table = tmp_path / "lines.txt", tmp_path / "pairs.jsonl"
     write_text(lines)
     write_text(table)
@@ -117,14 +117,12 @@ def test_text_is_taken_as_users_have_it(encoder, tmp_path):
 
 
 @pytest.mark.parametrize("given", [7, {"a": 1}, [1, 2], [None, "a"], [("a", "b"), "c"], [("a", 2)], object(), b"text"])
-def test_anything_else_is_a_type_error_that_says_what_is_taken(encoder, given):
+def test_other_text_types_raise_a_type_error(encoder, given):
     with pytest.raises(TypeError, match=r"list of texts|must be strings or pairs of strings"):
         convert(encoder, 4, calibration=given)
 
 
-def test_a_model_in_memory_without_a_tokenizer_is_refused_before_its_weights_are_copied(
-    encoder, tmp_path, monkeypatch
-):
+def test_in_memory_model_without_a_tokenizer_raises_before_copying(encoder, tmp_path, monkeypatch):
     model = AttnVariantBertModel.from_pretrained(encoder)
     write_text(tmp_path / "lines.txt")
     monkeypatch.setattr(models.ModelReader, "read", lambda self, name: pytest.fail("a tensor was read"))
@@ -133,12 +131,12 @@ def test_a_model_in_memory_without_a_tokenizer_is_refused_before_its_weights_are
             convert(model, 4, calibration=given)
 
 
-def test_a_path_that_leads_nowhere(encoder):
+def test_missing_text_file_raises_an_error(encoder):
     with pytest.raises(FileNotFoundError, match="'one sentence' does not exist"):
         convert(encoder, 4, calibration="one sentence")
 
 
-def test_a_methods_options_are_its_own(encoder, tmp_path):
+def test_method_options_are_checked_per_method(encoder, tmp_path):
     lines = tmp_path / "lines.txt"
     write_text(lines)
     flags = ["--model_name_or_path", str(encoder), "--output_dir", str(tmp_path / "out"), "--num_key_value_heads", "4"]
@@ -158,18 +156,18 @@ def test_a_methods_options_are_its_own(encoder, tmp_path):
 
 
 @pytest.mark.parametrize("size", ["1", "0", "-1"])
-def test_a_number_of_lines_that_is_none_is_refused_before_the_file_is_read(size):
+def test_invalid_line_count_raises_before_reading(size):
     flags = ["--model_name_or_path", "m", "--output_dir", "o", "--num_key_value_heads", "2"]
     with pytest.raises(ValueError, match=rf"--calibration_size\) must be at least 2, got {size}"):
         command.main(command.parse_args([*flags, "--calibration_file", "gone.txt", "--calibration_size", size]))
 
 
-def test_the_command_reads_lines_targets_and_tables(tmp_path):
+def test_convert_command_reads_lines_targets_and_tables(tmp_path):
     def read(*flags):
-        found = command.read_calibration_arguments(
+        result = command.read_calibration_arguments(
             command.parse_args(["--model_name_or_path", "m", "--output_dir", "o", *map(str, flags)])
         )
-        return found.texts, found.target_texts
+        return result.texts, result.target_texts
 
     lines, targets, table = (tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl"))
     lines.write_text("one\ntwo\n\n")
@@ -207,7 +205,7 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
 
 
 @pytest.mark.parametrize("names_its_class", [False, True])
-def test_a_model_saved_without_its_tokenizer_has_none(encoder, tmp_path, names_its_class):
+def test_model_saved_without_a_tokenizer_loads_without_one(encoder, tmp_path, names_its_class):
     if names_its_class:  # in config.json, as old repositories do
         encoder = shutil.copytree(encoder, tmp_path / "named")
         config = json.loads((encoder / "config.json").read_text())
@@ -235,7 +233,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.thorough
-def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
+def test_fit_progress_is_logged_to_files(encoder, monkeypatch):
     texts = [word * 20 for word in "the cat sees a house in the dog likes it".split() * 12]
     monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
     monkeypatch.setattr(progress, "LIVE", 0.0)
@@ -251,5 +249,7 @@ def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
     # batch, and the fit begins after it.
     assert re.findall(r"(\d+)/42", written[True].replace("\r", "\n"))[:3] == ["0", "13", "14"]
     bars = [text.count("calibrating") for text in (written[False], written[True])]
-    assert bars[0] == 2 < bars[1]  # in a log file at the beginning and the end, for it takes no 20 seconds
+    assert (
+        bars[0] == 2 < bars[1]
+    )  # a log file has only the first and the last line, because the fit takes less than 20 seconds
     assert Calibrated().steps(Calibration(["a", "b"])) == FIT_DEFAULTS["fit_steps"]

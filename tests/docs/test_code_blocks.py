@@ -1,8 +1,8 @@
-"""Every code block of README.md and docs/: run in order, a document in a folder of its own, on tiny checkpoints.
+"""Check every code block of README.md and docs/: each page runs in order in its own folder, on tiny checkpoints.
 
-Checkpoints, text and data that a document names and does not make are made from the name, tiny. Training commands
-run whole, with few rows and steps. A block that is neither Python nor commands must be in `SHOWN`, a command that is
-not run in `NOT_RUN`, with the reason.
+If a page names checkpoints, text or data without making them, the test makes tiny ones from the names. Training
+commands run completely, with few rows and steps. A block that is neither Python nor shell code must be in `SHOWN`.
+A command that does not run must be in `NOT_RUN`, with the reason.
 """
 
 import argparse
@@ -83,7 +83,7 @@ INTRODUCED: dict[str, set[str]] = {
     "docs/conversion.md": {"upstream_model"},
     "docs/talking_heads.md": {"model", "tokenizer"},
 }
-# What stands for something of the reader's own.
+# Placeholders for values of the reader.
 PLACEHOLDERS = {"CHECKPOINT": "minilm", "TASK": "CoLA", "OUT": "out", "EPOCHS": "1"}
 CHECKPOINT_FLAGS = ("model_name_or_path", "model", "teacher", "tokenizer_name", "checkpoint")
 
@@ -102,7 +102,7 @@ def hub_datasets(tmp_path_factory):
 
 @pytest.fixture
 def reader(shelf, hub_datasets, tmp_path, monkeypatch):
-    """Somebody who follows a document in an empty folder; pushes go to a Hub on this machine."""
+    """A reader who follows a document in an empty folder; pushes go to a local Hub."""
     from huggingface_hub import constants
 
     (tmp_path / "work").mkdir()
@@ -124,7 +124,7 @@ def reader(shelf, hub_datasets, tmp_path, monkeypatch):
 
 
 class Reader:
-    """Runs blocks in the working directory."""
+    """A reader that runs code blocks in the working directory."""
 
     def __init__(self, shelf: CheckpointShelf, monkeypatch: pytest.MonkeyPatch):
         self.shelf, self.monkeypatch, self.folder = shelf, monkeypatch, Path.cwd()
@@ -184,7 +184,7 @@ class Reader:
             return None
         if words[0] == "pip":
             extras = re.search(r"^(?:hf_attn_variants|\.)\[(\w+)\]$", words[-1])
-            # An sdist's setup.cfg is written anew, with a space at the end of such a line.
+            # setup.cfg of an sdist is rewritten, with a space at the end of such lines.
             assert extras is None or re.search(rf"^{extras[1]} = ?$", (ROOT / "setup.cfg").read_text(), re.M), extras
             return None
         if words[1:3] == ["-m", "pytest"]:
@@ -194,7 +194,7 @@ class Reader:
         return self.parse(without_launcher(words))
 
     def parse(self, words: list[str]) -> argparse.Namespace | None:
-        """Parse a command by the parser of its own script."""
+        """Parse a command with the parser of its script."""
         module, arguments = self.program(words)
         self.monkeypatch.setattr(sys, "argv", [words[1], *arguments])
         try:
@@ -205,7 +205,7 @@ class Reader:
             raise AssertionError(f"{' '.join(words)}: not what its parser takes") from stopped
 
     def program(self, words: list[str]) -> tuple[ModuleType, list[str]]:
-        """Return the module that has a command's `parse_args` and `main`, and its arguments."""
+        """Return the module with `parse_args` and `main` of a command, and the arguments."""
         if words[0] == "attn-variants":
             assert words[1] in cli.COMMANDS, f"attn-variants has no {words[1]}"
             return importlib.import_module(cli.COMMANDS[words[1]][0]), words[2:]
@@ -229,7 +229,7 @@ class Reader:
         return None
 
     def provide(self, args: argparse.Namespace, document: str) -> None:
-        """Make the checkpoints, files and folders that a command reads, where they are not there yet."""
+        """Make the missing checkpoints, files and folders that a command reads."""
         for name, value in vars(args).items():
             if name in CHECKPOINT_FLAGS and isinstance(value, str):
                 self.provide_checkpoint(value, document)
@@ -274,7 +274,7 @@ def filled_in(words: list[str]) -> list[str]:
 
 
 def without_launcher(words: list[str]) -> list[str]:
-    """Return the command that `accelerate launch` or `torchrun` would start, after parsing theirs."""
+    """Return the command that `accelerate launch` or `torchrun` would start, after parsing its arguments."""
     if words[:2] == ["accelerate", "launch"]:
         from accelerate.commands.launch import launch_command_parser
 
@@ -290,7 +290,7 @@ def without_launcher(words: list[str]) -> list[str]:
 
 
 def fewer_steps(args: argparse.Namespace) -> list[str]:
-    """Return arguments to append to a command: those of the same work on few rows, in few steps."""
+    """Return arguments that reduce a command to few rows and steps."""
     more: dict[str, Any] = {}
     if hasattr(args, "max_train_steps"):
         more = {"--cpu": None, "--disable_tqdm": None, "--per_device_train_batch_size": 2, "--max_eval_samples": 4}
@@ -324,7 +324,7 @@ def make_targets() -> set[str]:
 
 
 def checkpoint_names(tree: ast.AST) -> list[str]:
-    """Return the texts that calls of a program are given, but for those that it writes to."""
+    """Return the texts in calls of a program, except those that it writes to."""
     names, written = [], keyword_texts(tree, "output_dir")
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
@@ -337,7 +337,7 @@ def checkpoint_names(tree: ast.AST) -> list[str]:
 
 
 def keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
-    """Return the texts that calls of a program are given under a keyword."""
+    """Return the texts that calls of a program pass under a keyword."""
     words = [word for node in ast.walk(tree) if isinstance(node, ast.Call) for word in node.keywords]
     given = [word.value for word in words if word.arg == keyword]
     return {node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -347,7 +347,7 @@ def keyword_texts(tree: ast.AST, keyword: str) -> set[str]:
     "document",
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name, blocks in BLOCKS.items() if blocks],
 )
-def test_the_blocks_run(document, reader, capsys):
+def test_code_blocks_run(document, reader, capsys):
     for block in BLOCKS[document]:
         try:
             reader.run(block)
@@ -356,13 +356,13 @@ def test_the_blocks_run(document, reader, capsys):
         capsys.readouterr()
 
 
-def test_no_block_is_missed():
+def test_all_code_blocks_are_found():
     for name, path in DOCUMENTS.items():
         fences = re.findall(r"^[ \t>]*(?:```|~~~)", path.read_text(encoding="utf-8"), re.M)
         assert len(fences) == 2 * len(BLOCKS[name]), f"{name}: a fence is not one of a block that is run"
 
 
-def test_a_wrong_command_is_found(reader):
+def test_invalid_command_is_detected(reader):
     block = Block(
         "docs/none.md", 1, "", "attn-variants convert --model_name_or_path bert --heads 4 --output_dir out\n"
     )
@@ -377,7 +377,7 @@ def test_a_wrong_command_is_found(reader):
     assert not Block("docs/none.md", 1, "", "some output\n").is_shell
 
 
-def test_every_block_is_run_or_said_not_to_be():
+def test_every_block_runs_or_is_listed_as_not_run():
     used = set()
     for block in (block for blocks in BLOCKS.values() for block in blocks):
         if block.is_python or block.is_shell:
@@ -385,13 +385,13 @@ def test_every_block_is_run_or_said_not_to_be():
             continue
         if block.document in GENERATED:
             continue
-        found = {key for key in SHOWN if key[0] == block.document and block.text.startswith(key[1])}
-        assert found, f"{block} is neither Python nor commands, and not in SHOWN:\n{block.text}"
-        used |= found
+        result = {key for key in SHOWN if key[0] == block.document and block.text.startswith(key[1])}
+        assert result, f"{block} is neither Python nor commands, and not in SHOWN:\n{block.text}"
+        used |= result
     assert used == SHOWN.keys(), f"SHOWN names blocks that are gone: {SHOWN.keys() - used}"
 
 
-def test_what_is_not_run_is_there():
+def test_blocks_listed_as_not_run_exist():
     commands = [" ".join(words) for path in DOCUMENTS.values() for words in inline_commands(path)]
     commands += [" ".join(w) for blocks in BLOCKS.values() for b in blocks if b.is_shell for w in commands_of(b)]
     for start in NOT_RUN:
@@ -401,7 +401,7 @@ def test_what_is_not_run_is_there():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_in_sentences_are_what_their_parsers_take(document, reader):
+def test_inline_commands_are_accepted_by_their_parsers(document, reader):
     for words in inline_commands(DOCUMENTS[document]):
         if words[0] == "attn-variants" and words[1].startswith("--"):
             with pytest.raises(SystemExit) as stopped:

@@ -1,4 +1,4 @@
-"""The page of the command line contains the current help of each command."""
+"""Check that the page of the command line contains the current help of each command."""
 
 import runpy
 import subprocess
@@ -16,7 +16,7 @@ def words(text):
     return "".join(text.split())
 
 
-def test_the_page_of_the_command_line_is_up_to_date():
+def test_command_line_page_is_up_to_date():
     page = runpy.run_path(str(SCRIPT))
     assert page["GUIDES"].keys() == cli.COMMANDS.keys()
     # Other tests change defaults, which the help names. A new process has the original ones.

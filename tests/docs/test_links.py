@@ -1,4 +1,4 @@
-"""Every link of a Markdown file to another file of the repository, or to a heading, has something at its end."""
+"""Check that every link of a Markdown file to another file or heading has a target."""
 
 import re
 from functools import cache
@@ -17,7 +17,7 @@ PAGES = sorted(
 
 @cache
 def anchors(path):
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     # In a block of code "# " begins a comment; code within a line may be a heading's.
     text = CODE.sub(lambda code: "" if "\n" in code[0] else code[0], path.read_text(encoding="utf-8"))
     headings = re.findall(r"^#+ (.+)$", text, re.M)
@@ -26,7 +26,7 @@ def anchors(path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     broken = []
     for target in shown_links(page.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")

@@ -1,4 +1,4 @@
-"""The notebooks of docs/: that what is committed is whole and small, and that running them gives the same again."""
+"""Check the notebooks of docs/: the committed outputs are complete, and running them gives the same scores."""
 
 import json
 import re
@@ -16,14 +16,14 @@ def outputs_of(notebook):
 
 
 def scores_of(notebook):
-    """The rows of the notebook's tables: {name: [numbers]}."""
+    """Return the rows of the notebook's tables: {name: [numbers]}."""
     texts = ["".join(output.get("data", {}).get("text/markdown", "")) for output in outputs_of(notebook)]
     rows = [line.strip("| ").split(" | ") for text in texts for line in text.splitlines()[2:]]
     return {name: [float(number) for number in numbers] for name, *numbers in rows}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_is_committed_with_its_outputs(path):
+def test_notebook_is_committed_with_its_outputs(path):
     content = path.read_text(encoding="utf-8")
     notebook = json.loads(content)
     assert len(content) < LARGEST
@@ -36,7 +36,7 @@ def test_a_notebook_is_committed_with_its_outputs(path):
     assert not re.search(r"/(home|root|tmp|work|usr)/", shown), "a path of somebody's machine"
 
 
-def test_what_it_shows_is_what_the_text_says():
+def test_notebook_outputs_agree_with_the_text():
     notebook = json.loads((ROOT / "docs/notebook/minilm.ipynb").read_text(encoding="utf-8"))
     scores = scores_of(notebook)
     multi_head, mean, calibrated = (scores[name] for name in scores)
@@ -45,7 +45,7 @@ def test_what_it_shows_is_what_the_text_says():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_runs_and_gives_its_scores_again(path, minilm, monkeypatch):
+def test_notebook_runs_with_the_same_scores(path, minilm, monkeypatch):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -53,7 +53,7 @@ def test_a_notebook_runs_and_gives_its_scores_again(path, minilm, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     options = {"timeout": 600, "kernel_name": "python3", "resources": {"metadata": {"path": str(path.parent)}}}
     nbclient.NotebookClient(notebook, **options).execute()
-    expected, found = scores_of(committed), scores_of(notebook)
-    assert found.keys() == expected.keys() and expected
+    expected, result = scores_of(committed), scores_of(notebook)
+    assert result.keys() == expected.keys() and expected
     for name in expected:
-        assert found[name] == pytest.approx(expected[name], abs=0.005), name
+        assert result[name] == pytest.approx(expected[name], abs=0.005), name

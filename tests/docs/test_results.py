@@ -1,4 +1,4 @@
-"""The tables of the Markdown files are made from the reports of benchmarks/, and other figures agree with them."""
+"""Check that tables and numbers of the Markdown files agree with the reports of benchmarks/."""
 
 import importlib
 import re
@@ -15,7 +15,7 @@ def load(monkeypatch):
     return importlib.import_module
 
 
-def test_the_tables_are_those_of_the_reports(load):
+def test_tables_agree_with_the_reports(load):
     assert load("benchmarks.result_tables").main(["--check"]) == 0
 
 
@@ -23,7 +23,7 @@ def test_the_tables_are_those_of_the_reports(load):
     "page, wrong",
     [("train/README.md", ("| 2 | 2.379 |", "| 2 | 2.378 |")), ("long/README.md", ("| 4.99× |", "| 5.99× |"))],
 )
-def test_a_wrong_digit_is_found(page, wrong, load, monkeypatch, tmp_path, capsys):
+def test_wrong_digit_is_detected(page, wrong, load, monkeypatch, tmp_path, capsys):
     tables = load("benchmarks.result_tables")
     text = (ROOT / "benchmarks" / page).read_text(encoding="utf-8")
     assert text.count(wrong[0]) == 1
@@ -37,19 +37,19 @@ def test_a_wrong_digit_is_found(page, wrong, load, monkeypatch, tmp_path, capsys
     assert tables.main([]) == 0 and changed.read_text(encoding="utf-8") == text
 
 
-def test_a_block_without_its_end_does_not_remove_text(load):
+def test_unclosed_table_block_removes_no_text(load):
     tables = load("benchmarks.result_tables")
     text = "<!-- generated: albert -->\n\nText.\n\n<!-- generated: squad -->\n<!-- end -->\n"
     assert tables.names_in(text) == ["squad"] and "Text." in tables.filled(text)
 
 
-def test_each_table_is_in_one_file(load):
+def test_each_table_is_in_only_one_file(load):
     tables = load("benchmarks.result_tables")
     names = [name for path in tables.documents() for name in tables.names_in(path.read_text(encoding="utf-8"))]
     assert sorted(names) == sorted(tables.TABLES)
 
 
-def test_the_figures_of_the_sweeps_are_those_of_the_results():
+def test_sweep_figures_agree_with_the_results():
     sweeps, results = (
         (ROOT / f"benchmarks/train/{name}.md").read_text(encoding="utf-8") for name in ("sweeps", "README")
     )
@@ -57,7 +57,7 @@ def test_the_figures_of_the_sweeps_are_those_of_the_results():
     assert len(figures) >= 6 and not {figure for figure in figures if figure not in results}
 
 
-def test_the_texts_that_fit_are_those_of_the_report(load):
+def test_text_lengths_that_fit_agree_with_the_report(load):
     rows = load("benchmarks.quality_tables").load("largest_batch_t5-small")["rows"].values()
     upstream, shared, latents, ctranslate2 = (row["largest_batch"] for row in rows)
     page = (ROOT / "docs/results.md").read_text(encoding="utf-8")

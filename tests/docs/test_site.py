@@ -1,4 +1,4 @@
-"""The documentation's site: the API pages cover all public names, drawings match their script, the site builds."""
+"""Check the documentation site: API pages cover all public names, drawings match their script, the site builds."""
 
 import importlib
 import importlib.util
@@ -20,7 +20,7 @@ PUBLIC = ("hf_attn_variants", "hf_attn_variants.conversion", "hf_attn_variants.h
 
 
 def resolve(name):
-    """The module, or the object of one, that a dotted name means."""
+    """Return the module or object that a dotted name refers to."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -28,7 +28,7 @@ def resolve(name):
         return getattr(importlib.import_module(module), attribute)
 
 
-def test_the_api_pages_have_every_public_name():
+def test_api_pages_contain_every_public_name():
     shown = set(re.findall(r"`(\w+)`", API))
     for name in OBJECTS:
         shown |= {name.rpartition(".")[2], *getattr(resolve(name), "__all__", ())}
@@ -40,11 +40,11 @@ def test_the_api_pages_have_every_public_name():
 
 
 @pytest.mark.parametrize("module", re.findall(r"`(hf_attn_variants\.training\.\w+)` \|", API))
-def test_training_modules_have_their_entry_points(module):
+def test_training_modules_have_entry_points(module):
     assert {"main", "parse_args"} <= set(importlib.import_module(module).__all__)
 
 
-def test_the_drawings_are_those_of_their_script():
+def test_drawings_are_up_to_date():
     folder = ROOT / "docs/drawings"
     names = runpy.run_path(str(folder / "draw.py"))
     for path in sorted(folder.glob("*.svg")):
@@ -55,7 +55,7 @@ def test_the_drawings_are_those_of_their_script():
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_warnings(tmp_path):
+def test_site_builds_without_warnings(tmp_path):
     for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(name)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

@@ -1,4 +1,4 @@
-"""Figures of speed: each report has its allocator settings, and figures without a record of page faults are marked."""
+"""Check figures of speed: reports have allocator settings, and figures without recorded page faults are marked."""
 
 import importlib
 import json
@@ -61,18 +61,18 @@ def load(monkeypatch):
 
 
 def read(name):
-    """Return a report; nothing of one that was never made."""
+    """Return a report, or an empty one if it does not exist."""
     return json.loads(REPORTS[name].read_text(encoding="utf-8")) if name in REPORTS else {}
 
 
 def has_time(value):
     if isinstance(value, dict):
-        return any(IS_TIME.search(name) or has_time(each) for name, each in value.items())
+        return any(IS_TIME.search(name) or has_time(item) for name, item in value.items())
     return isinstance(value, list) and any(map(has_time, value))
 
 
 def silent(reports, is_of_speed):
-    """Return the names of reports with times that do not say how memory was held."""
+    """Return the names of reports with times that lack the allocator setting."""
     timed = {name: report for name, report in reports.items() if is_of_speed(name) or has_time(report)}
     return [name for name, report in timed.items() if not says_memory(report, is_of_speed(name))]
 
@@ -84,7 +84,7 @@ def says_memory(report, is_of_speed):
     return isinstance(memory, dict) and (memory.keys() == {"glibc", "kept"} if is_of_speed else bool(memory))
 
 
-def test_each_report_of_speed_says_how_memory_was_held(load):
+def test_every_speed_report_states_its_allocator_setting(load):
     is_of_speed = load("benchmarks.speed_claims").is_of_speed
     reports = {name: read(name) for name in REPORTS}
     assert not silent(reports, is_of_speed), 'each needs "memory": as kept_memory.run writes it, or "not recorded"'
@@ -95,7 +95,7 @@ def test_each_report_of_speed_says_how_memory_was_held(load):
 
 
 def sections(text):
-    """Yield each heading and what stands under it, to the next one of any level; code blocks have no headings."""
+    """Yield each heading and the text up to the next heading of any level; code blocks have no headings."""
     heading, lines, in_code = "", [], False
     for line in text.splitlines():
         in_code ^= line.startswith("```")
@@ -108,7 +108,7 @@ def sections(text):
 
 
 def sources(document, heading, text, load):
-    """Return the reports of speed behind a section: those that it links to, those of its tables, those named above."""
+    """Return the speed reports of a section: those that it links to, those of its tables, and those named above."""
     of_speed, tables = load("benchmarks.speed_claims").is_of_speed, load("benchmarks.speed_tables").TABLES
     linked = {name for name in re.findall(r"results/([\w.-]+)\.json", text) if of_speed(name) or name in SHOWN_SECONDS}
     for name in load("benchmarks.result_tables").names_in(text):
@@ -117,7 +117,7 @@ def sources(document, heading, text, load):
 
 
 def faults_of(document, text, load, is_recorded):
-    """Yield what is wrong with the marks of a document."""
+    """Yield the faults in the marks of a document."""
     marks = (load("benchmarks.kept_memory").MARK, load("benchmarks.kept_memory").SHORT_MARK)
     for heading, part in sections(text):
         names, is_marked = sources(document, heading, part, load), any(mark in part for mark in marks)
@@ -131,22 +131,22 @@ def faults_of(document, text, load, is_recorded):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_what_was_not_looked_at_is_marked(document, load):
+def test_figures_without_page_fault_records_are_marked(document, load):
     text = DOCUMENTS[document].read_text(encoding="utf-8")
     assert not list(faults_of(document, text, load, load("benchmarks.kept_memory").is_recorded))
 
 
-def test_a_missing_mark_a_stale_one_and_a_ratio_from_nowhere_are_found(load):
+def test_missing_marks_stale_marks_and_unknown_ratios_are_detected(load):
     mark = load("benchmarks.kept_memory").MARK
     link = "[JSON](../benchmarks/long/results/sliding_window_cpu.json)"
     text = f"# One\n{link} 3x\n# Two\n{link} {mark}\n# Three\n4 times the speed\n"
-    found = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: False)]
-    assert found == ["no mark", "a ratio of speed from nowhere"]
-    found = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: True)]
-    assert found == ["marked", "a ratio of speed from nowhere"]
+    result = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: False)]
+    assert result == ["no mark", "a ratio of speed from nowhere"]
+    result = [fault.split(": ")[1].split(",")[0] for fault in faults_of("a.md", text, load, lambda report: True)]
+    assert result == ["marked", "a ratio of speed from nowhere"]
 
 
-def test_no_report_names_the_machine_or_a_folder():
+def test_reports_name_neither_the_machine_nor_folders():
     for path in REPORTS.values():
         if not path.name.startswith(("triton", "transformers_matrix")):
             assert not re.search(r'"hostname|"node"|/home/|/root/|/tmp/|/work/', path.read_text(encoding="utf-8")), (

@@ -1,4 +1,4 @@
-"""Each message of docs/troubleshooting.md is printed or raised when a user makes the mistake."""
+"""Check that a user's mistake prints or raises its message of docs/troubleshooting.md."""
 
 import importlib.util
 import json
@@ -28,14 +28,14 @@ def user(shelf, tmp_path, monkeypatch, capsys):
 
 
 class User:
-    """Makes each mistake in the working directory and returns the message."""
+    """A user that makes each mistake in the working directory and returns the message."""
 
     def __init__(self, shelf, monkeypatch, capsys):
         self.shelf, self.monkeypatch, self.capsys = shelf, monkeypatch, capsys
 
     def printed(self, *argv):
         try:
-            status = cli.main([str(each) for each in argv])
+            status = cli.main([str(item) for item in argv])
         except SystemExit as stopped:  # argparse exits
             status = stopped.code
         assert status
@@ -136,6 +136,6 @@ def plain(text):
 
 
 @pytest.mark.parametrize(("heading", "mistake"), list(zip(HEADINGS, MISTAKES, strict=True)))
-def test_a_mistake_gives_the_message_of_the_page(heading, mistake, user):
+def test_mistake_gives_the_message_of_the_page(heading, mistake, user):
     pattern = ".*".join(map(re.escape, plain(heading).split("...")))
     assert re.search(pattern, plain(mistake(user)), re.I)

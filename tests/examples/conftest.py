@@ -1,4 +1,4 @@
-"""The modules of examples/ can be imported here, as they can by their scripts; the tiny model of the tests."""
+"""Make the modules of examples/ importable, as in their scripts, and provide the tiny model."""
 
 import sys
 from pathlib import Path

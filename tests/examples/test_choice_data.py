@@ -1,4 +1,4 @@
-"""Tables of questions with choices: columns by name, formats of answers, any number of choices, errors."""
+"""Check tables of questions with choices: columns, answer formats, numbers of choices, and errors."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from hf_attn_variants.training.engine.tables import SplitRow
 
 @pytest.fixture
 def load(tmp_path):
-    """Writes files by name and reads those that are called train, dev and test, with these flags."""
+    """A function that writes files and reads train, dev and test with given flags."""
 
     def call(files, *flags):
         argv = ["model", "--output_dir", "out"]
@@ -28,8 +28,8 @@ def load(tmp_path):
             content = rows.encode()
             (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         for flag, start in (("train_file", "train"), ("validation_file", "dev"), ("test_file", "test")):
-            if found := [str(tmp_path / name) for name in files if name.startswith(start)]:
-                argv += [f"--{flag}", *found]
+            if result := [str(tmp_path / name) for name in files if name.startswith(start)]:
+                argv += [f"--{flag}", *result]
         splits, columns = load_choice_data(parse_args([*argv, *map(str, flags)]))
         return SimpleNamespace(splits=splits, **columns)
 
@@ -43,25 +43,25 @@ def rows_of(split):
 # Data sets that are known
 
 
-def test_race_is_known_by_its_columns(load):
+def test_race_format_is_detected_by_its_columns(load):
     rows = [
         {"article": "It rains.", "question": "It is _ .", "options": ["wet", "dry"], "answer": "A", "example_id": "1"},
         {"article": "It rains.", "question": "What falls?", "options": ["rain", "snow"], "answer": "B", "x": "2"},
     ]
-    found = load({"train.jsonl.gz": rows, "test.jsonl": [{k: v for k, v in rows[0].items() if k != "answer"}]})
-    assert rows_of(found.splits["train"]) == {
+    result = load({"train.jsonl.gz": rows, "test.jsonl": [{k: v for k, v in rows[0].items() if k != "answer"}]})
+    assert rows_of(result.splits["train"]) == {
         "text1": ["It rains.", "It rains."],
         "text2": [["It is wet .", "It is dry ."], ["What falls? rain", "What falls? snow"]],
         "label": [0, 1],
     }
-    assert found.answer_format == "letter" and "label" not in rows_of(found.splits["test"])
+    assert result.answer_format == "letter" and "label" not in rows_of(result.splits["test"])
 
 
-def test_swag_is_known_by_its_columns(load):
+def test_swag_format_is_detected_by_its_columns(load):
     header = ",video-id,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
     rows = "0,v,A man. He,A man.,He,gold,runs.,sits.,eats.,sleeps.,1\n1,v,s,A dog.,It,gold,a.,b.,c.,d.,2\n"
-    found = load({"train.csv": header + rows, "dev.csv": header + rows})
-    assert rows_of(found.splits["validation"]) == {
+    result = load({"train.csv": header + rows, "dev.csv": header + rows})
+    assert rows_of(result.splits["validation"]) == {
         "text1": ["A man.", "A dog."],
         "text2": [["He runs.", "He sits.", "He eats.", "He sleeps."], ["It a.", "It b.", "It c.", "It d."]],
         "label": [1, 2],
@@ -72,19 +72,19 @@ def test_swag_is_known_by_its_columns(load):
         load({"train.csv": other})
 
 
-def test_the_hubs_swag_has_names_of_its_answers_and_none_of_the_test_rows(monkeypatch):
+def test_hub_swag_has_label_names_and_unlabeled_test_rows(monkeypatch):
     texts = {name: Value("string") for name in ("sent1", "sent2", *(f"ending{i}" for i in range(4)))}
     features = Features({**texts, "label": ClassLabel(names=["0", "1", "2", "3"])})
     row = {name: name for name in texts}
     splits = {"train": [{**row, "label": 3}], "validation": [{**row, "label": 0}], "test": [{**row, "label": -1}]}
     hub = DatasetDict({name: Dataset.from_list(rows, features=features) for name, rows in splits.items()})
     monkeypatch.setattr(tables, "load_dataset", lambda name, config: hub)
-    found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "swag"]))
-    assert found["train"].data["label"][:] == [3] and found["validation"].data["label"][:] == [0]
-    assert "label" not in found["test"].data.column_names and len(found["test"]) == 1
+    result, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "swag"]))
+    assert result["train"].data["label"][:] == [3] and result["validation"].data["label"][:] == [0]
+    assert "label" not in result["test"].data.column_names and len(result["test"]) == 1
 
 
-def test_nested_choices_are_found(monkeypatch):
+def test_nested_choices_are_read(monkeypatch):
     features = Features(
         {
             "question": Value("string"),
@@ -95,39 +95,39 @@ def test_nested_choices_are_found(monkeypatch):
     row = {"question": "Why?", "choices": {"text": ["so", "not"], "label": ["A", "B"]}, "answerKey": "B"}
     hub = DatasetDict({"train": Dataset.from_list([row], features=features)})
     monkeypatch.setattr(tables, "load_dataset", lambda name, config: hub)
-    found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "arc"]))
-    assert rows_of(found["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
+    result, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", "arc"]))
+    assert rows_of(result["train"]) == {"text1": ["Why?"], "text2": [["so", "not"]], "label": [1]}
 
 
 # A user's own columns
 
 
-def test_columns_may_have_any_name_and_rows_any_number_of_choices(load):
+def test_column_names_and_choice_counts_are_free(load):
     text = "about\tasked\tone\ttwo\tthree\tright\nA cat.\tWho?\tcat\tdog\t\t2\nA dog.\tWho?\tcat\tdog\thorse\t3\n"
     flags = "--context_column", "about", "--question_column", "asked", "--choices_columns", "one", "two", "three"
-    found = load({"train.tsv": text}, *flags, "--answer_column", "right")
-    assert rows_of(found.splits["train"]) == {
+    result = load({"train.tsv": text}, *flags, "--answer_column", "right")
+    assert rows_of(result.splits["train"]) == {
         "text1": ["A cat.", "A dog."],
         "text2": [["Who? cat", "Who? dog"], ["Who? cat", "Who? dog", "Who? horse"]],
         "label": [1, 2],
     }
-    assert found.answer_format == "from_1"
+    assert result.answer_format == "from_1"
 
 
-def test_a_list_in_a_csv_is_json_and_a_question_alone_will_do(load):
+def test_csv_lists_are_json_and_contexts_are_optional(load):
     text = 'question,choices,answer\nWho?,"[""a cat"", ""a dog""]",a dog\n'
-    found = load({"train.csv": text})
-    assert rows_of(found.splits["train"]) == {"text1": ["Who?"], "text2": [["a cat", "a dog"]], "label": [1]}
-    assert found.answer_format == "text"
+    result = load({"train.csv": text})
+    assert rows_of(result.splits["train"]) == {"text1": ["Who?"], "text2": [["a cat", "a dog"]], "label": [1]}
+    assert result.answer_format == "text"
     with pytest.raises(ValueError, match=r"line 2, row 1: choices must have at least 2 choices, .* \"\['a', 'b'\]\""):
         load({"train.csv": "question,choices,answer\nWho?,\"['a', 'b']\",a\n"})
 
 
-def test_columns_are_numbered(load):
+def test_numbered_columns_are_choices(load):
     ten = ",".join(f"choice{i}" for i in range(1, 12))
     values = ",".join(f"t{i}" for i in range(1, 12))
-    found = load({"train.csv": f"context,{ten},label\nx,{values},11\n"})
-    assert found.splits["train"].data["label"][:] == [10]
+    result = load({"train.csv": f"context,{ten},label\nx,{values},11\n"})
+    assert result.splits["train"].data["label"][:] == [10]
 
 
 # Formats of answers
@@ -149,12 +149,12 @@ def rows_with(answers, choices):
         (["t1", "t0"], 3, ("text", [1, 0])),
     ],
 )
-def test_the_format_of_answers_is_seen_from_all_of_them(answers, count, expected):
+def test_answer_format_is_detected_from_all_rows(answers, count, expected):
     choices = [[f"t{i}" for i in range(count)]] * len(answers)
-    found = find_answer_format(rows_with(answers, choices))
-    places = [find_choice(answer, row, found) for answer, row in zip(answers, choices, strict=True)]
-    assert (found, places) == expected
-    shown = [str(format_answer(place, choices[0], found)).lower() for place in places]
+    result = find_answer_format(rows_with(answers, choices))
+    places = [find_choice(answer, row, result) for answer, row in zip(answers, choices, strict=True)]
+    assert (result, places) == expected
+    shown = [str(format_answer(place, choices[0], result)).lower() for place in places]
     assert shown == [answer.lower() for answer in answers]
 
 
@@ -170,25 +170,25 @@ def test_the_format_of_answers_is_seen_from_all_of_them(answers, count, expected
         (["0", "3"], [list("xyz")] * 2, "fit none of"),
     ],
 )  # fmt: skip
-def test_answers_that_fit_two_formats_or_none_are_an_error(answers, choices, message):
+def test_ambiguous_or_unknown_answer_formats_raise_an_error(answers, choices, message):
     with pytest.raises(ValueError, match=f"^row 0: --answer_format.*{message}"):
         find_answer_format(rows_with(answers, choices))
 
 
-def test_the_training_rows_decide_for_all(load):
+def test_training_rows_determine_the_answer_format(load):
     def rows(*labels):
         return [{"context": "c", "choices": ["x", "y", "z"], "label": label} for label in labels]
 
-    found = load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(1, 2), "test.jsonl": rows(-1, -1)})
-    assert found.splits["validation"].data["label"][:] == [1, 2] and found.answer_format == "from_0"
-    assert "label" not in found.splits["test"].data.column_names
+    result = load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(1, 2), "test.jsonl": rows(-1, -1)})
+    assert result.splits["validation"].data["label"][:] == [1, 2] and result.answer_format == "from_0"
+    assert "label" not in result.splits["test"].data.column_names
     with pytest.raises(ValueError, match=r"dev.jsonl, line 1, row 1.*3 choices.*'3'"):
         load({"train.jsonl": rows(0, 1), "dev.jsonl": rows(3)})
     given = load({"train.jsonl": rows(1, 2)}, "--answer_format", "from_1")
     assert given.splits["train"].data["label"][:] == [0, 1]
 
 
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -204,21 +204,21 @@ def test_the_training_rows_decide_for_all(load):
         ({"context": 5}, "Column 'context'"),
     ],
 )
-def test_a_bad_row_is_named(load, change, message):
+def test_invalid_row_error_names_the_row(load, change, message):
     row = {"context": "c", "choices": ["x", "y"], "answer": "A"}
     with pytest.raises(ValueError, match=f"train.jsonl, (line 1, )?row 1.*{message}|{message}") as caught:
         load({"train.jsonl": [{**row, **change}, row]})
     assert "train.jsonl" in str(caught.value)
 
 
-def test_answers_of_some_test_rows_are_not_dropped(load):
+def test_partly_labeled_test_rows_raise_an_error(load):
     row = {"context": "c", "choices": ["x", "y"]}
     known = [row | {"answer": answer} for answer in "AB"]
     with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', but .*row 2 has it"):
         load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
     named = {"label": "c", "choices": ["x", "y"]}  # a context may be called as answers are
-    found = load({"test.jsonl": [named, named]}, "--num_train_epochs", 0, "--context_column", "label")
-    assert rows_of(found.splits["test"])["text1"] == ["c", "c"]
+    result = load({"test.jsonl": [named, named]}, "--num_train_epochs", 0, "--context_column", "label")
+    assert rows_of(result.splits["test"])["text1"] == ["c", "c"]
 
 
 @pytest.mark.parametrize(
@@ -248,12 +248,12 @@ def test_answers_of_some_test_rows_are_not_dropped(load):
         ),
     ],
 )
-def test_columns_that_are_not_found_are_asked_for(load, row, message):
+def test_missing_columns_error_names_the_flag(load, row, message):
     with pytest.raises(ValueError, match=message):
         load({"train.jsonl": [row]})
 
 
-def test_choices_that_are_the_same_to_the_model_are_counted(tiny_bert, caplog):
+def test_choices_with_equal_tokens_are_counted(tiny_bert, caplog):
     choice_model = ChoiceHead.__new__(ChoiceHead)
     choice_model.tokenizer, choice_model.settings = (
         AutoTokenizer.from_pretrained(tiny_bert),
@@ -261,14 +261,14 @@ def test_choices_that_are_the_same_to_the_model_are_counted(tiny_bert, caplog):
     )
     rows = {"text1": ["a", "a"], "text2": [["cat dog mat", "cat dog house"], ["cat", "dog"]]}
     data = Dataset.from_dict({**rows, "index": [1, 2], "file": ["t.csv"] * 2})
-    found = choice_model.tokenize(ClassificationSplit("train", data))
+    result = choice_model.tokenize(ClassificationSplit("train", data))
     assert "train: 1 of 2 questions have choices with the same tokens. The first is t.csv, row 1" in caplog.text
-    assert found["length"][:] == [12, 10] and [len(ids) for ids in found[1]["input_ids"]] == [5, 5]
+    assert result["length"][:] == [12, 10] and [len(ids) for ids in result[1]["input_ids"]] == [5, 5]
 
 
-def test_choices_of_a_dataset_folder_are_those_of_its_files(tmp_path):
+def test_dataset_folder_gives_the_same_rows_as_its_files(tmp_path):
     rows = "question,choice1,choice2,choice3,choice4,answer\nlegs?,two,NA,null,None,A\n"
     for split in ("train", "validation"):
         (tmp_path / f"{split}.csv").write_text(rows)
-    found, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))
-    assert found["train"].data["choices"][:] == [["two", "NA", "null", "None"]]
+    result, _ = load_choice_data(parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))
+    assert result["train"].data["choices"][:] == [["two", "NA", "null", "None"]]

@@ -1,4 +1,4 @@
-"""The multiple-choice example: the loss of Transformers, questions of any size, whole runs, two processes."""
+"""Check the multiple-choice example: Transformers' loss, any number of choices, whole runs, and two processes."""
 
 import json
 
@@ -24,7 +24,7 @@ ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar",
 
 
 def questions(count=16):
-    """The animal is right, among one to three others."""
+    """Write questions whose right answer is the animal, among one to three other words."""
     for i in range(count):
         others = [PLACES[(i + j) % 4] for j in range(1 + i % 3)]
         place = i % (len(others) + 1)
@@ -48,7 +48,7 @@ def flags(files, tiny_bert, tmp_path):
         argv += ["--per_device_train_batch_size", batch, "--learning_rate", "3e-3"]
         for name, path in (("train", train), ("validation", dev), ("test", test)):
             argv += [f"--{name}_file", path] if path is not None else []
-        return [str(each) for each in [*argv, *more]]
+        return [str(item) for item in [*argv, *more]]
 
     return make
 
@@ -67,7 +67,7 @@ def lines_of(path):
 
 @pytest.mark.parametrize("row", [BERT, ALBERT, *ENCODERS], ids=lambda row: row.name)
 @pytest.mark.parametrize("variant", ["mha", "gqa", "gqa_talking"])
-def test_the_loss_is_upstreams_and_each_question_stands_alone(row, variant):
+def test_loss_equals_transformers_and_questions_are_independent(row, variant):
     head = next(name for name in row.heads if name.endswith("ForMultipleChoice"))
     model = row.model(head, variant)
     torch.manual_seed(1)
@@ -76,8 +76,8 @@ def test_the_loss_is_upstreams_and_each_question_stands_alone(row, variant):
     batch, labels = {"input_ids": ids, "attention_mask": mask}, torch.tensor([0, 2, 1])
     theirs = model(**batch, labels=labels)
     choice_model = ChoiceHead.__new__(ChoiceHead)  # a loss needs neither settings nor a tokenizer
-    found = choice_model.scores(model, batch)
-    assert_close(found, theirs.logits, atol=1e-5, rtol=1e-5)
+    actual = choice_model.scores(model, batch)
+    assert_close(actual, theirs.logits, atol=1e-5, rtol=1e-5)
     loss = choice_model.objective().loss_sum(model, {**batch, "labels": labels})
     assert_close(loss / len(ids), theirs.loss, atol=1e-5, rtol=1e-5)
     # The last choice of the first question is not there.
@@ -85,21 +85,21 @@ def test_the_loss_is_upstreams_and_each_question_stands_alone(row, variant):
     batch["attention_mask"][0, -1] = 0
     fewer = choice_model.scores(model, batch)
     assert fewer[0, -1] == -torch.inf
-    assert_close(fewer[0, :-1], found[0, :-1], atol=1e-5, rtol=1e-5)
-    assert_close(fewer[1:], found[1:], atol=1e-5, rtol=1e-5)
+    assert_close(fewer[0, :-1], actual[0, :-1], atol=1e-5, rtol=1e-5)
+    assert_close(fewer[1:], actual[1:], atol=1e-5, rtol=1e-5)
     loss = choice_model.objective().loss_sum(model, {**batch, "labels": labels})
     expected = sum(-row[row > -torch.inf].log_softmax(-1)[label] for row, label in zip(fewer, labels, strict=True))
     assert_close(loss, expected, atol=1e-5, rtol=1e-5)
     loss.backward()
-    assert all(torch.isfinite(each.grad).all() for each in model.parameters() if each.grad is not None)
+    assert all(torch.isfinite(item.grad).all() for item in model.parameters() if item.grad is not None)
 
 
-def test_a_batch_has_as_many_choices_as_its_largest_question(tiny_bert):
+def test_batch_is_padded_to_its_largest_number_of_choices(tiny_bert):
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     texts = [["a cat", "a dog in a house"], ["a", "b", "c"]]
-    rows = [{**tokenizer(["man"] * len(each), each), "label": i, "length": 1} for i, each in enumerate(texts)]
+    rows = [{**tokenizer(["man"] * len(item), item), "label": i, "length": 1} for i, item in enumerate(texts)]
     batch = ChoiceCollator(tokenizer, None)(rows)
-    counts = [[len(tokenizer("man", text)["input_ids"]) for text in each] for each in texts]
+    counts = [[len(tokenizer("man", text)["input_ids"]) for text in item] for item in texts]
     most, first = counts[0][1], len(tokenizer("man")["input_ids"])
     assert batch["input_ids"].shape == (2, 3, most) and batch["labels"].tolist() == [0, 1]
     assert batch["attention_mask"].sum(-1).tolist() == [[*counts[0], 0], counts[1]]
@@ -115,7 +115,7 @@ def test_a_batch_has_as_many_choices_as_its_largest_question(tiny_bert):
 # Whole runs
 
 
-def test_a_variant_learns_to_choose_and_predicts_with_probabilities(run, tiny_bert, tmp_path):
+def test_variant_learns_choices_and_predicts_probabilities(run, tiny_bert, tmp_path):
     learner = make_bert(tmp_path / "learner", tiny_bert)
     convert_checkpoint(learner, tmp_path / "gqa", 2)
     results, out = run("--num_train_epochs", 12, "--dropout_rate", 0, "--group_by_length", model=tmp_path / "gqa")
@@ -124,15 +124,15 @@ def test_a_variant_learns_to_choose_and_predicts_with_probabilities(run, tiny_be
     model, tokenizer = AutoModelForMultipleChoice.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
     assert model.config.num_key_value_heads == 2
     rows = list(questions())
-    for i, (row, said) in enumerate(zip(rows, lines_of(out / "predictions_test.jsonl"), strict=True), start=1):
+    for i, (row, printed) in enumerate(zip(rows, lines_of(out / "predictions_test.jsonl"), strict=True), start=1):
         seconds = [f"{row['question']} {choice}" for choice in row["choices"]]
         inputs = tokenizer([row["context"]] * len(seconds), seconds, padding=True, return_tensors="pt")
         with torch.no_grad():
-            shares = model(**{name: each.unsqueeze(0) for name, each in inputs.items()}).logits.softmax(-1)[0].tolist()
+            shares = model(**{name: item.unsqueeze(0) for name, item in inputs.items()}).logits.softmax(-1)[0].tolist()
         best = int(np.argmax(shares))
-        assert said["probabilities"] == pytest.approx(shares, abs=1e-4) and "answer" not in said
-        assert (said["row"], said["prediction"], said["choice"]) == (i, "ABCD"[best], row["choices"][best])
-        assert all(said[name] == row[name] for name in ("context", "question", "choices"))
+        assert printed["probabilities"] == pytest.approx(shares, abs=1e-4) and "answer" not in printed
+        assert (printed["row"], printed["prediction"], printed["choice"]) == (i, "ABCD"[best], row["choices"][best])
+        assert all(printed[name] == row[name] for name in ("context", "question", "choices"))
     scored = lines_of(out / "predictions_dev.jsonl")
     right = np.mean([row["answer"] == row["prediction"] for row in scored])
     assert right == pytest.approx(results["eval_accuracy"]) and (out / "training_curves.png").is_file()
@@ -141,7 +141,7 @@ def test_a_variant_learns_to_choose_and_predicts_with_probabilities(run, tiny_be
 
 
 @pytest.mark.thorough
-def test_a_saved_model_evaluates_and_predicts_alone(run, files, capsys):
+def test_saved_model_evaluates_and_predicts(run, files, capsys):
     first, out = run("--max_train_steps", 3, test=files["dev"])
     assert first["test_accuracy"] == first["eval_accuracy"] and first["test_loss"] == pytest.approx(first["eval_loss"])
     again, _ = run("--num_train_epochs", 0, model=out, out="again", train=None)
@@ -155,7 +155,7 @@ def test_a_saved_model_evaluates_and_predicts_alone(run, files, capsys):
     assert (cut["train_samples"], cut["eval_samples"]) == (3, 2)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run):
+def test_resumed_multiple_choice_run_is_bitwise_equal(run):
     flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "accuracy"]
     whole, out = run(*flags, "--checkpointing_steps", 3)
     checkpoint = "--resume_from_checkpoint", out / "checkpoint-3"
@@ -167,7 +167,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run):
 
 
 @pytest.mark.thorough
-def test_two_processes_train_like_one_with_the_batch_doubled(run, flags, tmp_path):
+def test_two_processes_equal_one_process_with_a_double_batch(run, flags, tmp_path):
     more = ["--num_train_epochs", 2, "--dropout_rate", 0, "--logging_steps", 1, "--per_device_eval_batch_size", 3]
     expected, out = run(*more, batch=8)
     statuses, output = run_processes(2, run_script, SCRIPT, flags(*more, out="two", batch=4))
@@ -175,15 +175,15 @@ def test_two_processes_train_like_one_with_the_batch_doubled(run, flags, tmp_pat
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     for name in ("train_loss", "eval_loss", "eval_accuracy", "eval_samples", "train_tokens"):
         assert results[name] == pytest.approx(expected[name], rel=1e-4), name
-    found, kept = (load_file(folder / "model.safetensors") for folder in (tmp_path / "two", out))
-    for weights in (found, kept):
+    actual, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "two", out))
+    for weights in (actual, expected):
         weights.pop("classifier.bias")  # it is added to each choice alike: its gradient is nothing but rounding
-    assert_close(found, kept, rtol=1e-3, atol=1e-4)
+    assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     one, two = (lines_of(folder / "predictions_test.jsonl") for folder in (out, tmp_path / "two"))
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 
 
-def test_other_heads_are_begun_anew_and_other_models_refused(run, tiny_bert, tmp_path):
+def test_other_heads_are_initialized_and_other_models_raise(run, tiny_bert, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny_bert, num_labels=3)
@@ -201,7 +201,7 @@ def test_other_heads_are_begun_anew_and_other_models_refused(run, tiny_bert, tmp
     assert not (tmp_path / "no").exists()
 
 
-def test_the_card_says_how_to_choose(run):
+def test_card_shows_how_to_choose_an_answer(run):
     results, out = run("--max_train_steps", 1)
     card = str(model_card(out, "me/x"))
     assert "pipeline_tag: multiple-choice" in card and "AutoModelForMultipleChoice" in card

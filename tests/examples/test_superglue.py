@@ -1,4 +1,4 @@
-"""The SuperGLUE example with an encoder: whole runs on each task, learning, resumes, cards."""
+"""Check the SuperGLUE example with an encoder: whole runs per task, learning, resumed runs and cards."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def run(tiny_bert, tmp_path):
             write_superglue(folder, task.lower(), 8)
         argv = [model, "--task_name", task, "--data_dir", folder, "--output_dir", tmp_path / out, "--max_length", 64]
         argv += ["--per_device_train_batch_size", 4, "--learning_rate", "3e-3", "--cpu", "--disable_tqdm", *flags]
-        return main(parse_args([str(each) for each in argv])), tmp_path / out
+        return main(parse_args([str(item) for item in argv])), tmp_path / out
 
     return call
 
@@ -42,7 +42,7 @@ def lines_of(path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", TASKS)
-def test_every_task_trains_and_leaves_all_outputs(run, tiny_bert, tmp_path, task):
+def test_every_superglue_task_trains_and_writes_all_outputs(run, tiny_bert, tmp_path, task):
     convert_checkpoint(tiny_bert, tmp_path / "gqa", 2)
     results, out = run(task, "--max_train_steps", 2, "--group_by_length", model=tmp_path / "gqa")
     spec = TASKS[task]
@@ -64,7 +64,7 @@ def test_every_task_trains_and_leaves_all_outputs(run, tiny_bert, tmp_path, task
 
 
 @pytest.mark.thorough
-def test_copa_and_boolq_are_learned(run, tiny_bert, tmp_path):
+def test_model_learns_copa_and_boolq(run, tiny_bert, tmp_path):
     learner = make_bert(tmp_path / "learner", tiny_bert)
     flags = "--num_train_epochs", 20, "--dropout_rate", 0
     results, out = run("copa", *flags, model=learner)
@@ -74,19 +74,19 @@ def test_copa_and_boolq_are_learned(run, tiny_bert, tmp_path):
     assert results["eval_accuracy"] > 0.7
 
 
-def test_a_submission_is_what_the_saved_model_says(run, tmp_path):
+def test_submission_equals_predictions_of_the_saved_model(run, tmp_path):
     _, out = run("cb", "--max_train_steps", 4)
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(out).eval(),
         AutoTokenizer.from_pretrained(out),
     )
-    for row, said in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
+    for row, printed in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
         with torch.no_grad():
             logits = model(**tokenizer(row["premise"], row["hypothesis"], return_tensors="pt")).logits
-        assert said == {"idx": row["idx"], "label": model.config.id2label[logits.argmax().item()]}
+        assert printed == {"idx": row["idx"], "label": model.config.id2label[logits.argmax().item()]}
 
 
-def test_first_questions_are_whole_ones(run):
+def test_first_rows_are_whole_questions(run):
     results, out = run("multirc", "--max_train_steps", 1, "--max_eval_samples", 3, "--max_train_samples", 2)
     assert results["eval_samples"] == 7 and results["train_samples"] == 4
     assert len(lines_of(out / "predictions_dev_MultiRC.jsonl")) == 2
@@ -94,7 +94,7 @@ def test_first_questions_are_whole_ones(run):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", ["record", "copa"])
-def test_a_resumed_run_ends_with_the_same_bits(run, task):
+def test_resumed_superglue_run_is_bitwise_equal(run, task):
     flags = ["--max_train_steps", 5, "--eval_steps", 2, "--metric_for_best_model", "loss"]
     whole, out = run(task, *flags, "--checkpointing_steps", 3)
     resumed, other = run(task, *flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
@@ -103,7 +103,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, task):
 
 
 def diagnostic_rows(name, count=12):
-    """Rows in the official form: AX-b's fields are called as GLUE's, AX-g's pairs differ in a pronoun."""
+    """Return rows in the official form: AX-b with GLUE's field names, AX-g with pairs that differ in a pronoun."""
     for i in range(count):
         label = ("entailment", "not_entailment")[i // 2 % 2]
         if name == "AX-b":
@@ -115,21 +115,21 @@ def diagnostic_rows(name, count=12):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("host", ["bert", "t5"])
-def test_a_model_of_rte_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, host):
-    model = tiny_bert if host == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")
+@pytest.mark.parametrize("architecture", ["bert", "t5"])
+def test_rte_model_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, architecture):
+    model = tiny_bert if architecture == "bert" else make_writer("t5", RTE_WORDS, tmp_path / "t5")
     for name in ("AX-b", "AX-g"):
         (tmp_path / name).mkdir()
         lines = (json.dumps(row) + "\n" for row in diagnostic_rows(name))
         (tmp_path / name / f"{name}.jsonl").write_text("".join(lines))
     results, out = run("rte", "--max_train_steps", 6, model=model)
     truth = [row["label"] for row in diagnostic_rows("AX-b")]
-    found = {name: lines_of(out / f"predictions_{name}.jsonl") for name in ("AX-b", "AX-g")}
-    assert all([row["idx"] for row in rows] == [*range(12)] for rows in found.values())
-    said = {name: [row["label"] for row in rows] for name, rows in found.items()}
-    assert results["axb_matthews_correlation"] == pytest.approx(matthews_corrcoef(truth, said["AX-b"]))
-    assert results["axg_accuracy"] == np.mean([a == b for a, b in zip(truth, said["AX-g"], strict=True)])
-    pairs = zip(said["AX-g"][::2], said["AX-g"][1::2], strict=True)
+    result = {name: lines_of(out / f"predictions_{name}.jsonl") for name in ("AX-b", "AX-g")}
+    assert all([row["idx"] for row in rows] == [*range(12)] for rows in result.values())
+    printed = {name: [row["label"] for row in rows] for name, rows in result.items()}
+    assert results["axb_matthews_correlation"] == pytest.approx(matthews_corrcoef(truth, printed["AX-b"]))
+    assert results["axg_accuracy"] == np.mean([a == b for a, b in zip(truth, printed["AX-g"], strict=True)])
+    pairs = zip(printed["AX-g"][::2], printed["AX-g"][1::2], strict=True)
     assert results["axg_gender_parity"] == np.mean([one == other for one, other in pairs])
     # Without labels, and without pairs.
     rows = [{k: v for k, v in row.items() if k != "label"} for row in diagnostic_rows("AX-g")]
@@ -139,7 +139,7 @@ def test_a_model_of_rte_predicts_both_diagnostic_sets(run, tiny_bert, tmp_path, 
     assert len(lines_of(folder / "predictions_AX-g.jsonl")) == 11
 
 
-def test_the_diagnostic_sets_of_the_hub_are_read_likewise(monkeypatch):
+def test_diagnostic_sets_of_the_hub_equal_the_official_ones(monkeypatch):
     loaded = []
 
     def load(dataset, name, split):
@@ -149,9 +149,9 @@ def test_the_diagnostic_sets_of_the_hub_are_read_likewise(monkeypatch):
 
     monkeypatch.setattr(superglue_data, "load_dataset", load)
     settings = SuperGlueSettings(model_name_or_path="m", output_dir="o", task_name="rte")
-    found = superglue_data.load_examples(settings, TASKS["rte"])
+    result = superglue_data.load_examples(settings, TASKS["rte"])
     assert loaded[-2:] == [("aps/super_glue", name, "test") for name in ("axb", "axg")]
-    assert found["axb"][1].texts == (("The dog is in the house.", "a street"),) and found["axb"][1].labels == (1,)
+    assert result["axb"][1].texts == (("The dog is in the house.", "a street"),) and result["axb"][1].labels == (1,)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +164,12 @@ def test_the_diagnostic_sets_of_the_hub_are_read_likewise(monkeypatch):
         ),
     ],
 )
-def test_bad_flags_are_refused(flags, message):
+def test_superglue_rejects_invalid_flags(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(["m", "--output_dir", "o", *flags])
 
 
-def test_the_card_names_the_benchmark_and_not_glues_task(run):
+def test_card_names_superglue_instead_of_glue(run):
     _, out = run("rte", "--max_train_steps", 2)
     card = str(model_card(out, "me/x"))
     assert "SuperGLUE RTE" in card and "GLUE RTE" not in card.replace("SuperGLUE RTE", "")

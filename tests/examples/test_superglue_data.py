@@ -1,4 +1,4 @@
-"""SuperGLUE's official files and the Hub's rows as texts, its metrics by their own formulas, its submissions."""
+"""Check SuperGLUE's official files and the Hub's rows as texts, its metrics, and its submissions."""
 
 import json
 
@@ -60,18 +60,18 @@ def load(task, data_dir):
         ("wsc", (("The * cat man * sees a house, and # it # is big.",),)),
     ],
 )
-def test_a_row_is_read_as_these_texts(tmp_path, task, texts):
+def test_row_becomes_the_expected_texts(tmp_path, task, texts):
     assert read(tmp_path, task, official_rows(task, 1))[0].texts == texts
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_hubs_rows_are_the_official_ones(tmp_path, monkeypatch, task):
+def test_hub_rows_equal_the_official_rows(tmp_path, monkeypatch, task):
     official = load(task, write_superglue(tmp_path / "official", task))
     rows = Dataset.from_list(hub_rows(task))
     hub = DatasetDict({"train": rows, "validation": rows.select(range(2)), "test": rows})
     monkeypatch.setattr(superglue_data, "load_dataset", lambda name, config, split: hub[split])
-    found = load(task, None)
-    assert found["train"] == official["train"] and found["test"] == official["test"]
+    result = load(task, None)
+    assert result["train"] == official["train"] and result["test"] == official["test"]
     assert official["test"][0].labels is None and official["train"][0].labels is not None
 
 
@@ -84,7 +84,7 @@ def test_the_hubs_rows_are_the_official_ones(tmp_path, monkeypatch, task):
         (9, "it", "It sees a * dog * and # it # is big."),
     ],
 )
-def test_the_span_nearest_to_its_number_is_marked(tmp_path, index, text, expected):
+def test_span_nearest_to_its_index_is_marked(tmp_path, index, text, expected):
     target = {"span1_index": 3, "span1_text": "dog", "span2_index": index, "span2_text": text}
     row = {"text": "It sees a dog and it is big.", "target": target, "idx": 0, "label": True}
     assert read(tmp_path, "wsc", [row])[0].texts == ((expected,),)
@@ -104,80 +104,82 @@ def test_the_span_nearest_to_its_number_is_marked(tmp_path, index, text, expecte
         ("record", {"qas": [{"query": "no place", "answers": [{"text": "a"}], "idx": 0}]}, "@placeholder"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_row(tmp_path, task, change, message):
+def test_invalid_data_error_names_the_row(tmp_path, task, change, message):
     rows = official_rows(task, 1)
     with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1, row 1.*{message}"):
         read(tmp_path, task, [{**rows[0], **change}])
 
 
-# Metrics, by formulas of their own
+# Metrics, compared with separate formulas
 
 
 def scores_for(labels, count):
-    """Logits whose largest is that of each label."""
+    """Return logits whose largest value is at each label."""
     return np.eye(count)[np.asarray(labels)] + np.random.default_rng(0).normal(0, 0.1, (len(labels), count))
 
 
-def test_cb_has_the_mean_of_accuracy_and_macro_f1(tmp_path):
+def test_cb_score_is_the_mean_of_accuracy_and_macro_f1(tmp_path):
     task, examples = get_superglue_task("cb"), read(tmp_path, "cb", official_rows("cb", 9))
-    true, said = [example.labels[0] for example in examples], [0, 1, 1, 0, 0, 2, 0, 1, 2]
+    true, printed = [example.labels[0] for example in examples], [0, 1, 1, 0, 0, 2, 0, 1, 2]
     f1 = []
     for label in range(3):
-        hits = sum(t == s == label for t, s in zip(true, said, strict=True))
-        f1.append(2 * hits / (true.count(label) + said.count(label)))
-    found = compute_superglue_metrics(task, examples, scores_for(said, 3))
-    accuracy = np.mean(np.equal(true, said))
-    assert found["accuracy"] == pytest.approx(accuracy) and found["f1_macro"] == pytest.approx(np.mean(f1))
-    assert found["f1_macro"] == pytest.approx(f1_score(true, said, average="macro"))
-    assert found["combined_score"] == pytest.approx((accuracy + np.mean(f1)) / 2)
+        hits = sum(t == s == label for t, s in zip(true, printed, strict=True))
+        f1.append(2 * hits / (true.count(label) + printed.count(label)))
+    result = compute_superglue_metrics(task, examples, scores_for(printed, 3))
+    accuracy = np.mean(np.equal(true, printed))
+    assert result["accuracy"] == pytest.approx(accuracy) and result["f1_macro"] == pytest.approx(np.mean(f1))
+    assert result["f1_macro"] == pytest.approx(f1_score(true, printed, average="macro"))
+    assert result["combined_score"] == pytest.approx((accuracy + np.mean(f1)) / 2)
 
 
-def test_multirc_has_f1_over_all_answers_and_whole_questions(tmp_path):
+def test_multirc_scores_answers_and_whole_questions(tmp_path):
     task, examples = get_superglue_task("multirc"), read(tmp_path, "multirc", official_rows("multirc", 6))
     true = [label for example in examples for label in example.labels]
-    said = np.random.default_rng(1).integers(0, 2, len(true)).tolist()
-    said[: len(examples[0].labels)] = examples[0].labels  # one question is right as a whole
-    found = compute_superglue_metrics(task, examples, scores_for(said, 2))
-    hits = sum(t and s for t, s in zip(true, said, strict=True))
-    precision, recall = hits / sum(said), hits / sum(true)
-    assert found["f1a"] == pytest.approx(2 * precision * recall / (precision + recall))
-    rows, whole = iter(said), 0
+    printed = np.random.default_rng(1).integers(0, 2, len(true)).tolist()
+    printed[: len(examples[0].labels)] = examples[0].labels  # one question is right as a whole
+    result = compute_superglue_metrics(task, examples, scores_for(printed, 2))
+    hits = sum(t and s for t, s in zip(true, printed, strict=True))
+    precision, recall = hits / sum(printed), hits / sum(true)
+    assert result["f1a"] == pytest.approx(2 * precision * recall / (precision + recall))
+    rows, whole = iter(printed), 0
     for example in examples:
         whole += [next(rows) for _ in example.labels] == list(example.labels)
-    assert 0 < whole < len(examples) and found["exact_match"] == pytest.approx(whole / len(examples))
-    assert found["combined_score"] == pytest.approx((found["f1a"] + found["exact_match"]) / 2)
+    assert 0 < whole < len(examples) and result["exact_match"] == pytest.approx(whole / len(examples))
+    assert result["combined_score"] == pytest.approx((result["f1a"] + result["exact_match"]) / 2)
 
 
-def test_record_takes_the_likeliest_candidate_and_the_nearest_answer(tmp_path):
+def test_record_scores_the_likeliest_candidate_against_the_best_answer(tmp_path):
     passage = {"text": "The New York Times and New York and Bob", "entities": []}
     names = ("The New York Times", "New York", "Bob")
     for name in names:
         start = passage["text"].rindex(name)
         passage["entities"].append({"start": start, "end": start + len(name) - 1})
     answers = [[{"text": "New York"}], [{"text": "Bob"}, {"text": "New York"}], [{"text": "Bob"}]]
-    queries = [{"query": "@placeholder is", "answers": each, "idx": i} for i, each in enumerate(answers)]
+    queries = [{"query": "@placeholder is", "answers": item, "idx": i} for i, item in enumerate(answers)]
     examples = read(tmp_path, "record", [{"passage": passage, "qas": queries, "idx": 0}])
-    likely = [[2.0, 1, 0], [0, 3, 1], [0, 1, 0.5]]  # said: the paper, the town, the town
-    scores = np.array([[0.3, 0.3 + each] for row in likely for each in row])
+    likely = [[2.0, 1, 0], [0, 3, 1], [0, 1, 0.5]]  # predictions: the paper, the town, the town
+    scores = np.array([[0.3, 0.3 + item] for row in likely for item in row])
     assert choose_candidates(examples, scores) == ["The New York Times", "New York", "New York"]
-    found = compute_superglue_metrics(get_superglue_task("record"), examples, scores)
+    result = compute_superglue_metrics(get_superglue_task("record"), examples, scores)
     # Without the article the paper has three words, two of which are right: precision 2/3, recall 1.
-    assert found["f1"] == pytest.approx((0.8 + 1 + 0) / 3) and found["exact_match"] == pytest.approx(1 / 3)
+    assert result["f1"] == pytest.approx((0.8 + 1 + 0) / 3) and result["exact_match"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("task", ["boolq", "rte", "wic", "wsc"])
-def test_the_others_have_accuracy(tmp_path, task):
+def test_other_tasks_are_scored_by_accuracy(tmp_path, task):
     examples = read(tmp_path, task, official_rows(task))
-    said = [0, 1, 1, 1, 0, 0, 1, 0]
-    expected = np.mean([example.labels[0] == each for example, each in zip(examples, said, strict=True)])
-    assert compute_superglue_metrics(get_superglue_task(task), examples, scores_for(said, 2)) == {"accuracy": expected}
+    printed = [0, 1, 1, 1, 0, 0, 1, 0]
+    expected = np.mean([example.labels[0] == item for example, item in zip(examples, printed, strict=True)])
+    assert compute_superglue_metrics(get_superglue_task(task), examples, scores_for(printed, 2)) == {
+        "accuracy": expected
+    }
 
 
 # Submissions
 
 
 @pytest.mark.parametrize(
-    ("task", "said", "expected"),
+    ("task", "printed", "expected"),
     [
         ("boolq", [1, 0], [{"idx": 0, "label": "true"}, {"idx": 1, "label": "false"}]),
         ("cb", [2, 1], [{"idx": 0, "label": "neutral"}, {"idx": 1, "label": "contradiction"}]),
@@ -205,9 +207,9 @@ def test_the_others_have_accuracy(tmp_path, task):
         ),
     ],
 )  # fmt: skip
-def test_a_submission_is_in_the_official_form(tmp_path, task, said, expected):
+def test_submission_has_the_official_format(tmp_path, task, printed, expected):
     rows = [row for row in official_rows(task, 2)]
     examples = read(tmp_path, task, rows, has_labels=False) if task != "record" else read(tmp_path, task, rows)
     count = len(get_superglue_task(task).labels)
-    text = format_submission(get_superglue_task(task), examples, np.eye(count)[said])
+    text = format_submission(get_superglue_task(task), examples, np.eye(count)[printed])
     assert [json.loads(line) for line in text.splitlines()] == expected and text.endswith("\n")

@@ -1,4 +1,4 @@
-"""Both examples with an encoder-decoder: T5's wording, the probabilities of choices, whole runs."""
+"""Check both examples with an encoder-decoder: T5's wording, the probabilities of choices, and whole runs."""
 
 import json
 from types import SimpleNamespace
@@ -78,19 +78,19 @@ def lines_of(path):
         ("wsc", ["wsc text: The * cat man * sees a house, and # it # is big."]),
     ],
 )
-def test_rows_are_worded_as_t5s_code_does(task, t5_texts):
+def test_rows_are_worded_like_t5(task, t5_texts):
     [example] = make_examples(get_superglue_task(task), [("row 1", official_rows(task, 1)[0])])
     assert list(example.t5_texts) == t5_texts
 
 
-def test_paragraphs_of_multirc_lose_their_html():
+def test_multirc_paragraphs_have_no_html():
     row = official_rows("multirc", 1)[0]
     row["passage"]["text"] = "<b>Sent 1: </b>A cat.<br><b>Sent 2: </b>A dog.<br>"
     [example] = make_examples(get_superglue_task("multirc"), [("row 1", row)])
     assert example.t5_texts[0].endswith("paragraph: Sent 1: A cat. Sent 2: A dog. ")
 
 
-def test_a_query_of_record_is_learned_once_for_each_right_answer():
+def test_record_query_has_one_training_row_per_right_answer():
     training = SuperGlueChoice.__new__(SuperGlueChoice)
     training.task, training.config = get_superglue_task("record"), SimpleNamespace(is_encoder_decoder=True)
     examples = make_examples(training.task, [(f"row {i}", row) for i, row in enumerate(official_rows("record", 2))])
@@ -102,7 +102,7 @@ def test_a_query_of_record_is_learned_once_for_each_right_answer():
     assert training._to_logits(examples, log_shares)[:, 1] == pytest.approx(log_shares.ravel())
 
 
-def test_questions_are_worded_as_unifiedqa_does():
+def test_questions_are_worded_like_unifiedqa():
     row = {"question": None, "text1": "which is best conductor?", "choices": ["iron", "feather"]}
     assert format_question(row) == r"which is best conductor? \n (A) iron (B) feather"
     t5_texts = format_question({"question": "Who?", "text1": "A man.", "choices": ["he"] * 28})
@@ -114,7 +114,7 @@ def test_questions_are_worded_as_unifiedqa_does():
 
 @pytest.mark.parametrize("row", [T5, *ENCODER_DECODERS], ids=lambda row: row.name)
 @pytest.mark.parametrize("variant", ["mha", "gqa", "latent"])
-def test_log_probabilities_are_those_of_each_choice_alone(row, variant):
+def test_choice_log_probabilities_are_independent(row, variant):
     head = next(name for name in row.heads if name.endswith(("ForConditionalGeneration", "MTModel")))
     model = row.model(head, variant)
     sources, choices = token_ids(2, 9), token_ids(2, 3, 4)
@@ -125,22 +125,22 @@ def test_log_probabilities_are_those_of_each_choice_alone(row, variant):
     read = torch.cat([starts, choices[..., :-1].masked_fill(choices[..., :-1] < 0, 1)], dim=-1)
     batch = {"input_ids": sources, "attention_mask": mask, "choices": choices, "decoder_input_ids": read}
     with torch.no_grad():
-        found = compute_choice_log_probabilities(model, batch)
-        assert found.shape == (2, 3) and found[1, 2] == -torch.inf
+        actual = compute_choice_log_probabilities(model, batch)
+        assert actual.shape == (2, 3) and actual[1, 2] == -torch.inf
         for i, j in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
             ids = choices[i, j][choices[i, j] >= 0]
             read = torch.cat([torch.tensor([2]), ids[:-1]])
             length = int(mask[i].sum())
             logits = model(input_ids=sources[i : i + 1, :length], decoder_input_ids=read[None]).logits[0]
             expected = logits.log_softmax(-1)[torch.arange(len(ids)), ids].sum()
-            assert_close(found[i, j], expected, atol=1e-4, rtol=1e-4)
+            assert_close(actual[i, j], expected, atol=1e-4, rtol=1e-4)
 
 
 # Multiple choice
 
 
 def questions(count=16):
-    """The animal is right, among one to three others."""
+    """Write questions whose right answer is the animal, among one to three other words."""
     for i in range(count):
         others = [PLACES[(i + j) % 4] for j in range(1 + i % 3)]
         place = i % (len(others) + 1)
@@ -160,7 +160,7 @@ def flags(tmp_path, writer):
         argv += ["--per_device_train_batch_size", batch, "--learning_rate", "1e-2"]
         for name, split in (("train", "train"), ("validation", "dev"), ("test", "test")):
             argv += [f"--{name}_file", tmp_path / f"{split}.jsonl"]
-        return [str(each) for each in [*argv, *more]]
+        return [str(item) for item in [*argv, *more]]
 
     return make
 
@@ -176,23 +176,23 @@ def choose(flags, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_a_variant_learns_to_choose_in_words(choose, tmp_path, kind):
+def test_encoder_decoder_variant_learns_to_answer_in_words(choose, tmp_path, kind):
     source = make_writer(kind, TEXT, tmp_path / "source")
     convert_checkpoint(source, tmp_path / "gqa", 2)
     results, out = choose("--num_train_epochs", 15, "--dropout_rate", 0, "--group_by_length", model=tmp_path / "gqa")
     assert results["eval_accuracy"] > 0.9 and results["worded"] is True
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
     assert model.config.num_key_value_heads == 2
-    for row, said in zip(questions(), lines_of(out / "predictions_test.jsonl"), strict=True):
+    for row, printed in zip(questions(), lines_of(out / "predictions_test.jsonl"), strict=True):
         listed = " ".join(f"({letter}) {choice}" for letter, choice in zip("ABCD", row["choices"], strict=False))
         inputs = tokenizer(rf"What is it? \n {listed} \n A man sees it.", return_tensors="pt")
-        found = []
+        actual = []
         for choice in row["choices"]:
             labels = tokenizer(text_target=choice, return_tensors="pt")["input_ids"]
             with torch.no_grad():
-                found.append(-float(model(**inputs, labels=labels).loss) * labels.shape[1])
-        assert said["probabilities"] == pytest.approx(np.exp(log_softmax(found)), abs=1e-4)
-        assert said["choice"] == row["choices"][int(np.argmax(found))]
+                actual.append(-float(model(**inputs, labels=labels).loss) * labels.shape[1])
+        assert printed["probabilities"] == pytest.approx(np.exp(log_softmax(actual)), abs=1e-4)
+        assert printed["choice"] == row["choices"][int(np.argmax(actual))]
     scored = lines_of(out / "predictions_dev.jsonl")
     losses = [-np.log(row["probabilities"]["ABCD".index(row["answer"])]) for row in scored]
     assert results["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-4, abs=1e-6)
@@ -201,7 +201,7 @@ def test_a_variant_learns_to_choose_in_words(choose, tmp_path, kind):
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_ends_with_the_same_bits(choose):
+def test_resumed_text_run_is_bitwise_equal(choose):
     flags = ["--max_train_steps", 6, "--eval_steps", 2, "--metric_for_best_model", "loss"]
     whole, out = choose(*flags, "--checkpointing_steps", 3)
     resumed, other = choose(*flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
@@ -210,7 +210,7 @@ def test_a_resumed_run_ends_with_the_same_bits(choose):
 
 
 @pytest.mark.thorough
-def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_path):
+def test_two_processes_equal_one_process_with_a_double_batch_in_words(choose, flags, tmp_path):
     more = ["--max_train_steps", 4, "--dropout_rate", 0, "--per_device_eval_batch_size", 3]
     expected, out = choose(*more, batch=8)
     statuses, output = run_processes(2, run_script, SCRIPT, flags(*more, out="two", batch=4))
@@ -222,7 +222,7 @@ def test_two_processes_train_like_one_with_the_batch_doubled(choose, flags, tmp_
     assert [row["prediction"] for row in two] == [row["prediction"] for row in one]
 
 
-def test_models_of_several_languages_raise_an_error(choose, tmp_path):
+def test_multilingual_models_raise_an_error(choose, tmp_path):
     folder = tmp_path / "mbart"
     folder.mkdir()
     TOKENIZERS["mbart50"](folder).save_pretrained(folder)
@@ -244,7 +244,7 @@ def run(writer, tmp_path):
             write_superglue(folder, task, 8)
         argv = [model, "--task_name", task, "--data_dir", folder, "--output_dir", tmp_path / out, "--max_length", 64]
         argv += ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--cpu", "--disable_tqdm", *flags]
-        return run_superglue.main(run_superglue.parse_args([str(each) for each in argv])), tmp_path / out
+        return run_superglue.main(run_superglue.parse_args([str(item) for item in argv])), tmp_path / out
 
     return call
 
@@ -255,7 +255,7 @@ def run(writer, tmp_path):
     "task",
     [pytest.param(task, marks=() if task in ("cb", "record", "multirc") else pytest.mark.slow) for task in TASKS],
 )
-def test_every_task_trains_in_words_and_leaves_all_outputs(run, tmp_path, caplog, task):
+def test_every_task_trains_text_to_text_and_writes_all_outputs(run, tmp_path, caplog, task):
     results, out = run(task, "--max_train_steps", 2, "--group_by_length")
     spec = TASKS[task]
     assert results["task_name"] == task and results["worded"] is True
@@ -270,14 +270,14 @@ def test_every_task_trains_in_words_and_leaves_all_outputs(run, tmp_path, caplog
 
 
 @pytest.mark.thorough
-def test_a_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
+def test_submission_is_the_likeliest_answer_of_the_saved_model(run, tmp_path):
     _, out = run("cb", "--max_train_steps", 6)
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(out).eval(), AutoTokenizer.from_pretrained(out)
-    for row, said in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
+    for row, printed in zip(lines_of(tmp_path / "CB/test.jsonl"), lines_of(out / "predictions_CB.jsonl"), strict=True):
         inputs = tokenizer(f"cb hypothesis: {row['hypothesis']} premise: {row['premise']}", return_tensors="pt")
-        found = {}
+        actual = {}
         for label in ("entailment", "contradiction", "neutral"):
             labels = tokenizer(text_target=label, return_tensors="pt")["input_ids"]
             with torch.no_grad():
-                found[label] = float(model(**inputs, labels=labels).loss) * labels.shape[1]
-        assert said == {"idx": row["idx"], "label": min(found, key=found.get)}
+                actual[label] = float(model(**inputs, labels=labels).loss) * labels.shape[1]
+        assert printed == {"idx": row["idx"], "label": min(actual, key=actual.get)}

@@ -1,4 +1,4 @@
-"""`attn-variants export --to ctranslate2`: CTranslate2 writes the tokens of `generate`, and no head is repeated."""
+"""Check `attn-variants export --to ctranslate2`: it generates the tokens of `generate` and repeats no heads."""
 
 import gzip
 import importlib.util
@@ -35,7 +35,7 @@ needs_engine = pytest.mark.skipif(importlib.util.find_spec("ctranslate2") is Non
 LINES = ["w4 w9 w12 w30 w7", "w20", "w8 w8 w41 w15 w16 w17 w23 w42 w5 w6 w11 w31", "w33 w34 w40"]
 NEW = 12
 SEARCHES = [({"num_beams": 1}, {"beam_size": 1})]
-# Sums of logarithms, as they are: by default both divide by the length, CTranslate2 by one without the end token.
+# Scores are plain sums of logarithms, because both libraries divide by different lengths by default.
 SEARCHES += [({"num_beams": 4, "length_penalty": 0.0, "early_stopping": False}, {"beam_size": 4, "length_penalty": 0})]
 
 
@@ -44,7 +44,7 @@ OURS, THEIRS = {"max_new_tokens": NEW}, {"min_decoding_length": 0, "max_decoding
 
 
 def assert_same_tokens(model, folder, tokenizer, batch, **options):
-    """`generate` and CTranslate2 write the same, greedily and with four beams; returns what."""
+    """Check that `generate` and CTranslate2 give equal tokens, greedily and with four beams; return the tokens."""
     end = model.config.eos_token_id
     for search, same in SEARCHES:
         expected = written_to_the_end(model.generate(**batch, do_sample=False, **search, **OURS), end)
@@ -59,7 +59,7 @@ CASES = [(name, variant) for name in ROWS for variant in (None, "gqa")]
 @needs_engine
 @pytest.mark.parametrize("name, variant", CASES, ids=[f"{name}-{variant}" for name, variant in CASES])
 @torch.no_grad()
-def test_ctranslate2_writes_the_tokens_of_generate(name, variant, tmp_path):
+def test_ctranslate2_generates_the_tokens_of_generate(name, variant, tmp_path):
     folder = save_writer(tmp_path / "model", name, variant)
     written = export_ctranslate2(folder, tmp_path / "ct2")
     assert written.agreement.same == written.agreement.inputs and written.architecture == WRITERS[name]
@@ -68,24 +68,24 @@ def test_ctranslate2_writes_the_tokens_of_generate(name, variant, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ct2")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     batch = tokenizer(LINES, padding=True, return_tensors="pt", return_token_type_ids=False)
-    found = assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
-    assert len({token for row in found for token in row}) > 2
+    result = assert_same_tokens(model, tmp_path / "ct2", tokenizer, batch)
+    assert len({token for row in result for token in row}) > 2
 
 
 def heads_of(folder):
-    """The key/value heads of each attention in a `model.bin`, by the file's own names."""
-    data, found = (folder / "model.bin").read_bytes(), {}
+    """Return the key/value heads of each attention in a `model.bin`, by the file's names."""
+    data, result = (folder / "model.bin").read_bytes(), {}
     for match in re.finditer(rb"\x00?([\w/]+/num_heads_kv)\x00", data):
         rank, kind, size, value = struct.unpack_from("<BBIi", data, match.end())
         assert (rank, kind, size) == (0, 3, 4)
-        found[match[1].decode()] = value
-    return found
+        result[match[1].decode()] = value
+    return result
 
 
 @needs_engine
 @torch.no_grad()
-def test_each_attention_has_heads_of_its_own(tmp_path):
-    """Other heads in the encoder than in the decoder, and by layer: no key or value is repeated in the file."""
+def test_exported_attention_modules_have_their_own_head_counts(tmp_path):
+    """Check head counts by encoder, decoder and layer: the file repeats no key or value head."""
     values = {"num_key_value_heads": [1, 6]}
     folder = save_writer(tmp_path / "model", "t5", "mha", encoder_num_key_value_heads=3, per_layer_values=values)
     written = export_ctranslate2(folder, tmp_path / "ct2")
@@ -102,23 +102,23 @@ def test_each_attention_has_heads_of_its_own(tmp_path):
 
 
 def first_logits(folder, tokenizer, lines):
-    """The logits [b, vocabulary] of the first token, as CTranslate2 computes them."""
+    """Return CTranslate2's logits [b, vocabulary] of the first token."""
     import ctranslate2
 
     rows = [tokenizer.convert_ids_to_tokens(tokenizer(line).input_ids) for line in lines]
     translator = ctranslate2.Translator(str(folder), intra_threads=1)
-    found = translator.translate_batch(
+    result = translator.translate_batch(
         rows, beam_size=1, return_logits_vocab=True, min_decoding_length=0, max_decoding_length=1
     )
-    return torch.stack([torch.from_numpy(numpy.array(each.logits[0][0])).flatten() for each in found])
+    return torch.stack([torch.from_numpy(numpy.array(item.logits[0][0])).flatten() for item in result])
 
 
 @pytest.mark.thorough
 @needs_engine
 @pytest.mark.parametrize("kind", ["mt5", "t5-v1.1", "t5-epsilon"])
 @torch.no_grad()
-def test_t5s_that_do_not_scale_their_outputs(kind, tmp_path):
-    """Transformers 5 calls every T5 tied; what scales outputs is another field, and mT5's configuration has none."""
+def test_t5_output_scaling_is_exported(kind, tmp_path):
+    """Check the field for output scaling; Transformers 5 ties every T5, and mT5 has no such field."""
     torch.manual_seed(0)
     fields = T5.tiny | {"decoder_start_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
     if kind == "mt5":
@@ -146,7 +146,7 @@ def test_t5s_that_do_not_scale_their_outputs(kind, tmp_path):
 @needs_engine
 @pytest.mark.parametrize("name", ["t5", "marian"])
 @torch.no_grad()
-def test_latents_are_multiplied_in(name, tmp_path):
+def test_latents_are_exported_as_full_projections(name, tmp_path):
     ranks = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
     folder = save_writer(tmp_path / "model", name, "latent", **ranks)
     export_ctranslate2(folder, tmp_path / "ct2")
@@ -160,8 +160,8 @@ def test_latents_are_multiplied_in(name, tmp_path):
 @needs_engine
 @pytest.mark.parametrize("kind", LANGUAGES)
 @torch.no_grad()
-def test_languages_begin_what_is_written(kind, tmp_path):
-    """The language is the start (mBART's first version) or forced after it; the printed lines say which."""
+def test_target_language_is_generated_first(kind, tmp_path):
+    """Check the language as the start token (mBART) or forced first token; the printed code names it."""
     tokenizer = TOKENIZERS[kind](tmp_path)
     source, target = LANGUAGES[kind]
     row = ROWS["mbart" if "mbart" in kind else "m2m100"]
@@ -179,7 +179,7 @@ def test_languages_begin_what_is_written(kind, tmp_path):
     batch = saved(["the dog sees a cat", "a"], padding=True, return_tensors="pt")
     options = {} if start.forced_bos_token_id is None else {"target_prefix": [[language]] * 2}
     assert_same_tokens(model, tmp_path / "ct2", saved, batch, **options)
-    # A checkpoint as it is published says no target.
+    # A published checkpoint names no target language.
     unsaid = "pass target_prefix=[["
     assert unsaid not in written.usage
     if start.forced_bos_token_id is not None:
@@ -191,7 +191,7 @@ def test_languages_begin_what_is_written(kind, tmp_path):
 @needs_engine
 @pytest.mark.parametrize("heads", [None, 2])
 @torch.no_grad()
-def test_a_whisper_transcribes_the_same(heads, tmp_path, capsys):
+def test_exported_whisper_gives_equal_transcripts(heads, tmp_path, capsys):
     folder = whisper_checkpoint(
         tmp_path / "model", {"pad_token_id": 1}, suppress_tokens=[5, 6, *range(30, 60)], begin_suppress_tokens=[7, 8]
     )
@@ -219,23 +219,23 @@ def test_a_whisper_transcribes_the_same(heads, tmp_path, capsys):
         logits[:, [5, 6, *range(30, 60), *([7, 8] if step == 0 else [])]] = -torch.inf
         given = torch.cat([given, logits.argmax(-1, keepdim=True)], 1)
     whisper = ctranslate2.models.Whisper(str(tmp_path / "ct2"), intra_threads=1)
-    found = whisper.generate(
+    result = whisper.generate(
         ctranslate2.StorageView.from_array(features.numpy()), [prompt] * 3, beam_size=1, max_length=2 * NEW
     )
     expected = [row[: row.index(2)] if 2 in row else row for row in given[:, 2:].tolist()]
-    assert [each.sequences_ids[0] for each in found] == expected
+    assert [item.sequences_ids[0] for item in result] == expected
     assert len({token for row in expected for token in row}) > 2
 
 
 def run_usage(lines):
-    """Runs the printed lines as a user would, in a namespace of their own."""
+    """Run the printed code like a user, in a new namespace."""
     text = "\n".join(line.strip() for line in lines.strip().splitlines())
     assert "ctranslate2" in text
     exec(compile(text, "usage", "exec"), {})
 
 
 @needs_engine
-def test_generation_settings_are_in_the_printed_lines_or_named(tmp_path, capsys):
+def test_generation_settings_are_in_the_printed_code_or_listed(tmp_path, capsys):
     folder = save_writer(tmp_path / "model", "marian", "gqa")
     settings = json.loads((folder / "generation_config.json").read_text())
     settings |= {"num_beams": 3, "max_length": 9, "no_repeat_ngram_size": 2, "length_penalty": 0.8}
@@ -271,15 +271,15 @@ HEARD = [
 
 
 @needs_engine
-@pytest.mark.parametrize("settings, said", HEARD, ids=lambda each: "-".join(each) or "none")
-def test_a_whispers_settings_are_in_the_printed_lines_or_named(settings, said, tmp_path, capsys):
+@pytest.mark.parametrize("settings, output_text", HEARD, ids=lambda item: "-".join(item) or "none")
+def test_whisper_settings_are_in_the_printed_code_or_listed(settings, output_text, tmp_path, capsys):
     folder = whisper_checkpoint(tmp_path / "model", suppress_tokens=[*range(30, 60)])
     path = folder / "generation_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     command = ["export", str(folder), "--to", "ctranslate2", "--output_dir", str(tmp_path / "ct2")]
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
-    assert not [each for each in said if each not in printed], printed
+    assert not [item for item in output_text if item not in printed], printed
     assert ("# replace <|en|>" in printed) == ("language" not in settings and "forced_decoder_ids" not in settings)
     unsaid = {"bad_words_ids", "return_timestamps"} & settings.keys()
     assert ("settings not exported" in printed) == bool(unsaid)
@@ -288,8 +288,8 @@ def test_a_whispers_settings_are_in_the_printed_lines_or_named(settings, said, t
 
 @needs_engine
 @torch.no_grad()
-def test_what_generation_forbids_is_never_written(tmp_path):
-    """A Marian must not write its padding, which stands anywhere in its vocabulary."""
+def test_suppressed_tokens_are_never_generated(tmp_path):
+    """Check a Marian, which must not generate its padding token, at any position of its vocabulary."""
     folder = save_writer(tmp_path / "model", "marian", "gqa")
     settings = json.loads((folder / "generation_config.json").read_text())
     tokenizer = word_tokenizer()
@@ -301,45 +301,45 @@ def test_what_generation_forbids_is_never_written(tmp_path):
         json.dumps(settings | {"bad_words_ids": model.generation_config.bad_words_ids})
     )
     export_ctranslate2(folder, tmp_path / "ct2")
-    found = written_by(tmp_path / "ct2", tokenizer, batch, beam_size=1, **THEIRS)
+    result = written_by(tmp_path / "ct2", tokenizer, batch, beam_size=1, **THEIRS)
     expected = model.generate(**batch, max_new_tokens=NEW, num_beams=1, do_sample=False)
-    assert found == written_to_the_end(expected, 2)
-    assert not free & {token for row in found for token in row}
+    assert result == written_to_the_end(expected, 2)
+    assert not free & {token for row in result for token in row}
 
 
 @pytest.mark.thorough
 @needs_engine
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_quantised_weights_are_smaller_and_are_read_back(quantization, tmp_path):
+def test_quantized_export_is_smaller_and_loads(quantization, tmp_path):
     folder = save_writer(tmp_path / "model", "t5", "gqa")
     written = export_ctranslate2(folder, tmp_path / "ct2", quantization=quantization)
     size, full = (
         (tmp_path / "ct2/model.bin").stat().st_size,
-        sum(each.numel() * 4 for each in transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).parameters()),
+        sum(item.numel() * 4 for item in transformers.AutoModelForSeq2SeqLM.from_pretrained(folder).parameters()),
     )
     share = {"float32": 1, "float16": 0.5, "bfloat16": 0.5, "int16": 0.5}.get(quantization, 0.25)
     assert size < full * (share + 0.06)
     assert written.agreement.same_tokens >= written.agreement.tokens * (1 if quantization == "float32" else 0.2)
     assert f"for CTranslate2, {quantization}" in written.summary()
-    found, said = written.agreement, " ".join(written.summary().split())
-    tokens = f"{found.same_tokens} of {found.tokens}"
+    result, output_text = written.agreement, " ".join(written.summary().split())
+    tokens = f"{result.same_tokens} of {result.tokens}"
     if quantization == "float32":
-        assert f"comparison {tokens} greedy tokens for 4 inputs" in said and "rounds" not in said
+        assert f"comparison {tokens} greedy tokens for 4 inputs" in output_text and "rounds" not in output_text
         return
-    assert f"comparison {found.same} of 4 greedy outputs equal those of the model ({tokens} tokens" in said
-    assert f"{quantization} rounds" in said and "check the quality on your own data" in said
+    assert f"comparison {result.same} of 4 greedy outputs equal those of the model ({tokens} tokens" in output_text
+    assert f"{quantization} rounds" in output_text and "check the quality on your own data" in output_text
 
 
 @needs_engine
-def test_the_names_of_quantisations_are_ctranslate2s():
+def test_quantization_names_equal_those_of_ctranslate2():
     from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
     assert sorted(QUANTIZATIONS) == sorted(ACCEPTED_MODEL_TYPES)
 
 
 @needs_engine
-def test_a_model_that_writes_other_tokens_is_an_error(tmp_path, monkeypatch):
-    """The file has the tensors of another model."""
+def test_export_with_other_tokens_raises_an_error(tmp_path, monkeypatch):
+    """Check a file with the tensors of another model."""
     from hf_attn_variants.export import ctranslate2_specs
 
     folder = save_writer(tmp_path / "model", "t5", "gqa")
@@ -357,7 +357,7 @@ def test_a_model_that_writes_other_tokens_is_an_error(tmp_path, monkeypatch):
 
 
 def table_fields():
-    """Each field of the table that Transformers has no form of, with its prefix, in an encoder-decoder."""
+    """Yield each field without a counterpart in Transformers, with its prefix, for an encoder-decoder."""
     known = T5.config_class.variant_fields()
     for row in FIELDS:
         if "not_in_transformers" in row.facts:
@@ -365,7 +365,7 @@ def table_fields():
 
 
 @pytest.mark.parametrize("name, row", list(table_fields()), ids=[name for name, _ in table_fields()])
-def test_every_field_of_the_table_but_heads_and_latents_is_refused(name, row):
+def test_fields_except_heads_and_latents_raise_an_error(name, row):
     config = T5.config("gqa", "T5ForConditionalGeneration")
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     check_ctranslate2_support(model_class, config)
@@ -397,7 +397,7 @@ def test_every_field_of_the_table_but_heads_and_latents_is_refused(name, row):
         (T5, "T5ForConditionalGeneration", {"feed_forward_proj": "mish"}, "'mish'"),
     ],
 )
-def test_what_has_no_form_is_refused_before_weights_are_read(row, head, fields, message, tmp_path):
+def test_unsupported_models_raise_before_weights_are_read(row, head, fields, message, tmp_path):
     fields = dict(fields)
     config = row.config(fields.pop("variant", "mha"), head, **fields)
     config.architectures = [head]
@@ -406,8 +406,8 @@ def test_what_has_no_form_is_refused_before_weights_are_read(row, head, fields, 
         check_ctranslate2_support(*source_model(json.loads((tmp_path / "config.json").read_text())))
 
 
-def test_tokens_are_named_once_each(caplog):
-    """Numbers that a tokenizer does not use get a text; what the model has no row for is left out, and said."""
+def test_exported_tokens_have_unique_names(caplog):
+    """Check that unused token ids get a name, and that tokens beyond the embeddings are dropped with a message."""
     tokenizer = word_tokenizer(53)
     config = T5.config("gqa", "T5ForConditionalGeneration", eos_token_id=2, vocab_size=60)
     generation = transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=2)
@@ -430,21 +430,21 @@ def test_tokens_are_named_once_each(caplog):
         model_tokens(tokenizer, config, transformers.GenerationConfig(eos_token_id=2))
 
 
-def test_wrong_options_and_a_missing_package_are_told_before_any_work(tmp_path, monkeypatch, capsys):
+def test_invalid_options_and_missing_packages_raise_before_any_work(tmp_path, monkeypatch, capsys):
     command = ["export", "x", "--to", "ctranslate2", "--output_dir", "out"]
     with pytest.raises(SystemExit):
         cli.main(["export", "x", "--to", "onnx", "--output_dir", "out", "--quantization", "int8"])
     assert "--quantization is only for --to ctranslate2" in capsys.readouterr().err
-    found = importlib.util.find_spec
+    result = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "ctranslate2" else found(name, *rest)
+        importlib.util, "find_spec", lambda name, *rest: None if name == "ctranslate2" else result(name, *rest)
     )
     assert cli.main(command) == 2
     assert "`pip install ctranslate2`" in capsys.readouterr().err
 
 
 @needs_engine
-def test_a_wrong_quantisation_and_a_missing_tokenizer_are_one_line(tmp_path):
+def test_invalid_quantization_and_missing_tokenizer_print_one_line(tmp_path):
     with pytest.raises(ValueError, match="`quantization`"):
         export_ctranslate2(tmp_path, tmp_path / "ct2", quantization="int4")
     ROWS["t5"].model("T5ForConditionalGeneration", "gqa").save_pretrained(tmp_path / "model")
@@ -456,7 +456,7 @@ def test_a_wrong_quantisation_and_a_missing_tokenizer_are_one_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder, encoder", [(None, None), (2, 8), (1, 4)])
 @torch.no_grad()
-def test_a_real_t5_translates_the_same(decoder, encoder, shared_data, tmp_path):
+def test_exported_real_t5_gives_equal_translations(decoder, encoder, shared_data, tmp_path):
     folder = shared_data / "checkpoints/t5-mini-multi30k-en-de"
     if decoder is not None:
         hf_attn_variants.convert(

@@ -1,4 +1,4 @@
-"""`attn-variants export --to onnx`: what the graphs compute, their names, and ONNX Runtime's tokens."""
+"""Check `attn-variants export --to onnx`: the outputs of the graphs, their names, and ONNX Runtime's tokens."""
 
 import gzip
 import importlib.util
@@ -25,12 +25,12 @@ WRITERS = {
     for row in (T5, *ENCODER_DECODERS, WHISPER)
 }
 RANKS = {"kv_lora_rank": 16, "encoder_kv_lora_rank": 20, "cross_kv_lora_rank": 24}
-# What a configuration of each variant has; Whisper's and BART's stacks have unequal heads, which cannot talk.
+# The fields of each variant. Whisper and BART have unequal heads here, so they have no talking heads.
 VARIANTS = {"gqa": {}, "latent": RANKS, "talking": {"encoder_attention_heads": 12}, "values": {}}
 DECODED = [(name, variant) for name in WRITERS for variant in VARIANTS]
 
 
-def test_an_old_torch_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+def test_old_torch_raises_before_reading_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_attn_variants.export.onnx.MIN_TORCH_VERSION", "99.0")
     with pytest.raises(ValueError, match=r"torch 99\.0"):
         export_onnx(tmp_path / "nothing", tmp_path / "out")
@@ -49,7 +49,7 @@ def writer(name, variant="gqa", **fields):
 
 @pytest.mark.parametrize("name, variant", DECODED)
 @torch.no_grad()
-def test_the_three_graphs_compute_what_the_model_does(name, variant):
+def test_onnx_graphs_equal_the_model(name, variant):
     model = writer(name, variant)
     model.set_attn_implementation("eager")
     encoder, first, step = model_graphs(model)
@@ -99,12 +99,12 @@ def test_the_three_graphs_compute_what_the_model_does(name, variant):
         ),
     ],
 )
-def test_onnx_runtime_alone_generates_the_tokens_of_generate(name, variant, layers, tmp_path, capsys):
+def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tmp_path, capsys):
     model = writer(name, variant, **({"num_layers": 1} if layers == 1 else {}))
     model.generation_config.eos_token_id = None
     model.generation_config.forced_eos_token_id = None
     model.save_pretrained(tmp_path / "model")
-    model = type(model).from_pretrained(tmp_path / "model").eval()  # sinusoidal positions are computed anew
+    model = type(model).from_pretrained(tmp_path / "model").eval()  # sinusoidal positions are computed again
     assert cli.main(["export", str(tmp_path / "model"), "--to", "onnx", "--output_dir", str(tmp_path / "onnx")]) == 0
     printed = capsys.readouterr().out
     assert "decoder_with_past_model.onnx  within" in printed and "opset 18" in printed
@@ -115,16 +115,16 @@ def test_onnx_runtime_alone_generates_the_tokens_of_generate(name, variant, laye
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)
     start = model.config.decoder_start_token_id
     source = {key: value.numpy() for key, value in inputs.items()}
-    found = greedy(tmp_path / "onnx", source, start, end=-1, pad=0, new_tokens=8)
-    found = found[:, -expected.shape[1] :]  # Whisper's `generate` leaves out the start
-    assert found.tolist() == expected.tolist()
+    result = greedy(tmp_path / "onnx", source, start, end=-1, pad=0, new_tokens=8)
+    result = result[:, -expected.shape[1] :]  # Whisper's `generate` leaves out the start
+    assert result.tolist() == expected.tolist()
     # Marian's and PEGASUS's head is the embedding again when it is loaded, and repeats a token.
-    assert name in ("marian", "pegasus") or len(set(found.flatten().tolist())) > 3
+    assert name in ("marian", "pegasus") or len(set(result.flatten().tolist())) > 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_heads, opset", [(8, 18), (2, 18), (2, 23)])
-def test_a_real_t5_translates_the_same_in_onnx_runtime_alone(kv_heads, opset, tmp_path):
+def test_real_t5_gives_equal_translations_in_onnx_runtime(kv_heads, opset, tmp_path):
     checkpoint = SHARED / "checkpoints/t5-mini-multi30k-en-de"
     if not checkpoint.is_dir():
         pytest.skip("needs the checkpoint beside the repository")
@@ -140,8 +140,8 @@ def test_a_real_t5_translates_the_same_in_onnx_runtime_alone(kv_heads, opset, tm
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "gqa").eval()
     expected = model.generate(**batch, max_new_tokens=60, do_sample=False, num_beams=1)
     source = {name: batch[name].numpy() for name in ("input_ids", "attention_mask")}
-    found = greedy(tmp_path / "onnx", source, start=0, end=1, pad=0, new_tokens=60)
-    assert found.tolist() == expected.tolist()
+    result = greedy(tmp_path / "onnx", source, start=0, end=1, pad=0, new_tokens=60)
+    assert result.tolist() == expected.tolist()
 
 
 ENCODER_CASES = [
@@ -165,7 +165,7 @@ ENCODER_CASES = [
     ],
 )
 @torch.no_grad()
-def test_an_encoder_is_one_graph(head, variant, opset, names, tmp_path):
+def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path):
     row = next(row for row in ROWS.values() if head in row.heads)
     model = row.model(head, variant)
     model.save_pretrained(tmp_path / "model")
@@ -180,8 +180,8 @@ def test_an_encoder_is_one_graph(head, variant, opset, names, tmp_path):
     # A graph has no input that is not given: token types are 0.
     given = {name: batch.get(name, torch.zeros_like(next(iter(batch.values())))).numpy() for name in names}
     for output in graph.get_outputs():
-        [found] = graph.run([output.name], given)
-        torch.testing.assert_close(torch.from_numpy(found), expected[output.name], atol=1e-4, rtol=0)
+        [result] = graph.run([output.name], given)
+        torch.testing.assert_close(torch.from_numpy(result), expected[output.name], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -199,14 +199,14 @@ def test_an_encoder_is_one_graph(head, variant, opset, names, tmp_path):
         ),
     ],
 )
-def test_what_has_no_graphs_is_refused_by_name(row, head, fields, message, tmp_path):
+def test_unsupported_onnx_exports_name_the_reason(row, head, fields, message, tmp_path):
     row.model(head, **fields).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=message):
         export_onnx(tmp_path / "model", tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()
 
 
-def test_wrong_options_and_missing_packages_are_told_before_any_work(tmp_path, monkeypatch, capsys):
+def test_invalid_onnx_options_and_missing_packages_raise_before_any_work(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="`opset`"):
         export_onnx(tmp_path, tmp_path / "onnx", opset=17)
     command = ["export", "x", "--to", "onnx", "--output_dir", "out"]
@@ -217,18 +217,18 @@ def test_wrong_options_and_missing_packages_are_told_before_any_work(tmp_path, m
         with pytest.raises(SystemExit):
             cli.main([*command, *options])
         assert message in capsys.readouterr().err
-    found = importlib.util.find_spec
+    result = importlib.util.find_spec
     missing = ("onnxscript", "onnxruntime")
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in missing else found(name, *rest)
+        importlib.util, "find_spec", lambda name, *rest: None if name in missing else result(name, *rest)
     )
     assert cli.main(command) == 2
     assert "`pip install onnxscript onnxruntime`" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
-def test_a_graph_that_disagrees_is_an_error(tmp_path):
-    """The file holds what another model computes."""
+def test_graph_with_other_outputs_raises_an_error(tmp_path):
+    """Check a file with the graph of another model."""
     from hf_attn_variants.export.onnx import _largest_difference, _write_graph
 
     model, other = (BERT.model("BertModel", "mqa", seed=seed, num_hidden_layers=1) for seed in (0, 1))

@@ -1,4 +1,4 @@
-"""`attn-variants export --to transformers`: upstream's own classes give what ours gave, without our code."""
+"""Check `attn-variants export --to transformers`: Transformers' classes give equal outputs without our code."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ HEADS = [
     for row in (*ARCHITECTURES, *RELATIVES)
     for head in row.heads
     for variant in ("mqa", "latent")
-    # Each architecture's base model with heads alone, each head with latents too.
+    # The base model of each architecture with grouped heads, and each head also with latents.
     if variant == "latent" or head == next(iter(row.heads))
 ]
 
@@ -50,7 +50,7 @@ def saved(row, head, variant, folder, **fields):
 @pytest.mark.thorough
 @pytest.mark.parametrize("row, head, variant", HEADS, ids=[f"{head}-{variant}" for _, head, variant in HEADS])
 @torch.no_grad()
-def test_upstreams_class_gives_the_same(row, head, variant, tmp_path):
+def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
     ours = saved(row, head, variant, tmp_path / "ours")
     written = export_transformers(tmp_path / "ours", tmp_path / "plain")
     config = json.loads((tmp_path / "plain/config.json").read_text())
@@ -63,10 +63,10 @@ def test_upstreams_class_gives_the_same(row, head, variant, tmp_path):
     assert type(plain).__module__.startswith("transformers.models.")
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     batch = row.batch(head)
-    batch = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
-    expected, found = ours(**batch), plain.eval()(**batch)
-    assert found[0].dtype == torch.float64
-    torch.testing.assert_close(found[0], expected[0], atol=1e-9, rtol=0)
+    batch = {name: item.double() if item.is_floating_point() else item for name, item in batch.items()}
+    expected, actual = ours(**batch), plain.eval()(**batch)
+    assert actual[0].dtype == torch.float64
+    torch.testing.assert_close(actual[0], expected[0], atol=1e-9, rtol=0)
     if plain.can_generate() and "encoder_outputs" not in batch:
         prompt = {name: value for name, value in batch.items() if name != "decoder_input_ids"}
         prompt = prompt if is_pair(row) else {"input_ids": batch["input_ids"]}
@@ -76,7 +76,7 @@ def test_upstreams_class_gives_the_same(row, head, variant, tmp_path):
 
 @pytest.mark.parametrize("row", [BERT, T5], ids=lambda row: row.name)
 @torch.no_grad()
-def test_layers_that_differ_become_equal(row, tmp_path):
+def test_per_layer_heads_are_expanded_to_equal_counts(row, tmp_path):
     head = {"bert": "BertForMaskedLM", "t5": "T5ForConditionalGeneration"}[row.name]
     values = {"num_key_value_heads": [4, 1], "kv_lora_rank": [None, 16]}
     ours = row.model(head, per_layer_values=values)
@@ -89,7 +89,7 @@ def test_layers_that_differ_become_equal(row, tmp_path):
 
 
 @torch.no_grad()
-def test_an_mt5_is_a_t5_whose_outputs_are_not_scaled(tmp_path):
+def test_mt5_is_exported_without_output_scaling(tmp_path):
     torch.manual_seed(0)
     mt5 = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**T5.tiny)).eval()
     mt5.save_pretrained(tmp_path / "mt5")
@@ -123,14 +123,14 @@ def test_an_mt5_is_a_t5_whose_outputs_are_not_scaled(tmp_path):
         ),
     ],
 )
-def test_what_has_no_upstream_form_is_refused_by_name(architecture, head, variant, fields, message, tmp_path):
+def test_variant_without_a_transformers_form_raises_an_error(architecture, head, variant, fields, message, tmp_path):
     architecture.model(head, variant, **fields).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=message):
         export_transformers(tmp_path / "ours", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
 
 
-def test_a_plain_source_and_a_wrong_dtype_are_refused(tmp_path):
+def test_plain_source_and_invalid_dtype_raise_an_error(tmp_path):
     BERT.upstream_model("BertModel").save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="'bert'"):
         export_transformers(tmp_path / "bert", tmp_path / "plain")
@@ -139,7 +139,7 @@ def test_a_plain_source_and_a_wrong_dtype_are_refused(tmp_path):
     assert not (tmp_path / "plain").exists()
 
 
-def test_shards_stay_and_half_precision_is_told_of(tmp_path, caplog):
+def test_shards_are_kept_and_half_precision_gives_a_note(tmp_path, caplog):
     model = ALBERT.model("AlbertForMaskedLM", "latent").to(torch.bfloat16)
     model.save_pretrained(tmp_path / "ours", max_shard_size="20KB")
     with caplog.at_level(logging.WARNING):
@@ -160,7 +160,7 @@ def test_shards_stay_and_half_precision_is_told_of(tmp_path, caplog):
         torch.testing.assert_close(plain(**batch).logits, expected, atol=2e-6, rtol=1e-5)
 
 
-def test_the_command_leaves_code_and_its_card_behind(tmp_path, capsys):
+def test_export_drops_remote_code_and_rewrites_the_card(tmp_path, capsys):
     saved(BERT, "BertForSequenceClassification", "gqa", tmp_path / "ours")
     (tmp_path / "ours/README.md").write_text(str(model_card(tmp_path / "ours", "me/ours")))
     (tmp_path / "ours/tokenizer_config.json").write_text("{}")
@@ -172,8 +172,8 @@ def test_the_command_leaves_code_and_its_card_behind(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "a BertForSequenceClassification that does not need remote code" in printed and "4 -> 12" in printed
     assert "left out                    README.md\n" in printed
-    found = sorted(path.name for path in (tmp_path / "p").iterdir())
-    assert found == ["config.json", "model.safetensors", "model_history.json", "own.py", "tokenizer_config.json"]
+    actual = sorted(path.name for path in (tmp_path / "p").iterdir())
+    assert actual == ["config.json", "model.safetensors", "model_history.json", "own.py", "tokenizer_config.json"]
     assert json.loads((tmp_path / "p/tokenizer_config.json").read_text()) == {}
     (tmp_path / "ours/README.md").write_text("by hand")
     export_transformers(tmp_path / "ours", tmp_path / "again")
@@ -181,7 +181,7 @@ def test_the_command_leaves_code_and_its_card_behind(tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_process_without_this_package_loads_it(tmp_path):
+def test_exported_model_loads_without_this_package(tmp_path):
     ours = saved(T5, "T5ForConditionalGeneration", "latent", tmp_path / "ours")
     export_transformers(tmp_path / "ours", tmp_path / "plain")
     script = """

@@ -1,7 +1,7 @@
-"""A disk without room for any one file, at each write of each command: one line of error, and nothing half written.
+"""Check each command with a disk that fills at each write: a one-line error, and no partial results.
 
-Each command runs in a process of its own as often as it opens files to write, and as it writes files of different
-sizes: each time another one does not fit. Some of it is tried by default, all with `-m slow`.
+Each command runs in a new process once per file that it opens for writing and per file size, and another write fails
+each time. Some of the cases run by default, and all of them with `-m slow`.
 """
 
 import contextlib
@@ -44,15 +44,15 @@ QUICK = ("convert", "export, transformers")
 def argv_of(command, source, flags, out):
     named = command in ("glue", "visualize")
     return [
-        str(each) for each in [command.split(",")[0], *(["--model_name_or_path"] if named else []), source, *flags]
+        str(item) for item in [command.split(",")[0], *(["--model_name_or_path"] if named else []), source, *flags]
     ] + [
         "--output_dir",
         str(out),
     ]
 
 
-class NoRoom:
-    """Opening the file of one number, of those below a folder that are opened to write, fails for want of room."""
+class DiskFullAtOpen:
+    """An `open` that fails for one file, by its number among the files below a folder that are opened to write."""
 
     def __init__(self, folder):
         self.folder, self.number, self.seen = str(folder), None, 0
@@ -76,7 +76,7 @@ class NoRoom:
 
 
 def called(argv):
-    """The exit status of a command and its stderr, without warnings."""
+    """Return the exit status of a command and its stderr without warnings."""
     shown = io.StringIO()
     with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(io.StringIO()):
         status = cli.main(argv)
@@ -84,9 +84,9 @@ def called(argv):
 
 
 def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
-    """All of a command's tries, or `most` of them, in this process; prints how many failed."""
+    """Run all tries of a command in this process, or `most` of them; print how many failed."""
     logging.raiseExceptions = False  # stderr is a file here, and full as well
-    no_room, failed = NoRoom(folder), []
+    no_room, failed = DiskFullAtOpen(folder), []
     with no_room.at(0):
         status, errors = called(argv_of(command, source, flags, folder / "whole"))
     assert status == 0, errors
@@ -117,9 +117,9 @@ def fill_at_each_write(command, source, flags, whole_or_nothing, folder, most):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("command", "most"),
-    [*((each, 8) for each in QUICK), *(pytest.param(each, None, marks=pytest.mark.slow) for each in COMMANDS)],
+    [*((item, 8) for item in QUICK), *(pytest.param(item, None, marks=pytest.mark.slow) for item in COMMANDS)],
 )
-def test_a_disk_that_is_full_at_any_write(command, most, tmp_path):
+def test_full_disk_at_any_write_leaves_no_partial_results(command, most, tmp_path):
     kind, flags, whole_or_nothing = COMMANDS[command]
     sources = tmp_path / "sources"
     (sources / "text").mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_a_disk_that_is_full_at_any_write(command, most, tmp_path):
             cli.main(["convert", str(source), "--output_dir", str(sources / "gqa"), "--num_key_value_heads", "2"]) == 0
         )
         source = sources / "gqa"
-    flags = [sources / "text/lines.txt" if each == "TEXT" else each for each in flags]
+    flags = [sources / "text/lines.txt" if item == "TEXT" else item for item in flags]
     (tmp_path / "runs").mkdir()
     call = (command, source, flags, whole_or_nothing, tmp_path / "runs", most)
     statuses, output = run_processes(1, fill_at_each_write, *call)
@@ -139,8 +139,8 @@ def test_a_disk_that_is_full_at_any_write(command, most, tmp_path):
     assert done["failed"] >= 3, done
 
 
-def test_the_plan_of_a_push_writes_nothing(tmp_path):
-    """`push --dry_run` needs no room."""
+def test_push_dry_run_writes_no_file(tmp_path):
+    """Check that `push --dry_run` needs no disk space."""
     bert = make_tiny_bert(tmp_path / "bert")
     assert cli.main(["convert", str(bert), "--output_dir", str(tmp_path / "gqa"), "--num_key_value_heads", "2"]) == 0
     before = contents(tmp_path)

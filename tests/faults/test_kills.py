@@ -1,7 +1,7 @@
-"""SIGKILL at drawn points of real runs: nothing is lost or taken for whole half written, and the next run goes on.
+"""Check SIGKILL at random points of real runs: results are complete or absent, and the next run continues.
 
-Two points of a conversion and a push, and twenty of these and of a training with `-m slow`; the default tests of
-training's checkpoints (`training/test_checkpoints.py`) kill it too.
+The default tests kill a conversion and a push at two points each. With `-m slow` there are twenty points, also of a
+training. `training/test_checkpoints.py` kills trainings by default.
 """
 
 import json
@@ -36,7 +36,7 @@ def contents(folder):
 
 
 def assert_readable(folder):
-    """Every file of ours that has its own name, and not a temporary one, is whole."""
+    """Check that every file of ours with its final name is complete."""
     for path in folder.rglob("*"):
         if any(part.startswith(".") for part in path.relative_to(folder).parts):
             continue
@@ -52,7 +52,7 @@ def train(bert, out, *more):
     argv += ["--max_length", 16, "--per_device_train_batch_size", 4, "--learning_rate", "1e-3", "--logging_steps", 1]
     argv += ["--max_train_steps", 7, "--checkpointing_steps", 2, "--eval_steps", 3, "--metric_for_best_model", "loss"]
     argv += ["--save_total_limit", 2, "--cpu", "--disable_tqdm", *more]
-    glue.main(glue.parse_args([str(each) for each in argv]))
+    glue.main(glue.parse_args([str(item) for item in argv]))
 
 
 def log_of(out):
@@ -61,7 +61,7 @@ def log_of(out):
 
 
 @pytest.mark.slow
-def test_training(bert, tmp_path):
+def test_killed_training_resumes(bert, tmp_path):
     whole = tmp_path / "whole"
     things, seconds = run_watched(train, bert, whole)
     expected = contents(whole)
@@ -77,9 +77,9 @@ def test_training(bert, tmp_path):
         else:
             train(bert, out, *(["--overwrite_output_dir"] if out.exists() and any(out.iterdir()) else []))
         assert log_of(out) == log_of(whole), at
-        found = contents(out)
-        assert found["model.safetensors"] == expected["model.safetensors"], at
-        assert found.keys() == expected.keys(), at
+        result = contents(out)
+        assert result["model.safetensors"] == expected["model.safetensors"], at
+        assert result.keys() == expected.keys(), at
         shutil.rmtree(out)
 
 
@@ -90,7 +90,7 @@ def convert_to(bert, out):
 @pytest.mark.thorough
 @COUNTS
 @pytest.mark.parametrize("exists", [False, True])
-def test_conversion(bert, tmp_path, count, exists):
+def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
     whole = tmp_path / "whole"
     if exists:
         whole.mkdir()
@@ -104,7 +104,7 @@ def test_conversion(bert, tmp_path, count, exists):
         if (out / "config.json").exists() and not unfinished_model_advice(out):
             assert without_names(contents(out), out) == without_names(expected, whole), at
         elif exists:
-            # It is refused as it is; what the killed one left is told, and nothing of it is a checkpoint.
+            # The next run raises an error that names the leftovers, and no leftover is a checkpoint.
             if any(out.iterdir()):
                 assert_refused(out)
                 with pytest.raises(FileExistsError, match="is not empty"):
@@ -129,7 +129,7 @@ def fill(weights, out):
 
 
 @pytest.mark.thorough
-def test_an_empty_folder_that_is_filled_is_no_model_before_the_end(bert, tmp_path):
+def test_empty_folder_is_not_a_model_before_the_conversion_ends(bert, tmp_path):
     (tmp_path / "whole").mkdir()
     convert_to(bert, tmp_path / "model")
     things, _ = run_watched(fill, tmp_path / "model", tmp_path / "whole")
@@ -146,9 +146,9 @@ def test_an_empty_folder_that_is_filled_is_no_model_before_the_end(bert, tmp_pat
 
 
 def without_names(files, folder):
-    """Without the seconds, and with one name for the folder, in the report; and without the card.
+    """Return files without times and the card, and with one name for the folder.
 
-    The card has the folder's name, and is written when the checkpoint is whole and in place: a kill may come between.
+    A kill can come between the move of the checkpoint and the write of its card, which contains the folder's name.
     """
     report = json.loads(files["conversion_report.json"])
     report = {name: value for name, value in report.items() if "second" not in name and name != "output_dir"}
@@ -165,7 +165,7 @@ def push(folder, url):
 
 @pytest.mark.thorough
 @COUNTS
-def test_push(bert, tmp_path, count, monkeypatch):
+def test_killed_push_can_be_repeated(bert, tmp_path, count, monkeypatch):
     convert_to(bert, tmp_path / "bert-gqa2")
     before = contents(tmp_path / "bert-gqa2")
     with LocalHub() as hub:

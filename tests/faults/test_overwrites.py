@@ -1,7 +1,7 @@
-"""A second run into a folder that holds a model, killed or out of room at any point: the old model, the new, or none.
+"""Check runs into a folder with a model, killed or on a full disk at any point: the old model, the new one, or none.
 
-What a kill would leave is copied before each thing that a run does to a file: that is what SIGKILL leaves, for the
-system keeps what was written. Two real kills beside it, more with `-m slow`.
+The test copies the folder before each file operation of a run. A copy is the state that SIGKILL would leave, because
+the system keeps written data. In addition, two runs are killed, and more with `-m slow`.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults.test_full_disk import NoRoom, called
+from faults.test_full_disk import DiskFullAtOpen, called
 from faults.test_kills import contents
 from fixtures.full_disk import full_disk
 from fixtures.glue.tiny_bert import make_tiny_bert
@@ -50,7 +50,7 @@ TRAININGS = {
                     "--train_file", "LINES", "--validation_file", "LINES", "--max_length", 16],
 }  # fmt: skip
 QUICK = ("glue", "uptrain")
-# What a model is, and what is said of it.
+# The files of a model, and the files that describe it.
 MODEL = re.compile(
     r"config\.json|(model|pytorch_model).*|generation_config\.json|(tokenizer|vocab|merges|spiece|special_|added_).*|"
     r"modules\.json|config_sentence.*|1_Pooling.*|README\.md|conversion_report\.json"
@@ -60,7 +60,7 @@ OLD_FILES = ("README.md", "conversion_report.json", "all_results.json", "generat
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """What is trained on, and two models that lie in the output folder before: of a BERT and of a T5."""
+    """Training data, and the old models of the output folder: a BERT and a T5."""
     folder = tmp_path_factory.mktemp("sources")
     make_tiny_bert(folder / "BERT")
     make_bert(folder / "SENTENCES", folder / "BERT")
@@ -80,7 +80,7 @@ def sources(tmp_path_factory):
 
 
 def make_old(sources, out):
-    """A sharded T5, or BERT, with all that may lie beside one, and files of the user's own."""
+    """Write a sharded T5 or BERT with all optional files, and files of the user."""
     from transformers import AutoModelForSeq2SeqLM
 
     model = AutoModelForSeq2SeqLM.from_pretrained(sources / "T5")
@@ -98,18 +98,18 @@ def make_old(sources, out):
 
 
 def argv_of(command, sources, out):
-    argv = [sources / each if isinstance(each, str) and each.isupper() else each for each in TRAININGS[command]]
-    return [str(each) for each in (command, *argv, *QUIET, "--output_dir", out)]
+    argv = [sources / item if isinstance(item, str) and item.isupper() else item for item in TRAININGS[command]]
+    return [str(item) for item in (command, *argv, *QUIET, "--output_dir", out)]
 
 
 def model_of(folder):
-    """What makes the model in a folder: by name, without what is hidden."""
-    found = contents(folder)
-    return {name: found[name] for name in found if MODEL.fullmatch(name) and not name.startswith(".")}
+    """Return the files that make up the model in a folder, without hidden files."""
+    result = contents(folder)
+    return {name: result[name] for name in result if MODEL.fullmatch(name) and not name.startswith(".")}
 
 
 def judged(folder, old, new):
-    """Which model a folder holds for every loader; fails where it is mixed, or lost without a word."""
+    """Return which model a folder contains for every loader; fail if models are mixed or lost without an error."""
     from transformers import AutoConfig, AutoModel, BertModel
 
     assert (folder / "mine.txt").read_text() == (folder / "mine.safetensors").read_text() == "the user's"
@@ -122,10 +122,10 @@ def judged(folder, old, new):
             status, errors = called(argv)
             assert status == 2 and "killed while it replaced the model there. `mv" in errors[0], errors
         return "refused"
-    found, results = model_of(folder), (folder / "all_results.json")
+    result, results = model_of(folder), (folder / "all_results.json")
     AutoModel.from_pretrained(folder)
-    which = "old" if found == old else "new" if found == new else "mixed"
-    assert which != "mixed", {name for name in {*old, *new, *found} if found.get(name) not in (old.get(name),)}
+    which = "old" if result == old else "new" if result == new else "mixed"
+    assert which != "mixed", {name for name in {*old, *new, *result} if result.get(name) not in (old.get(name),)}
     if which == "old":
         assert results.read_text() == "{}"
     else:
@@ -134,20 +134,22 @@ def judged(folder, old, new):
 
 
 def check_tokenizer(folder, old, new):
-    """Refused, or what its files say is of one model."""
+    """Check that the tokenizer raises an error, or that its files belong to one model."""
     from transformers import AutoTokenizer
 
-    found = {name: content for name, content in contents(folder).items() if re.match("tokenizer|vocab|special_", name)}
+    result = {
+        name: content for name, content in contents(folder).items() if re.match("tokenizer|vocab|special_", name)
+    }
     try:
         AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError):
         return
-    assert found and any(found.items() <= model.items() for model in (old, new)), found.keys()
-    assert "tokenizer_config.json" in found, found.keys()
+    assert result and any(result.items() <= model.items() for model in (old, new)), result.keys()
+    assert "tokenizer_config.json" in result, result.keys()
 
 
 class Copies:
-    """Copies a folder before each thing that is done to a file, where it differs from the last copy."""
+    """Copy a folder before each file operation, if it differs from the last copy."""
 
     def __init__(self, folder, places):
         self.folder, self.places, self.last, self.busy, self.count = folder, places, None, False, 0
@@ -191,13 +193,13 @@ def copy_at_each_change(command, sources, folder):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "command", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in TRAININGS if each not in QUICK)]
+    "command", [*QUICK, *(pytest.param(item, marks=pytest.mark.slow) for item in TRAININGS if item not in QUICK)]
 )
-def test_what_a_kill_leaves_at_each_change(command, sources, tmp_path):
+def test_kill_at_each_change_leaves_one_model(command, sources, tmp_path):
     statuses, output = run_processes(1, copy_at_each_change, command, sources, tmp_path)
     assert statuses == [0], output[-3000:]
     seen = json.loads([line for line in output.splitlines() if line.startswith('["')][-1])
-    # First the old, then none for a while, then the new: the order in which a run goes on.
+    # The order of a run: first the old model, then none, then the new one.
     assert seen == sorted(seen, key=("old", "refused", "new").index) and {*seen} == {"old", "refused", "new"}
     assert seen.count("refused") > 5
 
@@ -208,7 +210,7 @@ def run_here(command, sources, out):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_real_kills(count, sources, tmp_path):
+def test_killed_overwrites_leave_one_model(count, sources, tmp_path):
     before = make_old(sources, tmp_path / "before")
     whole = shutil.copytree(before, tmp_path / "whole")
     things, seconds = run_watched(run_here, "glue", sources, whole)
@@ -224,7 +226,7 @@ def test_real_kills(count, sources, tmp_path):
 
 def fill_at_each_write(command, sources, folder, most):
     logging.raiseExceptions = False  # stderr is a file here, and full as well
-    no_room = NoRoom(folder)
+    no_room = DiskFullAtOpen(folder)
     before = make_old(sources, folder / "before")
     old, whole = model_of(before), shutil.copytree(before, folder / "whole")
     with no_room.at(0):
@@ -243,23 +245,23 @@ def fill_at_each_write(command, sources, folder, most):
         seen.append(judged(out, old, new))
         assert status == 0 or (status == 2 and len(errors) == 1), (name, status, errors)
         assert status == 2 or seen[-1] == "new", name
-        assert seen[-1] != "refused", (name, errors)  # moving takes no room
+        assert seen[-1] != "refused", (name, errors)  # moving needs no disk space
     print(json.dumps(seen))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("command", "most"), [("glue", 6), *(pytest.param(each, None, marks=pytest.mark.slow) for each in TRAININGS)]
+    ("command", "most"), [("glue", 6), *(pytest.param(item, None, marks=pytest.mark.slow) for item in TRAININGS)]
 )
-def test_a_full_disk_at_each_write(command, most, sources, tmp_path):
+def test_full_disk_at_each_write_leaves_one_model(command, most, sources, tmp_path):
     statuses, output = run_processes(1, fill_at_each_write, command, sources, tmp_path, most)
     assert statuses == [0], output[-3000:]
     assert "old" in json.loads([line for line in output.splitlines() if line.startswith('["')][-1])
 
 
-def test_a_run_in_its_own_folder_keeps_what_belongs_to_its_model(sources, tmp_path):
+def test_run_in_its_own_folder_keeps_the_files_of_its_model(sources, tmp_path):
     own = shutil.copytree(sources / "SENTENCES", tmp_path / "own")
     (own / "README.md").write_text("---\nlicense: mit\n---\n")
-    argv = [each if each != str(sources / "SENTENCES") else str(own) for each in argv_of("uptrain", sources, own)]
+    argv = [item if item != str(sources / "SENTENCES") else str(own) for item in argv_of("uptrain", sources, own)]
     assert cli.main(argv) == 0
     assert (own / "README.md").exists() and (own / "modules.json").exists() and (own / "1_Pooling").is_dir()

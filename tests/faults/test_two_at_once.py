@@ -1,4 +1,4 @@
-"""Two processes on one output folder: one wins or is refused, and nothing of theirs is mixed."""
+"""Check two processes on one output folder: one finishes or raises an error, and their files are not mixed."""
 
 import threading
 
@@ -13,7 +13,7 @@ from hf_attn_variants.training.engine.checkpoints import lock_folder
 
 
 def at_once(*calls):
-    """The exit statuses of calls (a function and its arguments) in processes of their own, and what they printed."""
+    """Return the exit statuses and outputs of simultaneous calls (a function and its arguments) in new processes."""
     results = [None] * len(calls)
 
     def run(number):
@@ -34,7 +34,7 @@ def bert(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("exists", [False, True])
-def test_two_conversions_into_one_folder(bert, tmp_path, exists):
+def test_simultaneous_conversions_into_one_folder_are_not_mixed(bert, tmp_path, exists):
     convert_to(bert, tmp_path / "whole")
     if exists:
         (tmp_path / "out").mkdir()
@@ -44,24 +44,24 @@ def test_two_conversions_into_one_folder(bert, tmp_path, exists):
     for status, output in zip(statuses, outputs, strict=True):
         assert status == 0 or "FileExistsError" in output.splitlines()[-1], output
     if 0 in statuses:
-        found, whole = contents(tmp_path / "out"), contents(tmp_path / "whole")
-        assert without_names(found, tmp_path / "out") == without_names(whole, tmp_path / "whole")
+        result, whole = contents(tmp_path / "out"), contents(tmp_path / "whole")
+        assert without_names(result, tmp_path / "out") == without_names(whole, tmp_path / "whole")
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.slow
-def test_two_trainings_into_one_folder(bert, tmp_path):
+def test_simultaneous_trainings_into_one_folder_are_not_mixed(bert, tmp_path):
     train(bert, tmp_path / "whole")
     statuses, outputs = at_once(*[(train, bert, tmp_path / "out")] * 2)
     assert sorted(statuses) == [0, 1], outputs
     refused = outputs[statuses.index(1)].splitlines()[-1]
     assert "is not empty" in refused or "is in use" in refused, refused
     assert log_of(tmp_path / "out") == log_of(tmp_path / "whole")
-    found, whole = contents(tmp_path / "out"), contents(tmp_path / "whole")
-    assert found.keys() == whole.keys() and found["model.safetensors"] == whole["model.safetensors"]
+    result, whole = contents(tmp_path / "out"), contents(tmp_path / "whole")
+    assert result.keys() == whole.keys() and result["model.safetensors"] == whole["model.safetensors"]
 
 
-def test_a_folder_is_held_by_one_at_a_time(tmp_path):
+def test_folder_lock_has_one_owner(tmp_path):
     with lock_folder(str(tmp_path)) as waited:
         assert not waited
         with pytest.raises(ValueError, match=r"--output_dir .* is in use"), lock_folder(str(tmp_path), 0):
@@ -71,7 +71,7 @@ def test_a_folder_is_held_by_one_at_a_time(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_let_go_in_time_is_held_by_the_next(tmp_path):
+def test_released_folder_lock_goes_to_the_next_process(tmp_path):
     held, let_go = threading.Event(), threading.Event()
 
     def first():
@@ -102,7 +102,7 @@ TRAININGS = {
 
 @pytest.mark.parametrize("command", TRAININGS)
 @pytest.mark.parametrize("resumes", [False, True])
-def test_no_training_goes_into_a_folder_where_another_one_is(bert, tmp_path, monkeypatch, capfd, command, resumes):
+def test_training_into_a_locked_folder_raises_an_error(bert, tmp_path, monkeypatch, capfd, command, resumes):
     monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.0)
     out = tmp_path / "out"
     (out / "checkpoint-1").mkdir(parents=True)

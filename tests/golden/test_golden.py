@@ -1,8 +1,7 @@
-"""Saved models give the same outputs when they are loaded again, and saved trainings end with the same weights.
+"""Check that saved models give the same outputs after loading, and that saved trainings end with the same weights.
 
-The archives beside this file were made by `benchmarks/versions/golden_artefacts.py`; their manifests say by which
-code and on which machine. Whether repositories load by the code inside them is the question of
-`benchmarks/versions/transformers_matrix.py`.
+`benchmarks/versions/golden_artefacts.py` made the archives in this folder. Their manifests name the code and the
+machine. `benchmarks/versions/transformers_matrix.py` tests whether repositories load with the code that they contain.
 """
 
 import json
@@ -25,32 +24,32 @@ FOLDER = Path(__file__).parent
 MODELS = folders_in(FOLDER / "models.tar.xz")
 TRAININGS = list(folders_in(FOLDER / "trainings.tar.xz"))
 KINDS = MODELS | {"trainings": TRAININGS}
-# What a later version refuses on purpose: "repositories/bert-gqa", "converted/bert-mean" or "trainings/glue", and
-# words that its ValueError must have, by which a user knows why and what to do.
+# Folders that a later version rejects on purpose ("repositories/bert-gqa", "trainings/glue"), and words that its
+# ValueError must contain.
 REFUSED: dict[str, str] = {}
-# Of the largest logit: float32 in another order of summation. Any two mechanisms of a host differ by 1e-2 or more.
+# Relative to the largest logit, for another order of float32 sums. Any two mechanisms differ by at least 1e-2.
 TOLERANCE = 1e-5
-# Of the largest weight, on another machine than the maker's, where sums are rounded otherwise.
+# Relative to the largest weight, on a machine that rounds sums differently.
 WEIGHTS_TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="session")
 def unpacked(tmp_path_factory):
-    """The folder of what is in an archive and the machine that made it, by the archive's name; each unpacked once."""
-    found = {}
+    """The folder of an archive and the machine that made it, by the archive's name; unpacked once."""
+    actual = {}
 
     def folder(name):
-        if name not in found:
+        if name not in actual:
             place = tmp_path_factory.mktemp(name)
-            found[name] = place, unpack(FOLDER / f"{name}.tar.xz", place)
-        return found[name]
+            actual[name] = place, unpack(FOLDER / f"{name}.tar.xz", place)
+        return actual[name]
 
     return folder
 
 
 @contextmanager
-def maybe_refused(name):
-    """Let the body load something, or, where it is on the list, be refused in the words that stand there."""
+def allow_listed_errors(name):
+    """Let the body load something, or raise an error that is on the list."""
     if name not in REFUSED:
         yield
         return
@@ -60,27 +59,27 @@ def maybe_refused(name):
 
 def check_outputs(folder, name):
     inputs, expected = load_expected(folder)
-    with maybe_refused(name):
+    with allow_listed_errors(name):
         architecture = AutoConfig.from_pretrained(folder).architectures[0]
         model_class = getattr(hf_attn_variants, architecture)
         model, info = model_class.from_pretrained(folder, output_loading_info=True)
         assert not any(info.values()), info
-        found = outputs(model.eval(), inputs)
+        actual = outputs(model.eval(), inputs)
         largest = float(expected["logits"].abs().max())
-        torch.testing.assert_close(found["logits"], expected["logits"], atol=TOLERANCE * largest, rtol=0)
-        assert found.keys() == expected.keys()
+        torch.testing.assert_close(actual["logits"], expected["logits"], atol=TOLERANCE * largest, rtol=0)
+        assert actual.keys() == expected.keys()
         if "tokens" in expected:
-            assert torch.equal(found["tokens"], expected["tokens"])
+            assert torch.equal(actual["tokens"], expected["tokens"])
 
 
 @pytest.mark.parametrize("name", MODELS["repositories"])
-def test_a_repository_gives_what_it_gave(unpacked, name):
+def test_saved_repository_gives_the_recorded_outputs(unpacked, name):
     check_outputs(unpacked("models")[0] / "repositories" / name, f"repositories/{name}")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS["converted"])
-def test_a_converted_folder_gives_what_it_gave_and_tells_how_it_was_made(unpacked, name):
+def test_converted_folder_gives_the_recorded_outputs_and_history(unpacked, name):
     folder = unpacked("models")[0] / "converted" / name
     check_outputs(folder, f"converted/{name}")
     history = read_history(folder)
@@ -91,7 +90,7 @@ def test_a_converted_folder_gives_what_it_gave_and_tells_how_it_was_made(unpacke
     assert all(step["kind"] == "conversion" for step in history.steps)
 
 
-def test_there_is_an_artefact_of_each_host_and_command(unpacked):
+def test_every_architecture_and_command_has_an_archive(unpacked):
     folder = unpacked("models")[0]
     types = {AutoConfig.from_pretrained(folder / "repositories" / name).model_type for name in MODELS["repositories"]}
     assert len(types) == 13 and len(MODELS["repositories"]) == 397
@@ -102,24 +101,24 @@ def test_there_is_an_artefact_of_each_host_and_command(unpacked):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", TRAININGS)
-def test_a_training_goes_on_to_the_weights_that_it_ended_with(unpacked, tmp_path, name):
+def test_resumed_training_ends_with_the_recorded_weights(unpacked, tmp_path, name):
     folder, made_on = unpacked("trainings")
     run = shutil.copytree(folder / name, tmp_path / "run")
     saved = json.loads((run / COMMAND).read_text(encoding="utf-8"))
-    with maybe_refused(f"trainings/{name}"):
+    with allow_listed_errors(f"trainings/{name}"):
         results = run_training(run, saved["command"], [*saved["argv"], "--resume_from_checkpoint", "latest"])
         if made_on["rounding"] == machine()["rounding"]:
             assert results["train_loss"] == saved["train_loss"]
             assert (run / "out/model.safetensors").read_bytes() == (run / WEIGHTS).read_bytes()
             return
-        found, expected = load_file(run / "out/model.safetensors"), load_file(run / WEIGHTS)
-        assert found.keys() == expected.keys()
+        actual, expected = load_file(run / "out/model.safetensors"), load_file(run / WEIGHTS)
+        assert actual.keys() == expected.keys()
         largest = max(float(tensor.abs().max()) for tensor in expected.values())
         for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, atol=WEIGHTS_TOLERANCE * largest, rtol=0, msg=key)
+            torch.testing.assert_close(actual[key], tensor, atol=WEIGHTS_TOLERANCE * largest, rtol=0, msg=key)
 
 
-def test_an_archive_gives_back_the_bytes(tmp_path):
+def test_archive_restores_the_same_bytes(tmp_path):
     source = tmp_path / "source"
     (source / "a").mkdir(parents=True)
     tensors = {"x": torch.arange(6.0), "y": torch.arange(6.0), "z": torch.tensor(1)}

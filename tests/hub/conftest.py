@@ -1,4 +1,4 @@
-"""A local Hub, a client that speaks to it, and small checkpoints to push."""
+"""A local Hub, its client, and small checkpoints to push."""
 
 import pytest
 from architectures import BERT, T5
@@ -17,7 +17,7 @@ def hub():
 
 @pytest.fixture
 def api(hub, monkeypatch, tmp_path):
-    """A real client of the local Hub; the test session as a whole is offline."""
+    """A real client of the local Hub; the test session itself is offline."""
     from huggingface_hub import HfApi, constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -28,7 +28,7 @@ def api(hub, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory):
-    """A tiny BERT with a tokenizer, converted to 2 key/value heads: its folder, never written to."""
+    """The folder of a tiny BERT with a tokenizer, converted to 2 key/value heads; tests do not write to it."""
     folder = tmp_path_factory.mktemp("converted")
     convert(make_tiny_bert(folder / "source"), num_key_value_heads=2, output_dir=folder / "bert-gqa2")
     return folder / "bert-gqa2"
@@ -36,7 +36,7 @@ def converted(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def t5_variant(tmp_path_factory, converted):
-    """A tiny T5 of grouped and talking heads, saved with a tokenizer."""
+    """A tiny T5 with grouped and talking heads, saved with a tokenizer."""
     folder = tmp_path_factory.mktemp("t5") / "t5-gqa"
     T5.model("T5ForConditionalGeneration", "gqa_talking").save_pretrained(folder)
     BertTokenizerFast.from_pretrained(converted).save_pretrained(folder)
@@ -45,6 +45,6 @@ def t5_variant(tmp_path_factory, converted):
 
 @pytest.fixture
 def plain_bert(tmp_path):
-    """A tiny upstream BERT, without our code."""
+    """A tiny BERT of Transformers, without our code."""
     BERT.upstream_model("BertForSequenceClassification").save_pretrained(tmp_path / "plain")
     return tmp_path / "plain"

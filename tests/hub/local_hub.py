@@ -1,6 +1,7 @@
-"""A server on this machine that speaks the part of the Hub's HTTP API that pushing and loading a model use.
+"""A local server with the part of the Hub's HTTP API that pushing and loading a model use.
 
-Repositories live in memory: commits with their files, branches, LFS objects by sha256. `fail` makes requests fail.
+Repositories are stored in memory: commits with their files, branches, and LFS objects by sha256. `fail` makes requests
+fail.
 """
 
 import base64
@@ -19,7 +20,7 @@ LFS_BYTES = 10_000  # the Hub's own rule is a list of suffixes and sizes
 
 @dataclass
 class Repository:
-    """One model repository: each commit's files, and the branches."""
+    """A model repository: the files of each commit, and the branches."""
 
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -38,12 +39,12 @@ class Repository:
 
 
 class LocalHub:
-    """The server, running while it is used as a context.
+    """A server that runs while its context is entered.
 
     Attributes:
-        url: for HF_ENDPOINT.
-        repositories: by "user/name".
-        requests: every request, "METHOD path".
+        url: The value for HF_ENDPOINT.
+        repositories: The repositories, {"user/name": repository}.
+        requests: Every request, as "METHOD path".
     """
 
     def __init__(self):
@@ -77,7 +78,7 @@ class LocalHub:
         return repository
 
     def fail(self, pattern: str, status: int | None) -> None:
-        """Answer requests ("METHOD path") that match with a status; None drops the connection without an answer."""
+        """Answer requests ("METHOD path") that match with a status, or drop the connection if it is None."""
         self.failures.append((re.compile(pattern), status))
 
     def head(self, repo_id: str, branch: str = "main") -> str:
@@ -202,14 +203,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         files = repository.commits.get(repository.resolve(revision) or "", {})
         prefix = f"{folder.strip('/')}/" if folder else ""
-        found = [
+        result = [
             {"type": "file", "path": name, "size": len(content), "oid": _blob_id(content)}
             for name, content in sorted(files.items())
             if name.startswith(prefix)
         ]
-        if prefix and not found:
+        if prefix and not result:
             return self._json({"error": "no such folder"}, 404, **{"X-Error-Code": "EntryNotFound"})
-        self._json(found)
+        self._json(result)
 
     def branch(self, repo_id, name):
         repository = self._allowed() and self._repository(repo_id)
@@ -225,22 +226,22 @@ class _Handler(BaseHTTPRequestHandler):
             return
         existing = repository.commits[repository.resolve(revision)]
         files = []
-        for each in json.loads(self.body)["files"]:
-            is_lfs = each["size"] > LFS_BYTES or each["path"].endswith(".safetensors")
-            content = existing.get(each["path"])
+        for item in json.loads(self.body)["files"]:
+            is_lfs = item["size"] > LFS_BYTES or item["path"].endswith(".safetensors")
+            content = existing.get(item["path"])
             oid = None if content is None else hashlib.sha256(content).hexdigest() if is_lfs else _blob_id(content)
             mode = "lfs" if is_lfs else "regular"
-            files.append({"path": each["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+            files.append({"path": item["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._json({"files": files})
 
     def lfs_batch(self, repo_id):
         if not self._allowed():
             return
         objects = []
-        for each in json.loads(self.body)["objects"]:
-            known = each["oid"] in self.hub.objects
-            actions = {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}", "header": {}}}
-            objects.append(each if known else each | {"actions": actions})
+        for item in json.loads(self.body)["objects"]:
+            known = item["oid"] in self.hub.objects
+            actions = {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}", "header": {}}}
+            objects.append(item if known else item | {"actions": actions})
         self._json({"transfer": "basic", "objects": objects})
 
     def lfs_put(self, oid):

@@ -1,4 +1,4 @@
-"""Model cards: what they say is what was run."""
+"""Check that model cards describe the runs."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def front_matter(card):
     return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", str(card), re.DOTALL)[1])
 
 
-def test_a_conversion_is_told_as_its_report_has_it(folder):
+def test_card_describes_the_conversion_report(folder):
     report = json.loads((folder / "conversion_report.json").read_text())
     text = str(model_card(folder, "me/bert-gqa2", CardOptions(base_model="me/tiny", license="mit")))
     assert "grouped-query attention (2 key/value heads for 4 query heads)" in text
@@ -70,7 +70,7 @@ def test_a_conversion_is_told_as_its_report_has_it(folder):
     assert "model-index" not in data
 
 
-def test_training_scores_become_the_model_index(folder):
+def test_training_scores_are_in_the_model_index(folder):
     (folder / "all_results.json").write_text(json.dumps(RESULTS))
     card = model_card(folder, "me/bert-sst2")
     text = str(card)
@@ -92,7 +92,7 @@ def test_training_scores_become_the_model_index(folder):
     assert {result.metric_type: result.metric_value for result in again.eval_results} == metrics
 
 
-def test_what_was_not_used_is_not_told(folder):
+def test_card_omits_unused_features(folder):
     arguments = RESULTS["arguments"] | {"task_name": "SST-2", "num_train_epochs": 3.0, "max_train_steps": 1200}
     local = "./runs/bert-gqa4"  # as save_results writes a folder
     (folder / "all_results.json").write_text(
@@ -103,7 +103,7 @@ def test_what_was_not_used_is_not_told(folder):
     assert "| max_train_steps | 1200 |" in text and "num_train_epochs" not in text
 
 
-def test_a_loss_is_a_score_only_where_there_is_no_other(folder):
+def test_loss_is_a_score_only_without_other_metrics(folder):
     (folder / "all_results.json").write_text(json.dumps({"eval_loss": 2.5, "arguments": {}}))
     [result] = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_name) == ("loss", 2.5, "held-out text")
@@ -138,13 +138,13 @@ def test_a_loss_is_a_score_only_where_there_is_no_other(folder):
         ),
     ],
 )
-def test_scores_of_other_scripts_are_told_from_counts_and_times(folder, results, expected):
+def test_scores_of_other_scripts_are_separated_from_counts_and_times(folder, results, expected):
     (folder / "all_results.json").write_text(json.dumps(results))
-    found = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
-    assert {(each.dataset_name, each.dataset_split, each.metric_type) for each in found} == expected
+    actual = ModelCard(str(model_card(folder, "me/x"))).data.eval_results
+    assert {(item.dataset_name, item.dataset_split, item.metric_type) for item in actual} == expected
 
 
-def test_further_evaluations_are_checked(folder):
+def test_further_evaluations_are_validated(folder):
     row = {
         "task_type": "sentence-similarity",
         "dataset_type": "sentence-transformers/stsb",
@@ -161,7 +161,7 @@ def test_further_evaluations_are_checked(folder):
             model_card(folder, "me/x", CardOptions(evaluations=[wrong]))
 
 
-def test_the_sources_licence_and_languages_go_on(folder):
+def test_license_and_languages_of_the_source_are_kept(folder):
     (folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage:\n- en\n- de\n---\n# Source\n")
     data = front_matter(model_card(folder, "me/x"))
     assert data["license"] == "apache-2.0" and data["language"] == ["en", "de"]
@@ -173,8 +173,8 @@ def test_the_sources_licence_and_languages_go_on(folder):
         model_card(folder, "me/x")
 
 
-def test_a_decoders_card_counts_its_cache(t5_variant):
-    # 2 layers, 4 key and 4 value heads of 8 numbers of 4 bytes; multi-head values have h_v = 8 heads beside 12 keys
+def test_decoder_card_contains_the_cache_size(t5_variant):
+    # 2 layers, 4 key and 4 value heads of 8 numbers of 4 bytes; multi-head values have h_v = 8 heads for 12 keys
     text = str(model_card(t5_variant, "me/t5"))
     assert "bytes of cache per generated token (float32, all layers) | 512 (multi-head: 1,280)" in text
     assert "bytes of cache per encoder token (float32, all layers) | 512 (multi-head: 1,280)" in text
@@ -182,13 +182,13 @@ def test_a_decoders_card_counts_its_cache(t5_variant):
     assert "talking-heads-attention" in front_matter(text)["tags"] and "--P_l [12 x 6]-->" in text
 
 
-def test_a_bart_writes_though_it_fills_masks_too(tmp_path):
+def test_bart_card_shows_text_generation(tmp_path):
     BART.model("BartForConditionalGeneration", "gqa").save_pretrained(tmp_path / "bart")
     text = str(model_card(tmp_path / "bart", "me/x"))
     assert "AutoModelForSeq2SeqLM.from_pretrained" in text and "model.generate" in text
 
 
-def test_an_evaluation_is_no_training_and_a_conversion_that_loses_nothing_says_so(tmp_path):
+def test_evaluation_is_not_training_and_lossless_conversion_is_stated(tmp_path):
     make_t5(tmp_path / "t5")
     source, target = make_text(tmp_path)
     width = json.loads((tmp_path / "t5/config.json").read_text())["d_model"]
@@ -204,7 +204,7 @@ def test_an_evaluation_is_no_training_and_a_conversion_that_loses_nothing_says_s
         "--output_dir",
         tmp_path / "scored",
     ]
-    assert cli.main([str(each) for each in argv]) == 0
+    assert cli.main([str(item) for item in argv]) == 0
     text = str(model_card(tmp_path / "scored", "me/t5"))
     assert "It was converted and not trained afterwards." in text and "## Evaluation" in text
     assert "optimizer steps" not in text and "| source.txt | validation | bleu |" in text
@@ -213,7 +213,7 @@ def test_an_evaluation_is_no_training_and_a_conversion_that_loses_nothing_says_s
     assert "expect a lower quality" in str(model_card(tmp_path / "mqa", "me/t5"))
 
 
-def test_windows_are_told_and_cited(tmp_path):
+def test_card_describes_and_cites_windows(tmp_path):
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
     windows = {f"encoder_{name}": value for name, value in window.items()}
     T5.model("T5ForConditionalGeneration", "gqa", **windows).save_pretrained(tmp_path)
@@ -223,7 +223,7 @@ def test_windows_are_told_and_cited(tmp_path):
     assert "2004.05150" in text and "in self-attention" not in text
 
 
-def test_kernels_are_told_and_cited(tmp_path):
+def test_card_describes_and_cites_kernels(tmp_path):
     T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="hedgehog").save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5"))
     assert "and the kernel hedgehog instead of the softmax in cross-attention. It is implemented as" in text
@@ -235,7 +235,7 @@ def test_kernels_are_told_and_cited(tmp_path):
     assert "2410.10254" in text
 
 
-def test_stacks_of_unequal_heads_are_told_apart(tmp_path):
+def test_card_separates_unequal_heads_of_encoder_and_decoder(tmp_path):
     MARIAN.model("MarianMTModel", num_key_value_heads=4).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/marian"))
     assert "| decoder attention heads | 12 |" in text and "| encoder attention heads | 4 |" in text
@@ -246,7 +246,7 @@ def test_stacks_of_unequal_heads_are_told_apart(tmp_path):
 
 
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForTokenClassification"])
-def test_a_t5s_encoder_alone_is_told_as_one(head, tmp_path):
+def test_card_of_a_t5_encoder_describes_an_encoder(head, tmp_path):
     T5.model(head, encoder_num_key_value_heads=4).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5-encoder"))
     assert "with grouped-query attention (4 key/value heads for 12 query heads). It is implemented as" in text
@@ -255,7 +255,7 @@ def test_a_t5s_encoder_alone_is_told_as_one(head, tmp_path):
     assert front_matter(text)["tags"] == ["attn-variants", "grouped-query-attention"]
 
 
-def test_a_decoder_that_refuses_a_cache_has_none(tmp_path):
+def test_card_of_a_decoder_without_a_cache_states_no_cache(tmp_path):
     T5.model(
         "T5ForConditionalGeneration", num_key_value_heads=4, talking_heads="both", talking_heads_dynamic=["m2l"]
     ).save_pretrained(tmp_path)
@@ -264,14 +264,14 @@ def test_a_decoder_that_refuses_a_cache_has_none(tmp_path):
     assert "The model decodes slowly, without a cache" in text and "The smaller cache helps" not in text
 
 
-def test_an_upstream_model_has_a_card_without_our_code(plain_bert):
+def test_card_of_a_transformers_model_mentions_no_remote_code(plain_bert):
     text = str(model_card(plain_bert, "me/plain"))
     assert "multi-head attention" in text and "trust_remote_code" not in text
     assert "AutoModelForSequenceClassification.from_pretrained" in text
     assert front_matter(text)["pipeline_tag"] == "text-classification"
 
 
-def test_a_sentence_transformers_folder_shows_how_it_is_used(folder):
+def test_card_of_a_sentence_transformers_folder_shows_its_usage(folder):
     (folder / "modules.json").write_text("[]")
     text = str(model_card(folder, "me/x"))
     data = front_matter(text)
@@ -292,7 +292,7 @@ def test_a_sentence_transformers_folder_shows_how_it_is_used(folder):
         (MARIAN, "MarianMTModel"),
     ],
 )
-def test_the_usage_example_runs(architecture, head, converted, tmp_path):
+def test_usage_example_of_the_card_runs(architecture, head, converted, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(converted)
     architecture.model(head, "gqa", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
@@ -311,7 +311,7 @@ def test_the_usage_example_runs(architecture, head, converted, tmp_path):
         ("Model", "feature-extraction"),
     ],
 )
-def test_what_hears_is_shown_a_recording(head, tag, tmp_path):
+def test_audio_example_of_the_card_uses_a_recording(head, tag, tmp_path):
     for part in (WHISPER.model(f"Whisper{head}", "gqa"), feature_extractor(), tokenizer()):
         part.save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/x"))
@@ -320,7 +320,7 @@ def test_what_hears_is_shown_a_recording(head, tag, tmp_path):
     exec(compile(block, "card", "exec"), {})
 
 
-def test_the_code_is_told_with_what_it_was_run_and_how_it_is_renewed(folder):
+def test_card_states_the_tested_versions_and_the_code_update(folder):
     text = str(model_card(folder, "me/x"))
     assert f"Transformers {OLDEST_RUN} or newer. It was tested with Transformers {OLDEST_RUN} to" in text
     assert f" {NEWEST_RUN}.\n" in text and "`attn-variants refresh me/x --output_dir NEW`" in text
@@ -331,14 +331,14 @@ def test_the_code_is_told_with_what_it_was_run_and_how_it_is_renewed(folder):
     assert is_untouched(older) and refresh_card(older) == text
 
 
-def test_an_edited_card_is_recognised(folder):
+def test_edited_card_is_recognized(folder):
     text = str(model_card(folder, "me/x"))
     assert is_untouched(text)
     assert not is_untouched(text.replace("## Limits", "## My limits"))
     assert not is_untouched("# my own card")
 
 
-def test_folders_of_this_machine_are_not_told(folder):
+def test_card_contains_no_local_folders(folder):
     arguments = {"dataset_name": "/home/somebody/secret project/corpus", "task_name": None, "train_file": "priv/a.txt"}
     (folder / "all_results.json").write_text(json.dumps({"eval_loss": 1.0, "steps": 3, "arguments": arguments}))
     text = str(model_card(folder, "me/x"))
@@ -347,7 +347,7 @@ def test_folders_of_this_machine_are_not_told(folder):
     assert "datasets" not in data and data["model-index"][0]["results"][0]["dataset"]["name"] == "corpus"
 
 
-def test_a_licence_of_its_own_is_named_and_norwegian_is_a_language(folder):
+def test_custom_license_is_named_and_language_no_is_norwegian(folder):
     link = "https://example.org/terms"
     (folder / "README.md").write_text(
         f"---\nlicense: other\nlicense_name: terms\nlicense_link: {link}\nlanguage:\n- en\n- no\n---\n"
@@ -364,7 +364,7 @@ def test_a_licence_of_its_own_is_named_and_norwegian_is_a_language(folder):
 
 
 @pytest.mark.parametrize(
-    "fields, tags, papers, said",
+    "fields, tags, papers, printed",
     [
         (
             {"cross_kv_lora_rank": 40},
@@ -393,12 +393,12 @@ def test_a_licence_of_its_own_is_named_and_norwegian_is_a_language(folder):
     ],
     ids=["exact", "low rank", "by layer", "in a layer"],
 )
-def test_a_latent_is_said_counted_and_cited(tmp_path, fields, tags, papers, said):
+def test_card_describes_counts_and_cites_latents(tmp_path, fields, tags, papers, printed):
     T5.model("T5ForConditionalGeneration", **fields).save_pretrained(tmp_path)
     text = str(model_card(tmp_path, "me/t5-latent"))
     assert front_matter(text)["tags"] == ["attn-variants", *tags]
     assert re.findall(r"arxiv.org/abs/([\d.]+)", text) == papers
-    assert said in text
+    assert printed in text
     if "cross_kv_lora_rank" in fields:
         size, name = fields["cross_kv_lora_rank"], "bytes of cache per encoder token (float32, all layers)"
         assert f"{name} | {4 * size} (multi-head: {4 * 2 * 2 * 96:,})" in text
@@ -410,7 +410,7 @@ def test_a_latent_is_said_counted_and_cited(tmp_path, fields, tags, papers, said
     assert ("benchmark" in text) is (fields == {"cross_kv_lora_rank": 40})
 
 
-def test_heads_that_differ_by_layer_are_in_the_table_of_a_conversion(folder):
+def test_conversion_table_of_the_card_lists_per_layer_heads(folder):
     report = json.loads((folder / "conversion_report.json").read_text())
     for heads, row in (
         ([4, [2, 4]], "| num_key_value_heads | 4 | 2, 4 |"),

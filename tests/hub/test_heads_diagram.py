@@ -1,4 +1,4 @@
-"""Drawings of which query heads share a key/value head."""
+"""Check the diagrams that show which query heads share a key/value head."""
 
 import pytest
 from architectures import BERT, T5
@@ -11,7 +11,7 @@ def cells(line):
 
 
 @pytest.mark.parametrize("kv_heads", [12, 4, 1])
-def test_each_group_stands_above_its_head(kv_heads):
+def test_diagram_shows_each_group_above_its_head(kv_heads):
     queries, keys = heads_diagram(BERT.config(num_key_value_heads=kv_heads)).splitlines()
     size = 12 // kv_heads
     assert cells(queries) == [[f"q{i}" for i in range(g * size, (g + 1) * size)] for g in range(kv_heads)]
@@ -19,14 +19,14 @@ def test_each_group_stands_above_its_head(kv_heads):
     assert [at for at, c in enumerate(queries) if c == "|"] == [at for at, c in enumerate(keys) if c == "|"]
 
 
-def test_many_heads_are_shortened():
+def test_diagram_abbreviates_many_heads():
     config = BERT.config_class(hidden_size=256, num_attention_heads=64, num_key_value_heads=16)
     drawn = heads_diagram(config)
     assert max(map(len, drawn.splitlines())) <= 110
     assert "q0..q3" in drawn and "q60..q63" in drawn and "kv15" in drawn
 
 
-def test_t5_has_a_drawing_for_each_stack_and_talking_heads_a_chain():
+def test_t5_has_a_diagram_per_place_and_talking_heads_a_chain():
     drawn = heads_diagram(T5.config("gqa_talking"))
     assert drawn.index("decoder") < drawn.index("encoder:")
     assert "logits of 12 heads --P_l [12 x 6]--> softmax of 6 heads --P_w [6 x 8]--> weights of 8 heads" in drawn
@@ -34,7 +34,7 @@ def test_t5_has_a_drawing_for_each_stack_and_talking_heads_a_chain():
     assert "logits of 12 heads --> softmax of 12 heads --P_w [12 x 8]--> weights of 8 heads" in only
 
 
-def test_layers_that_differ_are_drawn_by_their_heads():
+def test_diagram_groups_layers_with_equal_heads():
     drawn = heads_diagram(BERT.config(num_hidden_layers=3, per_layer_values={"num_key_value_heads": [4, 1, 4]}))
     first, second = drawn.split("\n\n")
     assert first.startswith("layers 0, 2:\n") and second.startswith("layer 1:\n")
@@ -43,7 +43,7 @@ def test_layers_that_differ_are_drawn_by_their_heads():
     ]
 
 
-def test_latents_are_said_below_the_heads():
+def test_diagram_names_latents_below_the_heads():
     config = T5.config(cross_kv_lora_rank=40, per_layer_values={"kv_lora_rank": [None, 8]})
     *_, latents = heads_diagram(config).split("\n\n")
     assert latents.splitlines() == [

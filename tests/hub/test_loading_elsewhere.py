@@ -1,4 +1,4 @@
-"""A saved checkpoint loads under every Auto class in a process that cannot import this package."""
+"""Check that saved checkpoints load under every Auto class in a process without this package."""
 
 import ast
 import builtins
@@ -21,12 +21,12 @@ from hf_attn_variants.modeling.remote_code import code_files, write_code
 
 TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").rglob("*.py"))
 TRAVELLING = [path for path in TRAVELLING if path.name not in ("__init__.py", "code_builder.py")]
-# What is saved of each architecture: a variant, and which head.
+# The saved models of each architecture: a variant and a head.
 KINDS = [("gqa", "base"), ("gqa_talking", "language_model")]
 KINDS += [(variant, "language_model") for variant in ("latent", "by layer", "by place", "favor")]
 OTHER_KINDS = [("gqa", "language_model"), ("gqa_talking", "base"), ("hedgehog", "language_model")]
 
-# Runs in a folder of its own, with a Hugging Face home of its own, and with the package made impossible to import.
+# This code runs in a new folder with a new Hugging Face home, and cannot import the package.
 ELSEWHERE = textwrap.dedent(
     """
     import json, re, sys
@@ -90,7 +90,7 @@ def run_elsewhere(script, *arguments, home, cwd):
 
 
 def save_one(architecture, variant, saved, folder):
-    """Save a model, and what it makes of a batch; return what a process elsewhere loads of it."""
+    """Save a model and its outputs for a batch; return what the other process must load."""
     base = next(iter(architecture.heads))
     auto_classes = architecture.config_class.auto_classes
     kinds = ("AutoModelForPreTraining", "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
@@ -128,7 +128,7 @@ def save_one(architecture, variant, saved, folder):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kinds", [KINDS, pytest.param(OTHER_KINDS, marks=pytest.mark.slow)], ids=["some", "others"])
-def test_every_auto_class_loads_elsewhere(tmp_path, kinds):
+def test_every_auto_class_loads_without_this_package(tmp_path, kinds):
     rows = [row for row in ARCHITECTURES for _ in kinds]
     made = [save_one(row, *kind, tmp_path / row.name / "-".join(kind)) for row in ARCHITECTURES for kind in kinds]
     (tmp_path / "cwd").mkdir()
@@ -154,7 +154,7 @@ ADAPTED_ELSEWHERE = ELSEWHERE.split("import torch")[0] + textwrap.dedent(
 
 
 @pytest.mark.slow
-def test_peft_needs_no_target_modules_elsewhere(tmp_path):
+def test_peft_finds_target_modules_without_this_package(tmp_path):
     peft = pytest.importorskip("peft")
     models = {row.name: row.model(next(iter(row.heads)), "gqa") for row in ARCHITECTURES}
     for name, model in models.items():
@@ -164,12 +164,12 @@ def test_peft_needs_no_target_modules_elsewhere(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     lora = peft.LoraConfig(r=2, target_modules=["query", "value", "q", "v"])
     adapted = [peft.get_peft_model(model, lora) for model in models.values()]
-    assert json.loads(result.stdout.splitlines()[-1]) == [each.get_nb_trainable_parameters()[0] for each in adapted]
+    assert json.loads(result.stdout.splitlines()[-1]) == [item.get_nb_trainable_parameters()[0] for item in adapted]
 
 
 @pytest.mark.parametrize("path", TRAVELLING, ids=lambda path: path.name)
-def test_travelling_files_import_only_torch_transformers_and_siblings(path):
-    siblings = {each.stem for each in TRAVELLING} | {"code_builder"}  # of which a repository has a stub
+def test_shipped_files_import_only_torch_transformers_and_siblings(path):
+    siblings = {item.stem for item in TRAVELLING} | {"code_builder"}  # of which a repository has a stub
     guarded = {"triton"}
     standard = {"abc", "ast", "collections", "contextlib", "contextvars", "copy", "dataclasses", "difflib", "dis"}
     standard |= {"functools", "inspect", "json", "math", "pathlib", "re", "sys", "typing", "zlib"}
@@ -187,22 +187,22 @@ def test_travelling_files_import_only_torch_transformers_and_siblings(path):
             assert node.attr not in {"environ", "getenv"}, ast.unparse(node)
 
 
-def test_one_file_alone_opens_others():
-    """The code beside a model copies itself when that is saved; nothing else reads or writes a file."""
+def test_only_one_shipped_file_opens_files():
+    """Check that only the code that copies itself when a model is saved reads or writes files."""
     opening = {"read_text", "read_bytes", "write_text", "write_bytes", "open", "unlink", "iterdir", "glob", "rglob"}
-    found = {
+    actual = {
         path.name
         for path in TRAVELLING
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in opening
     }
-    assert found == {"remote_code.py"}
+    assert actual == {"remote_code.py"}
 
 
 @pytest.mark.parametrize("mechanisms", [None, frozenset(), frozenset({"patterns"})], ids=["all", "none", "patterns"])
-@pytest.mark.parametrize("config_class", CONFIG_CLASSES, ids=lambda each: each.model_type)
+@pytest.mark.parametrize("config_class", CONFIG_CLASSES, ids=lambda item: item.model_type)
 def test_files_of_a_repository_import_only_each_other(config_class, mechanisms, tmp_path):
-    """Transformers finds imported files by a regular expression over the source, docstrings included."""
+    """Check the imports that Transformers finds with a regular expression, also in docstrings."""
     from transformers.dynamic_module_utils import get_relative_imports
 
     files = code_files(config_class, config_class.modeling_file, mechanisms)
@@ -211,12 +211,12 @@ def test_files_of_a_repository_import_only_each_other(config_class, mechanisms, 
     assert {*files} <= file_names()
     for name, text in files.items():
         assert text == (tmp_path / name).read_text(encoding="utf-8")
-        assert {f"{each}.py" for each in get_relative_imports(tmp_path / name)} <= files.keys(), name
+        assert {f"{item}.py" for item in get_relative_imports(tmp_path / name)} <= files.keys(), name
         assert not undefined_names(text), name
 
 
 def undefined_names(text):
-    """The names that a file uses in a scope without a definition of them anywhere in the file."""
+    """Return the names that a file uses without a definition anywhere in the file."""
     tree = ast.parse(text)
     defined = {*dir(builtins), "__file__", "__name__"}
     for node in ast.walk(tree):
@@ -233,8 +233,8 @@ def undefined_names(text):
     return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - defined
 
 
-def test_a_class_that_somebody_derives_is_saved_with_its_file(tmp_path, monkeypatch):
-    """By transformers, beside our code, whose classes it must not copy."""
+def test_user_subclass_is_saved_with_its_own_file(tmp_path, monkeypatch):
+    """Check that Transformers saves it next to our code, without copying our classes."""
     (tmp_path / "derived.py").write_text(
         "from hf_attn_variants import AttnVariantBertModel\n\n\nclass Derived(AttnVariantBertModel):\n    pass\n"
     )
@@ -244,7 +244,7 @@ def test_a_class_that_somebody_derives_is_saved_with_its_file(tmp_path, monkeypa
     assert hf_attn_variants.AttnVariantBertModel._auto_class is None and derived.Derived._auto_class == "AutoModel"
     BERT.model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
     derived.Derived.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
-    ours, theirs = ({path.name for path in (tmp_path / each).glob("*.py")} for each in ("ours", "theirs"))
+    ours, theirs = ({path.name for path in (tmp_path / item).glob("*.py")} for item in ("ours", "theirs"))
     assert theirs == ours | {"derived.py"}
     auto_map = json.loads((tmp_path / "theirs/config.json").read_text())["auto_map"]
     assert auto_map["AutoModel"] == "derived.Derived" and len(auto_map) > 5

@@ -1,4 +1,4 @@
-"""A model's card tells how it was made from the first step to the last, whatever folders lay in between."""
+"""Check that a card describes all steps that made a model, whatever folders it passed through."""
 
 import errno
 import json
@@ -43,7 +43,7 @@ QUIET = ["--cpu", "--disable_tqdm"]
 
 
 def run(*argv):
-    assert cli.main([str(each) for each in argv]) == 0
+    assert cli.main([str(item) for item in argv]) == 0
 
 
 def front_matter(card):
@@ -52,7 +52,7 @@ def front_matter(card):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A plain BERT whose README.md has a licence."""
+    """A plain BERT whose README.md has a license."""
     folder = make_tiny_bert(tmp_path_factory.mktemp("source") / "tiny")
     (folder / "README.md").write_text(README)
     return folder
@@ -60,7 +60,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(tiny, tmp_path_factory):
-    """The README's chain: converted on text of the task, distilled, fine-tuned."""
+    """A model made like in the README: converted on text of the task, distilled and fine-tuned."""
     home = tmp_path_factory.mktemp("chain")
     verbs = ("playing", "eating", "holding", "seeing", "hearing", "buying", "selling", "dropping")
     rows = [{"sentence1": f"a man is {verb} a guitar", "sentence2": f"two dogs are {verb} snow"} for verb in verbs]
@@ -77,7 +77,7 @@ def tuned(tiny, tmp_path_factory):
     return home / "tuned"
 
 
-def test_the_readmes_chain_is_told_from_its_beginning(tuned):
+def test_card_describes_all_steps_of_the_readme(tuned):
     plan = push(push_arguments(["--model_name_or_path", str(tuned), "--repo_id", "me/tuned", "--dry_run"]))
     card, data = plan.card, front_matter(plan.card)
     # Three steps of a tiny model may or may not lower the loss.
@@ -93,41 +93,41 @@ def test_the_readmes_chain_is_told_from_its_beginning(tuned):
     assert (data["license"], data["language"], data["base_model"]) == ("mit", ["en"], "big/tiny")
     assert data["tags"] == ["attn-variants", "grouped-query-attention", "captions"]
     assert "mit, the license of the original model." in card
-    # the scores are the last step's alone
+    # the card has only the scores of the last step
     assert {m["type"] for r in data["model-index"][0]["results"] for m in r["metrics"]} >= {"spearmanr"}
     assert "model_history.json" in plan.files and not plan.warnings
     assert str(tuned.parent) not in card
 
 
-def test_what_goes_up_names_no_folder_of_this_machine(tuned):
+def test_uploaded_files_name_no_local_folder(tuned):
     from hf_attn_variants.hub.push import WITHOUT_PATHS, _get_payload
 
     there = {name: _get_payload(tuned, name).decode() for name in WITHOUT_PATHS if (tuned / name).is_file()}
     assert "model_history.json" in there and not any(str(tuned.parent.parent) in text for text in there.values())
 
 
-def test_the_example_of_a_pair_task_reads_a_pair_and_runs(tuned):
+def test_example_of_a_pair_task_runs_with_a_pair(tuned):
     block = re.search(r"```python\n(.*?)```", str(model_card(tuned, "me/x")), re.DOTALL)[1]
     assert 'tokenizer("Two dogs run in the snow.", "Dogs are running outside.", ' in block
-    found = {}
-    exec(compile(block.replace("me/x", str(tuned)), "card", "exec"), found)
-    assert found["inputs"]["token_type_ids"].unique().tolist() == [0, 1]
+    actual = {}
+    exec(compile(block.replace("me/x", str(tuned)), "card", "exec"), actual)
+    assert actual["inputs"]["token_type_ids"].unique().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_each_task_is_shown_with_as_many_texts_as_it_reads(name, tmp_path):
+def test_example_has_the_number_of_texts_of_the_task(name, tmp_path):
     BERT.config(architectures=["BertForSequenceClassification"]).save_pretrained(tmp_path)
     (tmp_path / "all_results.json").write_text(json.dumps({"task_name": name}))
     call = re.search(r"tokenizer\((.*), return_tensors", str(model_card(tmp_path, "me/x")))[1]
     assert len(re.findall(r'"[^"]+"', call)) == len(TASKS[name].text_columns)
 
 
-def test_a_model_that_answers_questions_is_shown_with_one(tmp_path):
+def test_question_answering_card_shows_a_question(tmp_path):
     BERT.config(architectures=["BertForQuestionAnswering"]).save_pretrained(tmp_path)
     assert 'tokenizer("Where do the dogs run?", "Two dogs' in str(model_card(tmp_path, "me/x"))
 
 
-def test_a_conversion_after_the_training_has_no_scores_and_tells_the_training(tuned, tmp_path):
+def test_conversion_after_training_keeps_the_history_without_scores(tuned, tmp_path):
     convert(tuned, num_key_value_heads=1, output_dir=tmp_path / "mqa")
     card = str(model_card(tmp_path / "mqa", "me/mqa"))
     assert "then fine-tuned (2 steps), then converted, and not trained afterwards." in card
@@ -140,7 +140,7 @@ def test_a_conversion_after_the_training_has_no_scores_and_tells_the_training(tu
     assert '"Dogs are running outside."' in card  # still a model of pairs
 
 
-def test_a_model_that_is_trained_in_its_own_folder_keeps_its_history(tuned, tmp_path):
+def test_training_in_the_same_folder_keeps_the_history(tuned, tmp_path):
     folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "same")
     argv = ["--model_name_or_path", folder, "--output_dir", folder, "--overwrite_output_dir"]
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_a_model_that_is_trained_in_its_own_folder_keeps_its_history(tuned, tmp_
     assert "`conversion_report.json` has" in str(model_card(folder, "me/x"))
 
 
-def test_a_run_in_its_own_folder_that_is_continuation_is_one_training(tuned, tmp_path, monkeypatch):
+def test_continued_run_in_the_same_folder_is_one_training(tuned, tmp_path, monkeypatch):
     folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "same")
     argv = ["glue", "--model_name_or_path", folder, "--output_dir", folder, *GLUE, *QUIET]
     argv += ["--checkpointing_steps", "1"]
@@ -161,14 +161,14 @@ def test_a_run_in_its_own_folder_that_is_continuation_is_one_training(tuned, tmp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(outputs, "write_results", interrupted)
-    assert cli.main([str(each) for each in (*argv, "--overwrite_output_dir")]) == 130
+    assert cli.main([str(item) for item in (*argv, "--overwrite_output_dir")]) == 130
     assert (folder / "all_results.json").is_file()
     monkeypatch.undo()
     run(*argv, "--resume_from_checkpoint", "latest")
     assert [step["kind"] for step in read_history(folder).steps] == ["conversion", "training"]
 
 
-def test_a_full_disk_loses_no_history(tuned, tmp_path, monkeypatch):
+def test_full_disk_keeps_the_history(tuned, tmp_path, monkeypatch):
     folder = shutil.copytree(tuned, tmp_path / "same")
     before = read_history(folder)
     argv = ["glue", "--model_name_or_path", folder, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET]
@@ -180,14 +180,14 @@ def test_a_full_disk_loses_no_history(tuned, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr("pathlib.Path.write_bytes", full)
-    assert cli.main([str(each) for each in argv]) == 2
+    assert cli.main([str(item) for item in argv]) == 2
     monkeypatch.undo()
     assert read_history(folder) == before and len(before.steps) == 3 and before.metadata["license"] == "mit"
     assert not list(folder.glob(".tmp-*"))
 
 
-def test_a_report_that_the_history_tells_already_is_no_further_step(tuned, tmp_path):
-    """As a run in its own folder leaves it that is killed before it has removed the earlier results."""
+def test_report_of_a_recorded_step_is_not_added_again(tuned, tmp_path):
+    """Check a run that is killed before it removes the earlier results of its folder."""
     folder = shutil.copytree(tuned, tmp_path / "same")
     before = read_history(folder)
     write_history(folder, before)
@@ -195,13 +195,13 @@ def test_a_report_that_the_history_tells_already_is_no_further_step(tuned, tmp_p
     assert (folder / "all_results.json").is_file() and read_history(folder) == before
 
 
-def test_an_overwritten_folder_loses_the_history_of_what_was_in_it(tuned, tiny, tmp_path):
+def test_overwriting_removes_the_old_history(tuned, tiny, tmp_path):
     folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "other")
     run("glue", "--model_name_or_path", tiny, "--output_dir", folder, "--overwrite_output_dir", *GLUE, *QUIET)
     assert [step["kind"] for step in read_history(folder).steps] == ["training"]
 
 
-def test_an_overwritten_folder_loses_the_licence_of_what_was_in_it(tuned, tiny, tmp_path):
+def test_overwriting_removes_the_old_license(tuned, tiny, tmp_path):
     folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "other")
     (folder / "README.md").write_text(README)
     source = shutil.copytree(tiny, tmp_path / "b")
@@ -212,7 +212,7 @@ def test_an_overwritten_folder_loses_the_licence_of_what_was_in_it(tuned, tiny, 
 
 
 @pytest.mark.parametrize("is_continuation, name", [(True, "config.json"), (False, "notes.txt")])
-def test_a_readme_stays_where_it_is_the_sources_or_no_models(is_continuation, name, tmp_path):
+def test_readme_of_the_source_or_without_a_model_is_kept(is_continuation, name, tmp_path):
     (tmp_path / name).write_text("{}")
     (tmp_path / "README.md").write_text(README)
     (tmp_path / STAGE).mkdir()
@@ -222,8 +222,8 @@ def test_a_readme_stays_where_it_is_the_sources_or_no_models(is_continuation, na
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
-def test_a_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
-    """Not the source's, whose terms go on."""
+def test_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
+    """Check that the card is not the source's, and keeps its license terms."""
     run("convert", tiny, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
     assert "README.md is the model card. `attn-variants push` updates it" in capsys.readouterr().out
     card = (tmp_path / "gqa2/README.md").read_text()
@@ -238,8 +238,8 @@ def test_a_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
     assert front_matter(plan_push(tmp_path / "python", "me/x").card)["license"] == "mit"
 
 
-def test_a_source_whose_readme_is_broken_keeps_it(tiny, tmp_path, caplog):
-    """Its licence can still be read there; a push says so."""
+def test_broken_readme_of_the_source_is_kept(tiny, tmp_path, caplog):
+    """Check that a license in the text is kept; a push warns about the README."""
     folder = shutil.copytree(tiny, tmp_path / "broken")
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     run("convert", folder, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
@@ -249,7 +249,7 @@ def test_a_source_whose_readme_is_broken_keeps_it(tiny, tmp_path, caplog):
         plan_push(tmp_path / "gqa2", "me/x")
 
 
-def test_a_card_of_the_weights_that_go_goes_with_them(converted, tmp_path):
+def test_card_of_removed_weights_is_removed(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     assert write_card(folder) and not write_card(folder)
     (folder / STAGE).mkdir()
@@ -258,7 +258,7 @@ def test_a_card_of_the_weights_that_go_goes_with_them(converted, tmp_path):
     assert not (folder / "README.md").exists() and (folder / "conversion_report.json").exists()
 
 
-def test_a_t5s_conversion_is_told_after_its_training(tmp_path):
+def test_card_describes_a_conversion_after_training(tmp_path):
     make_t5(tmp_path / "t5")
     source, target = make_text(tmp_path)
     (tmp_path / "t5" / "README.md").write_text("---\nlicense: cc-by-4.0\n---\n")
@@ -281,7 +281,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", ["model_history.json", "conversion_report.json", "all_results.json"])
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_file_that_cannot_be_read_is_named_and_stops_no_push(converted, name, content, tmp_path):
+def test_unreadable_report_is_named_and_does_not_stop_a_push(converted, name, content, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     plan = plan_push(folder, "me/x")
@@ -291,7 +291,7 @@ def test_a_file_that_cannot_be_read_is_named_and_stops_no_push(converted, name, 
 
 
 @pytest.mark.parametrize("value", ["text\n## Heading", [[]], None, 3, {"a": {"b": [None]}}], ids=repr)
-def test_a_field_of_another_type_makes_no_heading_or_names_the_reports(converted, value, tmp_path):
+def test_report_with_wrong_field_types_is_reported(converted, value, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     report = json.loads((folder / "conversion_report.json").read_text())
     report |= {"calibration": {"count": 3, "kind": "texts", "targets": False, "max_length": 8}}
@@ -305,7 +305,7 @@ def test_a_field_of_another_type_makes_no_heading_or_names_the_reports(converted
             assert "\n## Heading" not in card and "## Conversion" in card, key
 
 
-def test_a_report_without_the_newest_fields_is_read_whole(tmp_path):
+def test_older_report_without_new_fields_is_read(tmp_path):
     calibration = {"count": 9, "kind": "texts", "targets": False, "max_length": 64}
     quality = {"measure": "loss", "value": 0.1, "bound": 0.3, "examples": 8, "is_kept": True}
     report = {"calibration": calibration, "quality": quality | {"alike": False, "unknown": False}}
@@ -313,7 +313,7 @@ def test_a_report_without_the_newest_fields_is_read_whole(tmp_path):
     assert read_history(tmp_path).steps == [{"kind": "conversion"} | report]
 
 
-def test_a_step_that_this_version_does_not_know_is_named(converted, tmp_path):
+def test_unknown_step_is_named(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "model_history.json").write_text(json.dumps({"format": 9, "steps": [{"kind": "pruning"}, 4]}))
     plan = plan_push(folder, "me/x")
@@ -321,7 +321,7 @@ def test_a_step_that_this_version_does_not_know_is_named(converted, tmp_path):
     assert "## Conversion\n" in plan.card
 
 
-def test_a_source_whose_readme_is_broken_trains_and_says_so(tiny, tmp_path, caplog):
+def test_training_from_a_broken_readme_gives_a_warning(tiny, tmp_path, caplog):
     folder = shutil.copytree(tiny, tmp_path / "broken")
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     run("glue", "--model_name_or_path", folder, "--output_dir", tmp_path / "out", *GLUE, *QUIET)
@@ -329,13 +329,13 @@ def test_a_source_whose_readme_is_broken_trains_and_says_so(tiny, tmp_path, capl
     assert "do not state a license" in str(model_card(tmp_path / "out", "me/x"))
 
 
-def test_a_given_licence_needs_no_readme_that_can_be_read(converted, tmp_path):
+def test_license_argument_replaces_an_unreadable_readme(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "README.md").write_text("---\nlicense: [\n---\n")
     assert front_matter(model_card(folder, "me/x", CardOptions(license="mit")))["license"] == "mit"
 
 
-def test_the_first_steps_source_is_not_what_a_later_step_began_with(converted, tmp_path):
+def test_base_model_is_the_source_of_the_first_step(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     report = json.loads((folder / "conversion_report.json").read_text())
     (folder / "conversion_report.json").unlink()
@@ -352,7 +352,7 @@ def test_the_first_steps_source_is_not_what_a_later_step_began_with(converted, t
         assert "1. `big/a` was converted" in str(model_card(folder, "me/x", CardOptions(base_model="big/a")))
 
 
-def test_each_of_several_licences_is_continuation(converted, tmp_path):
+def test_several_licenses_are_kept(converted, tmp_path):
     folder = shutil.copytree(converted, tmp_path / "model")
     (folder / "README.md").write_text("---\nlicense:\n- mit\n- apache-2.0\n---\n")
     card = model_card(folder, "me/x")
@@ -363,8 +363,8 @@ def test_each_of_several_licences_is_continuation(converted, tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_history_of_a_hub_id_comes_without_its_weights(tuned, hub, tmp_path):
-    """In a process of its own: this one is offline."""
+def test_history_of_a_hub_id_loads_without_weights(tuned, hub, tmp_path):
+    """Check in a separate process, because this one is offline."""
     files = {"README.md": README.encode(), "model_history.json": (tuned / "model_history.json").read_bytes()}
     hub.create("me/tuned", files={**files, "model.safetensors": b"not read"})
     hub.create("me/plain", files={"config.json": b"{}"})
@@ -380,11 +380,11 @@ for found in map(source_history, sys.argv[1:]):
     command = [sys.executable, "-c", code, "me/tuned", "me/plain"]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-2000:]
-    found = list(map(json.loads, result.stdout.splitlines()))
-    assert found == [[["conversion", "training"], "mit", []], [[], None, []]]
+    actual = list(map(json.loads, result.stdout.splitlines()))
+    assert actual == [[["conversion", "training"], "mit", []], [[], None, []]]
     assert not any("safetensors" in request for request in hub.requests)
 
 
-def test_a_hub_id_that_cannot_be_reached_is_named():
+def test_unreachable_hub_id_is_named():
     [problem] = source_history("me/elsewhere").problems  # the session is offline
     assert "README.md" in problem and "could not be downloaded from the Hub" in problem

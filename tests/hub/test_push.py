@@ -1,4 +1,4 @@
-"""Pushing with the real client to a local Hub: one commit, or nothing and a sentence that says what to do."""
+"""Check pushes with the real client to a local Hub: one commit, or none and an error that says what to do."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def push(folder, api, card_options=None, card=None, repo_id=REPO, **options):
     return push_checkpoint(plan_push(folder, repo_id, card_options, card), api=api, **options)
 
 
-def test_everything_goes_up_in_one_commit(folder, hub, api):
+def test_push_uploads_everything_in_one_commit(folder, hub, api):
     result = push(folder, api, commit_message="first")
     repository = hub.repositories[REPO]
     assert [(branch, message) for branch, _, message in repository.log] == [
@@ -47,11 +47,11 @@ def test_everything_goes_up_in_one_commit(folder, hub, api):
     }
 
 
-def test_a_name_without_a_namespace_goes_to_the_tokens_account(folder, hub, api):
+def test_name_without_a_namespace_uses_the_account_of_the_token(folder, hub, api):
     assert push(folder, api, repo_id="bert-gqa2").repo_id == REPO
 
 
-def test_a_repeated_push_changes_nothing_and_sends_no_weights(folder, hub, api):
+def test_repeated_push_sends_nothing(folder, hub, api):
     first = push(folder, api)
     before = len(hub.requests)
     second = push(folder, api)
@@ -59,13 +59,13 @@ def test_a_repeated_push_changes_nothing_and_sends_no_weights(folder, hub, api):
     assert not any("/commit/" in request or "PUT" in request for request in hub.requests[before:])
 
 
-def test_a_push_onto_other_files_keeps_them(folder, hub, api):
+def test_push_keeps_other_files(folder, hub, api):
     hub.create(REPO, files={"notes.txt": b"mine", ".gitattributes": b"x"})
     push(folder, api)
     assert hub.files(REPO)["notes.txt"] == b"mine"
 
 
-def test_weights_of_an_earlier_push_go_in_the_same_commit(folder, hub, api):
+def test_push_removes_old_weights_in_the_same_commit(folder, hub, api):
     hub.create(
         REPO,
         files={
@@ -81,7 +81,7 @@ def test_weights_of_an_earlier_push_go_in_the_same_commit(folder, hub, api):
     assert len(hub.repositories[REPO].log) == 2
 
 
-def test_reports_of_an_earlier_push_go_in_the_same_commit(folder, hub, api):
+def test_push_removes_old_reports_in_the_same_commit(folder, hub, api):
     report = json.loads((folder / "conversion_report.json").read_text())
     push(folder, api)
     (folder / "conversion_report.json").unlink()  # as in the folder of a training that began with this model
@@ -96,7 +96,7 @@ def test_reports_of_an_earlier_push_go_in_the_same_commit(folder, hub, api):
     assert push(folder, api).removed == ["all_results.json", "model_history.json"]
 
 
-def test_a_branch_is_made_and_main_stays(folder, hub, api):
+def test_push_to_a_branch_does_not_change_main(folder, hub, api):
     hub.create(REPO)
     main = hub.head(REPO)
     result = push(folder, api, revision="gqa2")
@@ -105,7 +105,7 @@ def test_a_branch_is_made_and_main_stays(folder, hub, api):
 
 
 @pytest.mark.parametrize("there, asked", [(True, False), (False, True)])
-def test_visibility_is_never_other_than_asked_for(folder, hub, api, there, asked):
+def test_push_respects_the_requested_visibility(folder, hub, api, there, asked):
     hub.create(REPO, private=there)
     with pytest.raises(ValueError, match="Change its settings"):
         push(folder, api, private=asked)
@@ -115,7 +115,7 @@ def test_visibility_is_never_other_than_asked_for(folder, hub, api, there, asked
     assert hub.repositories["me/new"].private
 
 
-def test_a_card_written_by_hand_stays_until_it_is_given_up(folder, hub, api):
+def test_handwritten_card_is_kept_until_replaced_on_request(folder, hub, api):
     hub.create(REPO, files={"README.md": b"# Mine\n"})
     with pytest.raises(ValueError, match="edited by hand"):
         push(folder, api)
@@ -143,7 +143,7 @@ def test_a_card_written_by_hand_stays_until_it_is_given_up(folder, hub, api):
         ("GET /api/models/me/bert-gqa2", 429, "429"),
     ],
 )
-def test_a_failure_loses_nothing_and_the_next_push_succeeds(folder, hub, api, request_pattern, status, message):
+def test_failed_push_can_be_repeated(folder, hub, api, request_pattern, status, message):
     hub.create(REPO, files={"README.md": b"", "model.safetensors": b"old"})
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     hub.repositories[REPO].commits[hub.head(REPO)].pop("README.md")
@@ -159,7 +159,7 @@ def test_a_failure_loses_nothing_and_the_next_push_succeeds(folder, hub, api, re
 
 
 @pytest.mark.parametrize("status, message", [(401, "hf auth login"), (403, "write access"), (None, "repeat")])
-def test_a_repository_that_cannot_be_made_is_said(folder, hub, api, status, message):
+def test_repository_creation_error_is_reported(folder, hub, api, status, message):
     hub.fail("POST /api/repos/create", status)
     with pytest.raises(OSError, match=message):
         push(folder, api)
@@ -167,13 +167,13 @@ def test_a_repository_that_cannot_be_made_is_said(folder, hub, api, status, mess
     push(folder, api)
 
 
-def test_a_wrong_token_is_said_before_anything_is_sent(folder, hub, api):
+def test_invalid_token_raises_before_the_upload(folder, hub, api):
     with pytest.raises(OSError, match=r"401.*hf auth login"):
         push(folder, HfApi(endpoint=hub.url, token="hf_wrong"))
     assert not hub.repositories and not any("PUT" in request for request in hub.requests)
 
 
-def test_an_upload_that_broke_off_goes_on_without_sending_again(folder, hub, api):
+def test_interrupted_upload_continues_without_sending_again(folder, hub, api):
     hub.fail("POST .*/commit/main", None)
     with pytest.raises(OSError, match="repeat the command"):
         push(folder, api)
@@ -184,13 +184,13 @@ def test_an_upload_that_broke_off_goes_on_without_sending_again(folder, hub, api
     assert not any("PUT" in request for request in hub.requests[before:])
 
 
-def test_a_commit_whose_answer_was_lost_is_found_by_the_next_push(folder, hub, api):
+def test_commit_with_a_lost_response_is_recognized(folder, hub, api):
     first = push(folder, api)
     # the same state as after a commit that arrived while its answer did not
     assert not push(folder, api).changed and hub.head(REPO) == first.commit
 
 
-def test_two_pushes_at_once_do_not_mix(folder, hub, api):
+def test_simultaneous_pushes_are_not_mixed(folder, hub, api):
     hub.create(REPO)
     hub.before_commit = lambda repository: repository.commit("main", {"other.txt": b"theirs"}, "theirs")
     with pytest.raises(OSError, match=r"412.*Another process pushes"):
@@ -198,7 +198,7 @@ def test_two_pushes_at_once_do_not_mix(folder, hub, api):
     assert hub.files(REPO) == {"other.txt": b"theirs"}
 
 
-def test_offline_is_named(folder, hub, api, monkeypatch):
+def test_push_in_offline_mode_raises_an_error(folder, hub, api, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -206,7 +206,7 @@ def test_offline_is_named(folder, hub, api, monkeypatch):
         push(folder, api)
 
 
-def test_metadata_that_the_hub_refuses_stops_the_push(folder, hub, api):
+def test_metadata_rejected_by_the_hub_stops_the_push(folder, hub, api):
     with pytest.raises(ValueError, match="Invalid metadata"):
         push(folder, api, CardOptions(license="not-a-licence"))
     assert hub.files(REPO).keys() == {".gitattributes"}
@@ -225,13 +225,13 @@ def test_metadata_that_the_hub_refuses_stops_the_push(folder, hub, api):
         (lambda f: (f / "config.json").unlink(), OSError, "config.json"),
     ],
 )
-def test_an_incomplete_folder_is_refused_before_the_hub_is_asked(folder, spoil, error, message):
+def test_incomplete_folder_raises_before_any_request(folder, spoil, error, message):
     spoil(folder)
     with pytest.raises(error, match=message):
         plan_push(folder, REPO)
 
 
-def test_code_in_another_repository_is_refused(folder):
+def test_code_in_another_repository_raises_an_error(folder):
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"]["AutoModel"] = "somebody/else--modeling.Model"
     (folder / "config.json").write_text(json.dumps(config))
@@ -240,12 +240,12 @@ def test_code_in_another_repository_is_refused(folder):
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "me/..", "me/a b", ""])
-def test_a_wrong_repository_name_is_refused(folder, name):
+def test_invalid_repository_name_raises_an_error(folder, name):
     with pytest.raises(ValueError, match="Repo id"):
         plan_push(folder, name)
 
 
-def test_training_state_pickles_and_hidden_files_stay(folder):
+def test_training_state_pickles_and_hidden_files_are_not_pushed(folder):
     for name in (
         "checkpoint-10/model.safetensors",
         "best_model.safetensors",
@@ -278,7 +278,7 @@ def test_training_state_pickles_and_hidden_files_stay(folder):
         assert name in plan.summary()
 
 
-def test_shards_go_up_with_their_index(folder, hub, api):
+def test_shards_are_pushed_with_their_index(folder, hub, api):
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
@@ -291,13 +291,13 @@ def test_shards_go_up_with_their_index(folder, hub, api):
     assert {*shards, "model.safetensors.index.json"} <= hub.files(REPO).keys()
 
 
-def test_the_token_is_the_clients(folder, hub, api):
+def test_push_uses_the_token_of_the_client(folder, hub, api):
     assert api.token == TOKEN
     with pytest.raises(OSError, match="not pushed"):
         push(folder, HfApi(endpoint=hub.url, token=False))
 
 
-def test_paths_of_this_machine_are_shortened_and_names_are_not():
+def test_local_paths_are_shortened_and_hub_names_are_not():
     given = {
         "train_file": ["priv/a.txt", "/home/me/b.txt"],
         "output_dir": "runs/x",
@@ -318,7 +318,7 @@ def test_paths_of_this_machine_are_shortened_and_names_are_not():
     }
 
 
-def test_a_card_of_ones_own_is_the_whole_card(folder, tmp_path):
+def test_custom_card_is_the_whole_card(folder, tmp_path):
     (tmp_path / "card.md").write_text("# mine")
     argv = ["--model_name_or_path", str(folder), "--repo_id", REPO, "--card", str(tmp_path / "card.md"), "--dry_run"]
     assert command.main(command.parse_args(argv)).card.strip() == "# mine"

@@ -1,4 +1,4 @@
-"""`scripts/push_to_hub.py` as a user runs it, and what it pushed loaded back in a process without this package."""
+"""Check `scripts/push_to_hub.py` like a user, and load the pushed model in a process without this package."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from hf_attn_variants.errors import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
 
-# A process with a home and folder of its own that cannot import the package, as another user's would be.
+# A process with another home and folder that cannot import the package, as for another user.
 ELSEWHERE = textwrap.dedent(
     """
     import sys
@@ -53,7 +53,7 @@ def environment(hub, home):
 
 
 @pytest.mark.thorough
-def test_pushed_by_the_script_and_loaded_elsewhere_at_a_pinned_revision(converted, hub, tmp_path):
+def test_pushed_model_loads_without_this_package_at_a_pinned_revision(converted, hub, tmp_path):
     command = [
         sys.executable,
         str(SCRIPT),
@@ -97,7 +97,7 @@ def test_pushed_by_the_script_and_loaded_elsewhere_at_a_pinned_revision(converte
     assert json.loads(loaded.stdout.splitlines()[-1]) == AutoTokenizer.from_pretrained(converted)("two dogs").input_ids
 
 
-def test_a_dry_run_lists_everything_and_asks_nobody(converted, hub, api, tmp_path, capsys):
+def test_dry_run_lists_all_files_without_requests(converted, hub, api, tmp_path, capsys):
     card = tmp_path / "card.md"
     arguments = ["--model_name_or_path", str(converted), "--repo_id", "me/x", "--dry_run", "--save_card", str(card)]
     assert run_script(lambda: main(parse_args(arguments))) == 0
@@ -109,7 +109,7 @@ def test_a_dry_run_lists_everything_and_asks_nobody(converted, hub, api, tmp_pat
     assert not hub.requests
 
 
-def test_notes_and_evaluations_come_from_files(converted, tmp_path, capsys):
+def test_notes_and_evaluations_are_read_from_files(converted, tmp_path, capsys):
     (tmp_path / "notes.md").write_text("Made on a **Sunday**.\n")
     rows = [{"task_type": "t", "dataset_type": "d", "dataset_name": "D", "metric_type": "m", "metric_value": 0.25}]
     (tmp_path / "scores.json").write_text(json.dumps(rows))
@@ -129,8 +129,8 @@ def test_notes_and_evaluations_come_from_files(converted, tmp_path, capsys):
         (["CONVERTED", "--repo_id", "a/b/c"], "Repo id"),
     ],
 )
-def test_a_users_error_is_one_line_and_status_2(converted, capsys, more, message):
-    arguments = [str(converted) if each == "CONVERTED" else each for each in more]
+def test_push_user_error_is_one_line_with_status_2(converted, capsys, more, message):
+    arguments = [str(converted) if item == "CONVERTED" else item for item in more]
     assert run_script(lambda: main(parse_args([*arguments, "--dry_run"]))) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and "Traceback" not in error

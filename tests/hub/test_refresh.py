@@ -1,4 +1,4 @@
-"""`attn-variants refresh`: a repository with older code gets the current code, and all else stays as it was."""
+"""Check `attn-variants refresh`: a repository with older code gets the current code, and other files stay."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ OLD_CODE = "raise SystemExit('the old code was run')\n"
 
 @pytest.fixture
 def old(converted, tmp_path):
-    """A repository with code of another version, a card, a file of a user and what a training left."""
+    """A repository with the code of another version, a card, a user's file and the files of a training."""
     folder = shutil.copytree(converted, tmp_path / "old")
     for path in folder.glob("*.py"):
         path.write_text(OLD_CODE)
@@ -43,7 +43,7 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_code_is_the_current_one_and_the_rest_is_as_it_was(old, tmp_path, capsys):
+def test_refresh_replaces_only_the_code(old, tmp_path, capsys):
     before = contents(old)
     assert refreshed(old, tmp_path / "new") == tmp_path / "new"
     after = contents(tmp_path / "new")
@@ -62,7 +62,7 @@ def test_the_code_is_the_current_one_and_the_rest_is_as_it_was(old, tmp_path, ca
     assert "The largest difference between the outputs before and after is 0." in capsys.readouterr().out
 
 
-def test_an_edited_card_stays(old, tmp_path):
+def test_refresh_keeps_an_edited_card(old, tmp_path):
     card = (old / "README.md").read_text()
     assert not is_untouched(card)
     refreshed(old, tmp_path / "new")
@@ -70,7 +70,7 @@ def test_an_edited_card_stays(old, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["missing", "shape"])
-def test_weights_that_do_not_fit_are_an_error(old, tmp_path, change):
+def test_refresh_with_mismatched_weights_raises_an_error(old, tmp_path, change):
     tensors = load_file(old / "model.safetensors")
     name = next(name for name in tensors if name.endswith("key.weight"))
     tensors[name] = torch.zeros(3, 3)
@@ -82,19 +82,19 @@ def test_weights_that_do_not_fit_are_an_error(old, tmp_path, change):
     assert not (tmp_path / "new").exists()
 
 
-def test_other_outputs_are_an_error(old, tmp_path, monkeypatch):
+def test_refresh_with_other_outputs_raises_an_error(old, tmp_path, monkeypatch):
     monkeypatch.setattr(refresh, "_difference", lambda *models: float("nan"))
     with pytest.raises(ValueError, match="outputs differ"):
         refreshed(old, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
-def test_a_plain_checkpoint_is_an_error(plain_bert, tmp_path):
+def test_refresh_of_a_plain_checkpoint_raises_an_error(plain_bert, tmp_path):
     with pytest.raises(ValueError, match="must be a repository of this package, got model type 'bert'"):
         refreshed(plain_bert, tmp_path / "new")
 
 
-def test_a_push_is_one_commit(old, hub, api, tmp_path, monkeypatch):
+def test_refresh_pushes_one_commit(old, hub, api, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -112,7 +112,7 @@ def test_a_push_is_one_commit(old, hub, api, tmp_path, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
-def test_every_head_has_inputs_to_compare(row):
+def test_refresh_has_inputs_for_every_head(row):
     for head in row.heads:
         model = row.model(head, "gqa").eval()
         assert refresh._difference(model, model) == 0, head

@@ -73,7 +73,7 @@ def repositories(tmp_path_factory):
 
 
 def test_entry_points_and_fields_exist():
-    """A stub replaces each definition of a name, so no other module may define it for something else."""
+    """Check that entry points are defined once, because a stub replaces each definition of a name."""
     trees = [ast.parse(path.read_text()) for path in FOLDER.rglob("*.py")]
     defined = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert [name for name in ENTRY_POINTS if defined.count(name) != 1] == []
@@ -82,18 +82,18 @@ def test_entry_points_and_fields_exist():
 
 
 @pytest.mark.parametrize("name", REPOSITORIES)
-def test_used_mechanisms_are_those_of_the_fields(name):
+def test_used_mechanisms_follow_the_fields(name):
     fields, mechanisms = REPOSITORIES[name]
     assert used_mechanisms(BERT.config(**fields)) == mechanisms
 
 
-def test_a_value_in_one_layer_selects_the_mechanism():
+def test_value_in_one_layer_selects_the_mechanism():
     assert used_mechanisms(BERT.config(per_layer_values={"kv_lora_rank": [None, 8]})) == {"latents", "unequal_layers"}
     assert used_mechanisms(T5.config(cross_talking_heads="none", encoder_talking_heads="logits")) == {"talking_heads"}
     assert used_mechanisms(BERT.config(position_embedding_type="absolute")) == frozenset()
 
 
-def test_a_grouped_bert_includes_no_other_mechanism(repositories):
+def test_grouped_bert_includes_no_other_mechanism(repositories):
     code = {path.name: path.read_text() for path in (repositories / "grouped").glob("*.py")}
     assert len(code) <= 8 and sum(len(text.splitlines()) for text in code.values()) < 5000
     text = "\n".join(code.values())
@@ -103,8 +103,8 @@ def test_a_grouped_bert_includes_no_other_mechanism(repositories):
     assert "triton" in (repositories / "latent/attn_variants_ops.py").read_text()
 
 
-def test_the_architecture_page_has_the_size_of_the_code():
-    """The page rounds to hundreds, and a small change of the code need not change it."""
+def test_architecture_page_states_the_code_size():
+    """Check the table up to hundreds, so that small changes of the code need no update."""
     page = (FOLDER.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
     counts = count_remote_code()
     columns = ("grouped_heads", "latents", "talking_heads", "patterns", "linear_attention")
@@ -115,7 +115,7 @@ def test_the_architecture_page_has_the_size_of_the_code():
         assert shown == pytest.approx(measured, abs=100), measured
 
 
-def test_code_is_the_same_in_each_build(repositories):
+def test_code_builds_are_reproducible(repositories):
     roots = (("configuration_attn_variants", "AttnVariantBertConfig"), ("modeling_attn_variant_bert", "*"))
     build_code.cache_clear()
     files = build_code(roots, frozenset())
@@ -127,7 +127,7 @@ def test_code_is_the_same_in_each_build(repositories):
 @pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before", "after", "never"])
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_repositories_in_one_process_have_their_own_code(when, is_reversed, repositories, tmp_path):
+def test_repositories_in_one_process_use_their_own_code(when, is_reversed, repositories, tmp_path):
     folders = [repositories / name for name in REPOSITORIES]
     folders = folders[::-1] if is_reversed else folders
     result = run_elsewhere(LOADING, when, *folders, home=tmp_path / "home", cwd=tmp_path)
@@ -154,7 +154,7 @@ CHANGED = textwrap.dedent(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["windowed", "talking", "linear", "additive"])
-def test_an_error_names_the_mechanism_that_a_repository_does_not_include(name, repositories, tmp_path):
+def test_missing_mechanism_error_names_the_mechanism(name, repositories, tmp_path):
     fields, mechanisms = REPOSITORIES[name]
     arguments = (repositories / "grouped", json.dumps(fields))
     result = run_elsewhere(CHANGED, *arguments, home=tmp_path / "home", cwd=tmp_path)
@@ -201,12 +201,12 @@ USED = textwrap.dedent(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", REPOSITORIES)
-def test_remote_code_is_copied_pickled_switched_and_saved_again(name, repositories, tmp_path):
+def test_remote_model_supports_copy_pickle_switch_and_save(name, repositories, tmp_path):
     result = run_elsewhere(USED, repositories / name, tmp_path / "again", home=tmp_path / "home", cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_a_model_of_the_package_is_copied_and_pickled():
+def test_package_model_supports_copy_and_pickle():
     model, batch = BERT.model("BertModel", "gqa").eval(), BERT.batch("BertModel")
     with torch.no_grad():
         expected = model(**batch).last_hidden_state

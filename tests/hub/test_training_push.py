@@ -1,4 +1,4 @@
-"""`--push_to_hub` of a training script: the run's model and card in one commit."""
+"""Check `--push_to_hub` of a training script: the model and the card are pushed in one commit."""
 
 import json
 
@@ -22,7 +22,7 @@ def arguments(converted, hub, api, tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_run_ends_on_the_hub(arguments, hub, tmp_path, capsys):
+def test_finished_run_is_pushed(arguments, hub, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "predictions_nbest_dev.json").write_text("{}")  # as the other scripts leave them
     results = main(parse_args([*arguments, "--overwrite_output_dir"]))
@@ -42,7 +42,7 @@ def test_a_run_ends_on_the_hub(arguments, hub, tmp_path, capsys):
 
 
 @pytest.mark.thorough
-def test_a_push_that_fails_says_where_the_model_is(arguments, hub, tmp_path):
+def test_failed_push_error_names_the_model_folder(arguments, hub, tmp_path):
     hub.fail("POST .*/commit/main", 403)
     with pytest.raises(OSError, match=r"write access.*The trained model is in .*attn-variants push"):
         main(parse_args(arguments))
@@ -51,21 +51,21 @@ def test_a_push_that_fails_says_where_the_model_is(arguments, hub, tmp_path):
     assert hub.files("me/stsb").keys() == {".gitattributes"}
 
 
-def test_a_bad_token_is_found_before_training(arguments, hub, tmp_path):
+def test_invalid_token_raises_before_training(arguments, hub, tmp_path):
     arguments[arguments.index(TOKEN)] = "hf_wrong"
     with pytest.raises(OSError, match="hf auth login"):
         main(parse_args(arguments))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_public_repository_is_found_before_training_where_a_private_one_is_wanted(arguments, hub, tmp_path):
+def test_public_repository_raises_before_training_if_private_is_requested(arguments, hub, tmp_path):
     hub.create("me/stsb", private=False)
     with pytest.raises(ValueError, match="me/stsb must be private"):
         main(parse_args(arguments))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wrong_repository_name_is_found_before_training(arguments, hub, tmp_path):
+def test_invalid_repository_name_raises_before_training(arguments, hub, tmp_path):
     arguments[arguments.index("me/stsb")] = "me/sts b"
     with pytest.raises(ValueError, match="Repo id"):
         main(parse_args(arguments))

@@ -1,4 +1,4 @@
-"""What of a machine, or of files of others, reaches the Hub: no folder, no password, no mark of Markdown or HTML."""
+"""Check that pushed files contain no local folders or passwords, and that foreign text is escaped."""
 
 import json
 import shutil
@@ -32,10 +32,10 @@ def edit(path, **fields):
 
 
 def sent(plan, folder):
-    """Each file as it goes up."""
-    found = {name: _get_payload(plan.folder, name) for name in plan.files}
-    read = {name: each if isinstance(each, bytes) else open(each, "rb").read() for name, each in found.items()}
-    assert {name: len(each) for name, each in read.items()} == plan.files
+    """Return each uploaded file."""
+    result = {name: _get_payload(plan.folder, name) for name in plan.files}
+    read = {name: item if isinstance(item, bytes) else open(item, "rb").read() for name, item in result.items()}
+    assert {name: len(item) for name, item in read.items()} == plan.files
     return read | {"README.md": plan.card.encode()}
 
 
@@ -57,7 +57,7 @@ def sent(plan, folder):
         ("with hf_abcdefghijklmnopqrstuvwx", "with hf_..."),
     ],
 )
-def test_places_and_passwords_are_taken_out_of_a_text(text, expected):
+def test_local_paths_and_passwords_are_removed_from_text(text, expected):
     assert remove_local_paths({"x": [text]}) == {"x": [expected]}
 
 
@@ -66,11 +66,11 @@ def test_places_and_passwords_are_taken_out_of_a_text(text, expected):
     ["google-bert/bert-base-uncased", "https://hf.co/a/b/c", "and/or", "1/2/3 of 4", "me/x--modeling.Class", "a: b",
      "km/h", "s3://bucket/a/b", "</s>", "git@github.com:me/x.git", "2026-11-25"],
 )  # fmt: skip
-def test_what_names_no_place_stays(text):
+def test_text_without_local_paths_is_unchanged(text):
     assert remove_local_paths(text) == text
 
 
-def test_files_of_model_and_tokenizer_name_no_folder(folder):
+def test_model_and_tokenizer_files_name_no_folder(folder):
     edit(folder / "config.json", _name_or_path=f"{HOME}/bert", note=f"made in {HOME}/runs/x by hand", best_path="/a")
     edit(
         folder / "tokenizer_config.json",
@@ -89,8 +89,8 @@ def test_files_of_model_and_tokenizer_name_no_folder(folder):
     (folder / "notes.txt").write_text(f"see {HOME}/x\n")
     plan = plan_push(folder, "me/x")
     files = sent(plan, folder)
-    told = {name for name, content in files.items() if b"secret-project" in content or b"pw@" in content}
-    assert told == {"notes.txt"} and "notes.txt contains local paths and is pushed unchanged." in plan.warnings
+    outcome = {name for name, content in files.items() if b"secret-project" in content or b"pw@" in content}
+    assert outcome == {"notes.txt"} and "notes.txt contains local paths and is pushed unchanged." in plan.warnings
     assert plan.left_out["debug.log"] == plan.left_out["nohup.out"] == plan.left_out["1_Pooling/run.LOG"] == "a log"
     assert plan.left_out["setup.txt"] == "contains a token, or an address with a password"
     settings = json.loads(files["tokenizer_config.json"])
@@ -98,7 +98,7 @@ def test_files_of_model_and_tokenizer_name_no_folder(folder):
     assert json.loads(files["trainer.json"]) == {"args": {"data": "data", "url": "https://example.org/x"}}
 
 
-def test_labels_and_words_that_look_like_paths_stay(folder):
+def test_labels_and_words_like_paths_are_unchanged(folder):
     labels = {"0": "/person/artist", "1": "~/x/y", "2": "C:/a/b"}
     edit(folder / "config.json", id2label=labels, label2id={name: int(i) for i, name in labels.items()})
     edit(folder / "tokenizer_config.json", cls_token="/a/b/c", name_or_path=HOME)
@@ -111,7 +111,7 @@ def test_labels_and_words_that_look_like_paths_stay(folder):
     assert json.loads((there / "tokenizer_config.json").read_text())["name_or_path"] == "secret-project"
 
 
-def test_files_without_a_place_go_up_as_they_are(folder):
+def test_files_without_local_paths_are_uploaded_unchanged(folder):
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(f"\n{text}\n")
     assert sent(plan_push(folder, "me/x"), folder)["config.json"].decode() == f"\n{text}\n"
@@ -121,7 +121,7 @@ HOSTILE = "a <img src=x onerror=alert(1)> | b ](http://evil) `c` *d* _e_ [f](g) 
 
 
 @pytest.mark.parametrize("place", ["dataset_name", "task_name", "teacher", "metric", "versions", "lr_scheduler_type"])
-def test_what_a_card_takes_from_results_is_no_markdown(place, folder):
+def test_text_from_results_is_escaped_in_cards(place, folder):
     arguments = {"dataset_name": "d", "task_name": "t", "teacher": "x", "lr_scheduler_type": "linear"}
     results = {
         "eval_accuracy": 0.5,
@@ -141,7 +141,7 @@ def test_what_a_card_takes_from_results_is_no_markdown(place, folder):
 
 
 @pytest.mark.parametrize("field", ["source", "method", "heads", "talking_heads", "calibration"])
-def test_what_a_card_takes_from_a_report_is_no_markdown(field, folder):
+def test_text_from_reports_is_escaped_in_cards(field, folder):
     report = json.loads((folder / "conversion_report.json").read_text())
     values = {
         "heads": {HOSTILE: [1, 2]},
@@ -153,7 +153,7 @@ def test_what_a_card_takes_from_a_report_is_no_markdown(field, folder):
 
 
 @pytest.mark.parametrize("field", ["license", "license_name", "license_link"])
-def test_a_licence_is_no_markdown(field, folder):
+def test_license_is_escaped_in_cards(field, folder):
     import yaml
 
     terms = {"license": "other", "license_link": None} | {field: HOSTILE}
@@ -176,14 +176,14 @@ def check_body(card):
         assert line.replace("\\|", "").count("|") in (3, 4, 5), line
 
 
-def test_text_is_text_and_code_is_code():
+def test_escaping_distinguishes_text_and_code():
     assert plain("a|b <c> & _d_ e_f *g* [h](i) `j`\nk") == (r"a\|b &lt;c&gt; &amp; \_d\_ e_f \*g\* \[h\](i) \`j\` k")
     assert plain("stsb") == "stsb" and plain("cosine_with_restarts") == "cosine_with_restarts"
     assert plain("# x") == r"\# x" and plain(0.5) == "0.5"
     assert code("a") == "`a`" and code("a `b` ``c``") == "``` a `b` ``c`` ```"
 
 
-def test_a_source_that_is_a_folder_is_no_base_model(folder):
+def test_source_folder_is_not_a_base_model(folder):
     (folder / "README.md").write_text(f"---\nlicense: mit\nbase_model: {HOME}/bert\n---\n")
     card = str(model_card(folder, "me/x"))
     assert "secret-project" not in card and "base_model" not in card

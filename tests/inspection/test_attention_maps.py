@@ -1,4 +1,4 @@
-"""Attention maps: equal to what the model computes, labelled, and whole in one HTML file."""
+"""Check attention maps: they equal the attention of the model, have labels, and fit into one HTML file."""
 
 import base64
 import json
@@ -47,7 +47,7 @@ def maps_of(tokenizer, architecture="bert", variant="gqa_talking"):
 @pytest.mark.thorough
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("architecture", HEADS)
-def test_the_last_stage_is_what_the_model_returns(tokenizer, architecture, variant):
+def test_last_stage_equals_the_returned_weights(tokenizer, architecture, variant):
     model = make_model(architecture, variant)
     inputs = {"input_ids": torch.tensor([tokenizer(TEXT)["input_ids"]])}
     names = {"self": "attentions"}
@@ -56,9 +56,9 @@ def test_the_last_stage_is_what_the_model_returns(tokenizer, architecture, varia
         names = {"encoder": "encoder_attentions", "decoder": "decoder_attentions", "cross": "cross_attentions"}
     with torch.no_grad():
         outputs = model(**inputs, output_attentions=True, **({"use_cache": False} if architecture == "t5" else {}))
-    found = maps_of(tokenizer, architecture, variant).attentions
-    assert len(found) == sum(len(getattr(outputs, name)) for name in names.values())
-    for maps in found:
+    result = maps_of(tokenizer, architecture, variant).attentions
+    assert len(result) == sum(len(getattr(outputs, name)) for name in names.values())
+    for maps in result:
         expected = getattr(outputs, names[maps.site])[maps.layer][0]
         torch.testing.assert_close(maps.stages[-1].maps, expected, rtol=1e-5, atol=1e-6)
         assert expected.shape[1:] == (len(maps.query_tokens), len(maps.key_tokens))
@@ -80,19 +80,19 @@ def test_the_last_stage_is_what_the_model_returns(tokenizer, architecture, varia
         ),
     ],
 )
-def test_patterns_kernels_and_scores_are_shown_as_computed(tokenizer, fields, variant):
+def test_patterns_kernels_and_scores_are_shown(tokenizer, fields, variant):
     model, ids = BERT.model("BertModel", variant, **fields), torch.tensor([tokenizer(TEXT)["input_ids"]])
     with torch.no_grad():
         expected = model(ids, output_attentions=True).attentions
-    found = attention_maps(model, tokenizer, TEXT).attentions
-    for maps, weights in zip(found, expected, strict=True):
+    result = attention_maps(model, tokenizer, TEXT).attentions
+    for maps, weights in zip(result, expected, strict=True):
         torch.testing.assert_close(maps.stages[-1].maps, weights[0], rtol=1e-5, atol=1e-6)
         assert weights.shape[2:] == (len(maps.query_tokens), len(maps.key_tokens))
         if variant == "gqa_talking":
             assert_stages_follow(maps)
 
 
-def test_summaries_of_blocks_are_shown_before_the_tokens(tokenizer):
+def test_block_summaries_are_shown_before_the_tokens(tokenizer):
     fields = {"attention_pattern": "transient_global", "attention_window": 4, "attention_block_size": 3}
     model = T5.model("T5ForConditionalGeneration", "gqa", **{f"encoder_{name}": of for name, of in fields.items()})
     maps = attention_maps(model, tokenizer, TEXT, TARGET).attentions[0]
@@ -102,7 +102,7 @@ def test_summaries_of_blocks_are_shown_before_the_tokens(tokenizer):
 
 
 @pytest.mark.parametrize("architecture", ["bert", "albert"])
-def test_each_stage_follows_from_the_one_before(tokenizer, architecture):
+def test_each_stage_follows_from_the_previous_one(tokenizer, architecture):
     for maps in maps_of(tokenizer, architecture).attentions:
         assert_stages_follow(maps)
 
@@ -111,7 +111,7 @@ def assert_stages_follow(maps):
     stages = {stage.name: stage.maps for stage in maps.stages}
     P_l, P_w = (projection.matrix for projection in maps.projections)
     assert [len(stage) for stage in stages.values()] == [12, 6, 6, 8]
-    # What is taken off a row is the same in every column, so the mixes and the softmax commute with it.
+    # The difference is the same in every column of a row, so the projections and the softmax commute with it.
     mixed = torch.einsum("inm,ij->jnm", stages["logits_before"], P_l)
     torch.testing.assert_close(stages["logits_after"], mixed, rtol=1e-4, atol=1e-5, equal_nan=True)
     weights = stages["logits_after"].nan_to_num(-torch.inf).softmax(-1)
@@ -130,7 +130,7 @@ def assert_stages_follow(maps):
         ("dynamic", ["logits_before", "logits_after", "weights_before", "weights_after"]),
     ],
 )
-def test_a_variant_has_the_stages_that_it_computes(tokenizer, variant, names):
+def test_stages_match_the_variant(tokenizer, variant, names):
     for maps in maps_of(tokenizer, variant=variant).attentions:
         assert [stage.name for stage in maps.stages] == names
         assert maps.dynamic == (("x2l", "m2l", "x2w", "m2w") if variant == "dynamic" else ())
@@ -139,19 +139,19 @@ def test_a_variant_has_the_stages_that_it_computes(tokenizer, variant, names):
 @pytest.mark.parametrize(
     "variant, shared", [("mha", ()), ("gqa", (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)), ("mqa", (0,) * 12)]
 )
-def test_heads_name_the_key_value_head_that_they_read(tokenizer, variant, shared):
+def test_head_labels_name_their_key_value_head(tokenizer, variant, shared):
     for maps in maps_of(tokenizer, variant=variant).attentions:
         assert maps.stages[0].kv_heads == shared
 
 
-def test_with_talking_heads_queries_and_values_read_key_value_heads(tokenizer):
+def test_talking_heads_labels_name_key_value_heads(tokenizer):
     stages = maps_of(tokenizer).attentions[0].stages
     assert [stage.kv_heads for stage in stages[1:3]] == [(), ()]
     assert stages[0].kv_heads == (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3)
     assert stages[3].kv_heads == (0, 0, 1, 1, 2, 2, 3, 3)
 
 
-def test_a_decoder_may_not_look_ahead(tokenizer):
+def test_decoder_attends_to_no_later_token(tokenizer):
     maps = next(maps for maps in maps_of(tokenizer, "t5").attentions if maps.site == "decoder")
     ahead = torch.ones(maps.stages[0].maps.shape[1:], dtype=torch.bool).triu(1)
     for stage in maps.stages:
@@ -160,7 +160,7 @@ def test_a_decoder_may_not_look_ahead(tokenizer):
         assert not stage.maps[:, ~ahead].isnan().any()
 
 
-def test_labels_are_the_tokens_that_each_side_reads(tokenizer):
+def test_axis_labels_are_the_tokens_of_each_side(tokenizer):
     by_site = {maps.site: maps for maps in maps_of(tokenizer, "t5").attentions}
     text, target = (*TEXT.split(), "</s>"), ("<pad>", *TARGET.split())
     assert (by_site["encoder"].query_tokens, by_site["encoder"].key_tokens) == (text, text)
@@ -170,7 +170,7 @@ def test_labels_are_the_tokens_that_each_side_reads(tokenizer):
 
 
 @pytest.mark.parametrize("variant", ["gqa_talking", "dynamic"])
-def test_without_a_target_the_decoder_reads_its_own_greedy_output(tokenizer, variant):
+def test_missing_target_is_generated_greedily(tokenizer, variant):
     model = make_model("t5", variant)
     maps = attention_maps(model, tokenizer, TEXT, max_length=10)
     inputs = torch.tensor([tokenizer(TEXT)["input_ids"]])
@@ -179,7 +179,7 @@ def test_without_a_target_the_decoder_reads_its_own_greedy_output(tokenizer, var
     assert len(maps.attentions[-1].query_tokens) == len(output) - 1
 
 
-def test_the_model_is_left_as_it_was(tokenizer, monkeypatch):
+def test_recording_attention_maps_does_not_change_the_model(tokenizer, monkeypatch):
     model = make_model().train()
     implementation = model.config._attn_implementation
     attention_maps(model, tokenizer, TEXT)
@@ -194,14 +194,14 @@ def test_the_model_is_left_as_it_was(tokenizer, monkeypatch):
     assert attention_interface.attention_with_weights is attention_with_weights
 
 
-def test_a_longer_text_is_cut_and_says_so(tokenizer):
+def test_longer_text_is_truncated_with_a_warning(tokenizer):
     model = make_model()
     maps = attention_maps(model, tokenizer, TEXT, max_length=4)
     assert maps.is_cut and len(maps.attentions[0].key_tokens) == 4
     assert not attention_maps(model, tokenizer, TEXT).is_cut
 
 
-def test_errors(tokenizer):
+def test_invalid_attention_map_arguments_raise_an_error(tokenizer):
     plain = next(row for row in ARCHITECTURES if row.name == "bert").upstream_model("BertForMaskedLM")
     with pytest.raises(ValueError, match=r"`model`.*BertForMaskedLM"):
         attention_maps(plain, tokenizer, TEXT)
@@ -212,29 +212,29 @@ def test_errors(tokenizer):
 
 
 @pytest.mark.parametrize("architecture, variant", [("bert", "gqa_talking"), ("t5", "gqa"), ("albert", "talking")])
-def test_a_page_holds_every_value(tokenizer, architecture, variant):
+def test_page_contains_every_value(tokenizer, architecture, variant):
     maps = maps_of(tokenizer, architecture, variant)
     page = attention_page(maps, "</script><b>model</b>")
     assert "http" not in page and page.count("</script>") == 2
     content = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.DOTALL)[1])
     assert content["model"] == "</script><b>model</b>" and len(content["attentions"]) == len(maps.attentions)
     assert content["attentions"][0]["name"].endswith("layer 0")  # as in reports and cards
-    for found, expected in zip(content["attentions"], maps.attentions, strict=True):
-        assert found["name"] == expected.name and tuple(found["rows"]) == expected.query_tokens
-        for stage, wanted in zip(found["stages"], expected.stages, strict=True):
+    for result, expected in zip(content["attentions"], maps.attentions, strict=True):
+        assert result["name"] == expected.name and tuple(result["rows"]) == expected.query_tokens
+        for stage, wanted in zip(result["stages"], expected.stages, strict=True):
             levels = numpy.frombuffer(base64.b64decode(stage["values"]), dtype="<u2").reshape(wanted.maps.shape)
             values = numpy.where(levels == 0, numpy.nan, stage["lowest"] + (levels.astype(float) - 1) * stage["step"])
             numpy.testing.assert_allclose(values, wanted.maps.numpy(), atol=stage["step"])
 
 
-def test_what_training_changed_is_shown_beside_the_identity():
+def test_trained_projections_are_compared_with_the_identity():
     near = HeadProjection("P_l", "query head", "softmax head", torch.eye(3) + 0.01)
     shown = list(_with_changes((near, HeadProjection("P_w", "softmax head", "value head", torch.ones(3, 2)))))
     assert [one.name for one in shown] == ["P_l", "100 (P_l - I)", "P_w"]
     torch.testing.assert_close(shown[1].matrix, torch.ones(3, 3))
 
 
-def test_only_weights_well_below_zero_take_two_colours(tokenizer):
+def test_only_clearly_negative_weights_use_two_colors(tokenizer):
     stage = maps_of(tokenizer, variant="mha").attentions[0].stages[0]
     assert not _encode_stage(stage)["signed"]
     stage.maps[0, 0, 0] = -0.5
@@ -243,7 +243,7 @@ def test_only_weights_well_below_zero_take_two_colours(tokenizer):
 
 @pytest.mark.parametrize("width", [420, 1200])
 @pytest.mark.parametrize("words", [10, 30])
-def test_the_page_fits_a_window(tokenizer, tmp_path, width, words):
+def test_page_fits_into_a_window(tokenizer, tmp_path, width, words):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no chromium to look at the page with")
@@ -263,7 +263,7 @@ found.textContent = "found " + [{measured}].map(one => one.scrollWidth - one.cli
     assert "found 0,0" in printed, re.findall("found [0-9,]+", printed)
 
 
-def test_stages_are_recorded_after_remote_code_registered_its_functions(tokenizer, tmp_path):
+def test_stages_are_recorded_after_loading_remote_code(tokenizer, tmp_path):
     model = make_model()
     names = [stage.name for stage in attention_maps(model, tokenizer, TEXT).attentions[0].stages]
     model.save_pretrained(tmp_path)

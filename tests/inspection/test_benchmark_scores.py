@@ -1,4 +1,4 @@
-"""`attn-variants average`: scores of runs by GLUE's own rules, over seeds, and what is no such run."""
+"""Check `attn-variants average`: scores by GLUE's rules, over seeds, and the errors."""
 
 import json
 import statistics
@@ -30,7 +30,7 @@ def average(*folders, output_file=None):
     return main(parse_args([*map(str, folders), *flags]))
 
 
-def test_glues_average_is_the_mean_of_tasks_whose_two_metrics_are_averaged_first(write, capsys):
+def test_glue_average_first_averages_the_metrics_of_a_task(write, capsys):
     scores = {
         "cola": {"matthews_correlation": 0.5},
         "stsb": {"pearson": 0.8, "spearmanr": 0.7, "combined_score": 0.75},
@@ -39,15 +39,15 @@ def test_glues_average_is_the_mean_of_tasks_whose_two_metrics_are_averaged_first
         "mnli": {"accuracy": 0.8, "accuracy_mm": 0.9},
     }
     folders = [write(task, task, **scores.get(task, {"accuracy": 0.6})) for task in GLUE]
-    [found] = average(*folders)["glue"]
+    [result] = average(*folders)["glue"]
     expected = (0.5 + 0.75 + 0.85 + 0.8 + 0.85 + 4 * 0.6) / 9
-    assert found["average"] == {"mean": pytest.approx(expected), "deviation": None, "seeds": [1]}
-    assert not found["missing"] and list(found["tasks"]) == GLUE
+    assert result["average"] == {"mean": pytest.approx(expected), "deviation": None, "seeds": [1]}
+    assert not result["missing"] and list(result["tasks"]) == GLUE
     printed = capsys.readouterr().out
     assert f"{100 * expected:.1f}\n" in printed and "±" not in printed and " of 9" not in printed
 
 
-def test_seeds_have_a_mean_and_a_spread_and_models_a_row_each(write, tmp_path, capsys):
+def test_models_have_rows_with_mean_and_spread_over_seeds(write, tmp_path, capsys):
     names = {"mrpc": ("accuracy", "f1"), "stsb": ("pearson", "spearmanr")}
     values = {(task, seed): (seed / 10, seed / 20) for task in names for seed in (1, 2, 3)}
     folders = [
@@ -55,13 +55,13 @@ def test_seeds_have_a_mean_and_a_spread_and_models_a_row_each(write, tmp_path, c
         for (task, seed), pair in values.items()
     ]
     folders.append(write("other", "mrpc", 1, "a/b", accuracy=0.9, f1=0.9))
-    found = average(*folders, output_file=tmp_path / "scores.json")
-    first, second = found["glue"]
+    result = average(*folders, output_file=tmp_path / "scores.json")
+    first, second = result["glue"]
     by_seed = [statistics.fmean(values["mrpc", seed]) for seed in (1, 2, 3)]
     assert first["tasks"]["mrpc"]["mean"] == pytest.approx(statistics.fmean(by_seed))
     assert first["tasks"]["mrpc"]["deviation"] == pytest.approx(statistics.stdev(by_seed))
     assert first["tasks"]["mrpc"]["seeds"] == {
-        seed: pytest.approx(each) for seed, each in zip((1, 2, 3), by_seed, strict=True)
+        seed: pytest.approx(item) for seed, item in zip((1, 2, 3), by_seed, strict=True)
     }
     assert first["average"]["deviation"] == pytest.approx(statistics.stdev(by_seed))
     assert (first["model"], second["model"]) == ("./bert", "a/b") and "cola" in first["missing"]
@@ -71,28 +71,28 @@ def test_seeds_have_a_mean_and_a_spread_and_models_a_row_each(write, tmp_path, c
     assert "Compare such averages only for the same tasks." in " ".join(printed.split())
 
 
-def test_the_averages_spread_is_over_the_seeds_that_all_tasks_share(write):
+def test_spread_of_the_average_uses_seeds_common_to_all_tasks(write):
     folders = [write(f"rte{seed}", "rte", seed, accuracy=seed / 10) for seed in (1, 2, 3)]
     folders += [write(f"wnli{seed}", "wnli", seed, accuracy=0.5) for seed in (2, 3, 4)]
-    [found] = average(*folders)["glue"]
-    assert found["average"]["mean"] == pytest.approx((0.2 + 0.5) / 2) and found["average"]["seeds"] == [2, 3]
-    assert found["average"]["deviation"] == pytest.approx(statistics.stdev([0.35, 0.4]))
+    [result] = average(*folders)["glue"]
+    assert result["average"]["mean"] == pytest.approx((0.2 + 0.5) / 2) and result["average"]["seeds"] == [2, 3]
+    assert result["average"]["deviation"] == pytest.approx(statistics.stdev([0.35, 0.4]))
 
 
-def test_rte_of_superglue_is_not_that_of_glue(write):
+def test_rte_of_glue_and_superglue_are_distinguished(write):
     other = write("b", "rte", dataset={"dataset_name": "SuperGLUE RTE"}, accuracy=0.7)
-    found = average(write("a", "rte", accuracy=0.5), other)
-    assert found["glue"][0]["average"]["mean"] == 0.5
-    assert found["left_out"] == {str(other): "its task is not a GLUE task"}
+    result = average(write("a", "rte", accuracy=0.5), other)
+    assert result["glue"][0]["average"]["mean"] == 0.5
+    assert result["left_out"] == {str(other): "its task is not a GLUE task"}
 
 
-def test_what_is_no_whole_run_is_left_out_by_name(write, tmp_path, capsys):
+def test_incomplete_runs_are_skipped_and_named(write, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     part = write("part", "cola", arguments={"max_eval_samples": 5}, matthews_correlation=1.0)
     other = write("other", "squad", f1=90.0)
-    found = average(write("good", "cola", matthews_correlation=0.5), part, other, tmp_path / "empty")
-    assert found["glue"][0]["average"]["mean"] == 0.5
-    assert found["left_out"] == {
+    result = average(write("good", "cola", matthews_correlation=0.5), part, other, tmp_path / "empty")
+    assert result["glue"][0]["average"]["mean"] == 0.5
+    assert result["left_out"] == {
         str(part): "it was evaluated only on the first 5 rows of the dev set",
         str(other): "its task is not a GLUE task",
         str(tmp_path / "empty"): "it has no all_results.json",
@@ -100,7 +100,7 @@ def test_what_is_no_whole_run_is_left_out_by_name(write, tmp_path, capsys):
     assert f"Left out: {part}: it was evaluated only on the first 5 rows" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_cannot_be_averaged_is_refused(write, tmp_path, capsys):
+def test_runs_that_cannot_be_averaged_raise_an_error(write, tmp_path, capsys):
     first = write("first", "cola", matthews_correlation=0.5)
     with pytest.raises(ValueError, match=r"first and .*second .*cola .*\./bert and seed 1"):
         average(first, write("second", "cola", matthews_correlation=0.6))
@@ -114,21 +114,21 @@ def test_what_cannot_be_averaged_is_refused(write, tmp_path, capsys):
     assert "nowhere does not exist" in capsys.readouterr().err
 
 
-def test_a_score_that_is_not_defined_leaves_its_run_out(write, capsys):
+def test_run_with_an_undefined_score_is_skipped(write, capsys):
     constant = write("one", "stsb", pearson=None, spearmanr=0.5)
-    found = average(constant, write("two", "rte", accuracy=0.6))
-    assert found["left_out"][str(constant)].startswith("eval_pearson is undefined")
-    assert list(found["glue"][0]["tasks"]) == ["rte"] and "Left out: " in capsys.readouterr().out
+    result = average(constant, write("two", "rte", accuracy=0.6))
+    assert result["left_out"][str(constant)].startswith("eval_pearson is undefined")
+    assert list(result["glue"][0]["tasks"]) == ["rte"] and "Left out: " in capsys.readouterr().out
 
 
-def test_a_run_whose_loss_is_no_number_is_left_out(write, capsys):
+def test_run_with_nan_loss_is_skipped(write, capsys):
     folders = [write("good", "sst2", 1, accuracy=0.9, loss=0.2), write("nan", "sst2", 2, accuracy=0.5, loss=None)]
-    [found] = average(*folders)["glue"]
-    assert found["tasks"]["sst2"]["seeds"] == {1: 0.9}
+    [result] = average(*folders)["glue"]
+    assert result["tasks"]["sst2"]["seeds"] == {1: 0.9}
     assert "its dev loss is not a number" in capsys.readouterr().out
 
 
-def test_runs_of_other_rows_or_metrics_are_not_averaged(write):
+def test_runs_with_other_rows_or_metrics_raise_an_error(write):
     rows = [write(f"sst{n}", "sst2", n, accuracy=0.9, samples=samples) for n, samples in ((1, 872), (2, 100))]
     with pytest.raises(ValueError, match=r"sst1 and .*sst2 .*rows differ \(872 and 100\)"):
         average(*rows)

@@ -1,4 +1,4 @@
-"""`attn-variants frontier`: what it tries, what it measures, and that the command it names makes what it measured."""
+"""Check `attn-variants frontier`: the tried variants, their measurements, and the command for each of them."""
 
 import copy
 import json
@@ -42,19 +42,19 @@ from hf_attn_variants.inspection.frontier.measure import (
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
-    """A tiny T5's folder, never written to."""
+    """A tiny T5's folder; tests do not write to it."""
     return make_tiny_t5(tmp_path_factory.mktemp("t5"))
 
 
 @pytest.fixture(scope="module")
 def source(t5):
-    """The model of that folder, and text to fit to, with targets."""
+    """The model of that folder, and calibration text with targets."""
     model, tokenizer = load_source(str(t5), Calibration(["a", "b"]))
     return model, Calibration(lines_of_words(160), lines_of_words(160, 1), tokenizer=tokenizer, fit_steps=0)
 
 
 def of_head(head):
-    """The architecture that has it."""
+    """Return the architecture that has a head."""
     return next(architecture for architecture in (BERT, T5, *RELATIVES) if head in architecture.heads)
 
 
@@ -65,7 +65,7 @@ def same_tensors(one, other):
 
 
 @pytest.mark.thorough
-def test_models_put_together_are_those_converted_at_once(source):
+def test_combined_conversions_equal_a_single_conversion(source):
     model, calibration = source
     pieces = ConvertedAttentions(model, calibration)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -82,12 +82,12 @@ def test_models_put_together_are_those_converted_at_once(source):
     for fields in ({"cross_kv_lora_rank": 12}, {"num_key_value_heads": 2}, both, by_layer, exact):
         at_once = convert_model(model, method="calibrated", calibration=calibration, **fields)
         assert same_tensors(made[str(fields)], at_once), fields
-        ours, theirs = (each.config.to_diff_dict() for each in (made[str(fields)], at_once))
+        ours, theirs = (item.config.to_diff_dict() for item in (made[str(fields)], at_once))
         assert ours == {name: value for name, value in theirs.items() if name != "architectures"}
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_an_exact_latent_takes_no_conversion_and_loses_nothing(source):
+def test_cached_encoder_outputs_are_lossless_without_conversion(source):
     model, calibration = source
     pieces = ConvertedAttentions(model, calibration)
     fields = {"cross_kv_lora_rank": model.config.d_model}
@@ -97,7 +97,7 @@ def test_an_exact_latent_takes_no_conversion_and_loses_nothing(source):
     assert abs(above) < 1e-6 and error < 1e-6
 
 
-def test_the_loss_of_targets_is_the_models_own(source):
+def test_target_loss_equals_the_loss_of_the_model(source):
     model, calibration = source
     losses = held_out_text(model, calibration.tokenizer, replace(calibration, batch_size=7)).losses(model)
     assert losses.shape == (160, 2)
@@ -113,7 +113,7 @@ def test_the_loss_of_targets_is_the_models_own(source):
     )
 
 
-def test_without_targets_they_are_the_sources_own(source):
+def test_missing_targets_are_generated_by_the_source(source):
     model, calibration = source
     few = replace(calibration, texts=calibration.texts[:4], target_texts=None, max_length=6)
     text = held_out_text(model, calibration.tokenizer, few)
@@ -140,7 +140,7 @@ def tokenizer(tmp_path_factory):
         ("BertModel", "embeddings"),
     ],
 )
-def test_each_head_is_measured_by_what_it_is_for(head, measure, tokenizer):
+def test_each_head_has_its_own_measure(head, measure, tokenizer):
     size, architecture = {"vocab_size": len(tokenizer)}, of_head(head)
     model = architecture.model(head, **size)
     text = held_out_text(model, tokenizer, Calibration(lines_of_words(12), batch_size=5))
@@ -166,7 +166,7 @@ SEVERAL_LABELS = {"num_labels": 3, "problem_type": "multi_label_classification"}
 
 
 @pytest.mark.parametrize("fields", [ONE_SCORE, SEVERAL_LABELS])
-def test_scores_and_several_labels_are_measured_as_they_were_learned(fields, tokenizer):
+def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokenizer):
     models = [
         BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer), **fields) for seed in (0, 1)
     ]
@@ -182,14 +182,14 @@ def test_scores_and_several_labels_are_measured_as_they_were_learned(fields, tok
     assert text.losses(models[0])[:, 0].abs().max() < 1e-5
 
 
-def test_one_score_for_all_texts_measures_nothing(tokenizer):
+def test_constant_scores_are_inconclusive(tokenizer):
     model = BERT.model("BertForSequenceClassification", vocab_size=len(tokenizer), **ONE_SCORE)
     text = held_out_text(model, tokenizer, Calibration(lines_of_words(1) * 3))
     with pytest.raises(ValueError, match="same score"):
         text.losses(model)
 
 
-def test_a_divergence_is_kullback_and_leiblers(tokenizer):
+def test_divergence_equals_kullback_leibler(tokenizer):
     models = [BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1)]
     text = held_out_text(models[0], tokenizer, Calibration(lines_of_words(6)))
     [batch] = text.batches
@@ -199,13 +199,13 @@ def test_a_divergence_is_kullback_and_leiblers(tokenizer):
 
 
 @pytest.mark.parametrize("head", ["T5Model", "MarianModel", "BertForMultipleChoice", "ElectraForPreTraining"])
-def test_a_head_that_no_text_measures_is_refused(head, tokenizer):
+def test_unmeasurable_head_raises_an_error(head, tokenizer):
     with pytest.raises(ValueError, match=rf"AttnVariant{head}.*plain text"):
         held_out_text(of_head(head).model(head), tokenizer, Calibration(lines_of_words(4)))
 
 
 @pytest.mark.parametrize("head", ["M2M100ForConditionalGeneration", "MarianMTModel"])
-def test_targets_of_a_relative_of_bart(head, tokenizer):
+def test_bart_relative_is_measured_with_targets(head, tokenizer):
     model = of_head(head).model(head, vocab_size=len(tokenizer))
     text = held_out_text(model, tokenizer, Calibration(lines_of_words(4), lines_of_words(4, 1)))
     [batch] = text.batches
@@ -213,14 +213,14 @@ def test_targets_of_a_relative_of_bart(head, tokenizer):
     assert text.measure == "targets" and losses[0] / losses[1] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
-def test_the_error_of_a_difference_is_that_of_texts():
-    # Of texts of one word each: the standard error of the mean.
+def test_standard_error_is_computed_over_texts():
+    # For texts of one word, this is the standard error of the mean.
     losses = torch.tensor([[1.0, 1], [2.0, 1], [4.0, 1]], dtype=torch.float64)
     mean, error = _difference(losses, torch.zeros_like(losses))
     assert mean == pytest.approx(7 / 3) and error == pytest.approx(losses[:, 0].std().item() / math.sqrt(3))
 
 
-def test_what_is_measured_on_is_never_fitted_to(source):
+def test_measured_text_is_never_fitted(source):
     model, calibration = source
     everything = Calibration(lines_of_words(400), lines_of_words(400, 1))
     drawn = replace(calibration, texts=everything.texts[:160], target_texts=everything.target_texts[:160])
@@ -228,7 +228,7 @@ def test_what_is_measured_on_is_never_fitted_to(source):
     pairs = set(zip(held_out.texts, held_out.target_texts, strict=True))
     assert len(pairs) == 100 and not pairs & set(zip(drawn.texts, drawn.target_texts, strict=True))
     assert pairs <= set(zip(everything.texts, everything.target_texts, strict=True))
-    # Where nothing is left it is what the conversion holds out.
+    # Without other text, the held-out examples of the conversion are used.
     held_out = split_text(drawn, drawn, size=100)
     _, batches = make_batches(model, calibration.tokenizer, drawn, seeded_generator(0, "held-out texts"))
     ids = {tuple(row[row != 0].tolist()) for batch in batches for row in batch["input_ids"]}
@@ -239,7 +239,7 @@ def row(name, size, loss, **others):
     return FrontierRow(name, {"kv_lora_rank": size}, loss, loss, 0.0, 0.1, 5, {}, size, 1.0, **others)
 
 
-def test_the_frontier_is_what_nothing_beats_and_the_cheapest_is_the_smallest_within_the_loss():
+def test_frontier_contains_undominated_variants_and_the_cheapest_within_the_loss():
     rows = [
         row("source", 100, 0.0),
         row("a", 50, 0.1),
@@ -249,7 +249,7 @@ def test_the_frontier_is_what_nothing_beats_and_the_cheapest_is_the_smallest_wit
     ]
     rows.append(row("worse", 10, 0.4))
     marked = _marked(rows)
-    assert [each.name for each in marked if each.on_frontier] == ["source", "a", "b", "twin"]
+    assert [item.name for item in marked if item.on_frontier] == ["source", "a", "b", "twin"]
     frontier = Frontier("x", "X", "targets", 3, {}, 1, 1, marked)
     assert [frontier.cheapest(loss) and frontier.cheapest(loss).name for loss in (0.05, 0.1, 0.3, 9.0)] == [
         None,
@@ -259,16 +259,16 @@ def test_the_frontier_is_what_nothing_beats_and_the_cheapest_is_the_smallest_wit
     ]
 
 
-def test_what_is_tried_by_default_fits_the_model():
+def test_default_variants_are_valid_for_the_model():
     config = T5.config_class(d_model=512, d_kv=64, num_heads=8)
     options = default_options(config, "num_key_value_heads", decodes=True)
     assert options[0] == {"cross_kv_lora_rank": 512} and {"num_key_value_heads": 1} in options
     assert {"cross_kv_lora_rank": 256, "kv_lora_rank": 128} in options
     for fields in options:
         T5.config_class.from_upstream(config, **fields)
-    # an encoder alone: no exact latent, which would save nothing there
+    # an encoder has no full-width latent, which would save nothing
     encoder = default_options(config, "encoder_num_key_value_heads", decodes=False)
-    assert {each for fields in encoder for each in fields} == {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
+    assert {item for fields in encoder for item in fields} == {"encoder_num_key_value_heads", "encoder_kv_lora_rank"}
     assert {"encoder_kv_lora_rank": 512} not in encoder
     heads = [fields["encoder_num_key_value_heads"] for fields in encoder if "encoder_num_key_value_heads" in fields]
     assert heads == [4, 2, 1]
@@ -278,7 +278,7 @@ def test_what_is_tried_by_default_fits_the_model():
     "fields", [{"num_key_value_heads": 4}, {"per_layer_values": {"num_key_value_heads": [4, 12]}}]
 )
 @pytest.mark.parametrize(("architecture", "head"), [(BERT, "BertForMaskedLM"), (T5, "T5ForConditionalGeneration")])
-def test_heads_that_are_grouped_already_are_merged_in_whole_groups(architecture, head, fields):
+def test_grouped_heads_are_merged_in_whole_groups(architecture, head, fields):
     config = architecture.config(**fields)
     options = default_options(config, "num_key_value_heads", decodes=config.is_encoder_decoder)
     counts = [option["num_key_value_heads"] for option in options if "num_key_value_heads" in option]
@@ -299,29 +299,29 @@ def test_heads_that_are_grouped_already_are_merged_in_whole_groups(architecture,
         ),
     ],
 )
-def test_a_source_that_nothing_is_fitted_to_is_refused_by_name(fields, message):
+def test_unsupported_source_error_names_the_source(fields, message):
     model = BERT.model("BertForMaskedLM", **fields)
     calibration = Calibration(["a"] * 40, tokenizer=object())
     with pytest.raises(ValueError, match=message):
         measure_frontier(model, [{"kv_lora_rank": 4}], calibration, calibration)
 
 
-def test_lengths_are_at_most_the_positions_of_the_model(source):
+def test_lengths_do_not_exceed_the_positions(source):
     _, calibration = source
     assert _lengths(BERT.config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
-    bart = next(each for each in RELATIVES if each.name == "bart").config(max_position_embeddings=144)
+    bart = next(item for item in RELATIVES if item.name == "bart").config(max_position_embeddings=144)
     assert _lengths(bart, calibration, 512, 1024) == (144, 144) and _lengths(bart, calibration, 64, 32) == (64, 32)
     assert _lengths(T5.config(), calibration, 512, 1024) == (512, 1024)
 
 
-def test_a_tokenizer_without_a_mask_token_is_said(tokenizer):
+def test_tokenizer_without_a_mask_token_raises_an_error(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.mask_token = None
     with pytest.raises(ValueError, match="`mask_token`"):
         held_out_text(BERT.model("BertForMaskedLM"), bare, Calibration(["a b", "c d"], tokenizer=bare))
 
 
-def test_a_source_that_writes_nothing_is_no_fault_of_its_weights(source, monkeypatch):
+def test_source_with_empty_outputs_raises_an_error(source, monkeypatch):
     model, calibration = source
     silent = replace(calibration, target_texts=None)
     monkeypatch.setattr(type(model), "generate", lambda self, input_ids, **_: torch.full((len(input_ids), 2), 0))
@@ -329,7 +329,7 @@ def test_a_source_that_writes_nothing_is_no_fault_of_its_weights(source, monkeyp
         measure_frontier(model, [{"kv_lora_rank": 4}], silent, silent)
 
 
-def test_given_values_are_combined():
+def test_given_values_are_combined_in_a_grid():
     given = {
         "num_key_value_heads": [2, 1],
         "kv_lora_rank": [8, 4],
@@ -344,7 +344,7 @@ def test_given_values_are_combined():
     ]
 
 
-def test_an_option_that_does_not_fit_is_refused_before_any_work(source):
+def test_invalid_frontier_option_raises_before_any_work(source):
     model, calibration = source
     with pytest.raises(ValueError, match=r"`cross_kv_lora_rank`.*AttnVariantBertModel"):
         variants_to_try(BERT.model("BertModel"), {"cross_kv_lora_rank": [4], "kv_lora_rank": None})
@@ -362,7 +362,7 @@ def frontier_of(folder, tmp_path, *flags):
 
 
 @pytest.mark.thorough
-def test_the_command_that_is_named_makes_what_was_measured(t5, tmp_path, capsys, monkeypatch):
+def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, monkeypatch):
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(300)) + "\n")
     (tmp_path / "targets.txt").write_text("\n".join(lines_of_words(300, 1)) + "\n")
     targets = ("--calibration_target_file", str(tmp_path / "targets.txt"), "--seed", "3")
@@ -371,12 +371,12 @@ def test_the_command_that_is_named_makes_what_was_measured(t5, tmp_path, capsys,
     assert status == 0
     printed = capsys.readouterr().out
     assert (out / "frontier.png").stat().st_size > 10_000
-    found = json.loads((out / "frontier.json").read_text())
-    assert found["rows"][0]["fields"] == {} and len(found["rows"]) == 6
-    assert found["chosen"]["name"] == "MHA + cross latent 12 + latent 4" and found["chosen"]["command"] in printed
-    assert found["held_out_texts"] == 140
+    result = json.loads((out / "frontier.json").read_text())
+    assert result["rows"][0]["fields"] == {} and len(result["rows"]) == 6
+    assert result["chosen"]["name"] == "MHA + cross latent 12 + latent 4" and result["chosen"]["command"] in printed
+    assert result["held_out_texts"] == 140
     monkeypatch.chdir(tmp_path)
-    command = shlex.split(found["chosen"]["command"])
+    command = shlex.split(result["chosen"]["command"])
     assert command[:2] == ["attn-variants", "convert"] and cli.main(command[1:]) == 0
     converted, tokenizer = load_source(command[-1], Calibration(["a", "b"]))
     texts, answers = lines_of_words(300), lines_of_words(300, 1)
@@ -386,7 +386,7 @@ def test_the_command_that_is_named_makes_what_was_measured(t5, tmp_path, capsys,
     model, _ = load_source(str(t5), Calibration(["a", "b"]))
     text = held_out_text(model, tokenizer, split_text(used, everything, 512, seed=3))
     above, error = _difference(text.losses(converted), text.losses(model))
-    [measured] = [each for each in found["rows"] if each["name"] == found["chosen"]["name"]]
+    [measured] = [item for item in result["rows"] if item["name"] == result["chosen"]["name"]]
     assert measured["loss_above"] == pytest.approx(above, abs=1e-5) and measured["loss_above_error"] > 0
     assert measured["loss_above_error"] == pytest.approx(error, rel=1e-3)
     report = json.loads((tmp_path / command[-1] / "conversion_report.json").read_text())
@@ -396,37 +396,37 @@ def test_the_command_that_is_named_makes_what_was_measured(t5, tmp_path, capsys,
 
 
 @pytest.mark.thorough
-def test_an_encoder_has_a_frontier_of_parameters(tmp_path, capsys):
+def test_encoder_frontier_uses_parameters(tmp_path, capsys):
     folder = make_tiny_bert(tmp_path / "bert")
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
     status, out = frontier_of(folder, tmp_path, "--json", "--kv_lora_rank", "16", "--num_key_value_heads", "2")
     assert status == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == json.loads((out / "frontier.json").read_text())
-    assert "cosine" in found["measure"] and found["chosen"] is None and found["held_out_texts"] == 40
-    source, *others = found["rows"]
-    assert source["kv_cache_bytes"] is None and {each["name"] for each in others} == {"MHA + latent 16", "GQA-2"}
-    for each in others:
-        assert 0 < each["loss_above"] < 1 and each["parameters"] < source["parameters"]
-        config = AttnVariantBertConfig.from_pretrained(folder, **each["fields"])
-        assert each["parameters"] == AttnVariantBertModel(config).num_parameters()
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads((out / "frontier.json").read_text())
+    assert "cosine" in result["measure"] and result["chosen"] is None and result["held_out_texts"] == 40
+    source, *others = result["rows"]
+    assert source["kv_cache_bytes"] is None and {item["name"] for item in others} == {"MHA + latent 16", "GQA-2"}
+    for item in others:
+        assert 0 < item["loss_above"] < 1 and item["parameters"] < source["parameters"]
+        config = AttnVariantBertConfig.from_pretrained(folder, **item["fields"])
+        assert item["parameters"] == AttnVariantBertModel(config).num_parameters()
 
 
 @pytest.mark.thorough
-def test_text_to_measure_on_may_be_a_file_of_its_own(tmp_path, capsys):
+def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
     folder = make_tiny_bert(tmp_path / "bert")
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(300)) + "\n")
     (tmp_path / "other.txt").write_text("\n".join(lines_of_words(9, seed=5)) + "\n")
     flags = ("--json", "--num_key_value_heads", "2", "--held_out_file", str(tmp_path / "other.txt"))
     status, _ = frontier_of(folder, tmp_path, *flags)
-    found = json.loads(capsys.readouterr().out)
-    assert status == 0 and found["held_out_texts"] == 9
+    result = json.loads(capsys.readouterr().out)
+    assert status == 0 and result["held_out_texts"] == 9
     model, tokenizer = load_source(str(folder), Calibration(["a", "b"]))
     drawn = sorted(random.Random(0).sample(range(300), 160))
     used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
     text = held_out_text(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
     converted = convert_model(model, 2, calibration=used)
-    assert found["rows"][1]["loss"] == pytest.approx(float(text.losses(converted)[:, 0].mean()), rel=1e-4)
+    assert result["rows"][1]["loss"] == pytest.approx(float(text.losses(converted)[:, 0].mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_text_to_measure_on_may_be_a_file_of_its_own(tmp_path, capsys):
         (["--encoder_num_key_value_heads", "2"], "`encoder_num_key_value_heads`"),
     ],
 )
-def test_what_is_wrong_is_said_before_any_work(flags, message, tmp_path, capsys):
+def test_invalid_frontier_flags_raise_before_any_work(flags, message, tmp_path, capsys):
     folder = make_tiny_bert(tmp_path / "bert")
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
     status, out = frontier_of(folder, tmp_path, *flags)
@@ -448,33 +448,33 @@ def test_what_is_wrong_is_said_before_any_work(flags, message, tmp_path, capsys)
 
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory):
-    """A tiny Whisper's folder, and one of recordings."""
+    """A tiny Whisper's folder, and a folder of recordings."""
     root = tmp_path_factory.mktemp("whisper")
     return whisper_checkpoint(root / "whisper", suppress_tokens=[1, 2]), recordings(root / "audio", 40, seconds=0.5)
 
 
 @pytest.mark.thorough
-def test_a_whisper_is_measured_by_what_it_writes_itself(whisper, tmp_path, capsys, monkeypatch):
+def test_whisper_is_measured_on_its_own_transcripts(whisper, tmp_path, capsys, monkeypatch):
     checkpoint, audio = whisper
     out = tmp_path / "frontier"
     argv = ["frontier", str(checkpoint), "--calibration_audio_dir", str(audio), "--calibration_size", "28", "--json"]
     ranks = ["--cross_kv_lora_rank", "48", "8", "--encoder_num_key_value_heads", "2", "--loss", "100"]
     assert cli.main([*argv, *ranks, "--output_dir", str(out)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["held_out_texts"] == 12 and "transcripts" in found["measure"] and (out / "frontier.png").exists()
-    rows = {json.dumps(row["fields"]): row for row in found["rows"]}
+    result = json.loads(capsys.readouterr().out)
+    assert result["held_out_texts"] == 12 and "transcripts" in result["measure"] and (out / "frontier.png").exists()
+    rows = {json.dumps(row["fields"]): row for row in result["rows"]}
     exact, short = (rows[json.dumps({"cross_kv_lora_rank": rank})] for rank in (48, 8))
     assert abs(exact["loss_above"]) < 1e-5 < abs(short["loss_above"])
-    assert found["source_length"] == 20 and found["length"] == 40
+    assert result["source_length"] == 20 and result["length"] == 40
     assert rows[json.dumps({"encoder_num_key_value_heads": 2})]["name"] == "MHA + encoder GQA-2"
     monkeypatch.chdir(tmp_path)
-    assert cli.main(shlex.split(found["chosen"]["command"])[1:]) == 0
-    # By hand: the files that were not drawn, what the source writes of each, and the model that the command made.
+    assert cli.main(shlex.split(result["chosen"]["command"])[1:]) == 0
+    # The expected loss: files outside of the sample, transcripts of the source, and the converted model.
     extractor = feature_extractor()
     drawn = read_audio_calibration(audio, size=28, feature_extractor=extractor)
     held_out = [path for path in sorted(audio.glob("*")) if path not in drawn.audio]
     source, _ = load_source(str(checkpoint), drawn)
-    made, _ = load_source(shlex.split(found["chosen"]["command"])[-1], drawn)
+    made, _ = load_source(shlex.split(result["chosen"]["command"])[-1], drawn)
     losses = []
     for path in held_out:
         features = extractor(load_audio(path)[0], sampling_rate=16000, return_tensors="pt").input_features
@@ -483,12 +483,12 @@ def test_a_whisper_is_measured_by_what_it_writes_itself(whisper, tmp_path, capsy
             logits = made(input_features=features, decoder_input_ids=ids).logits[0, :-1]
         places = [i for i, token in enumerate(ids[0, 1:].tolist()) if token not in {2, 30, 31, 32, 39}]
         losses += nn.functional.cross_entropy(logits[places], ids[0, 1:][places], reduction="none").tolist()
-    chosen = next(row for row in found["rows"] if row["name"] == found["chosen"]["name"])
+    chosen = next(row for row in result["rows"] if row["name"] == result["chosen"]["name"])
     assert chosen["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
 
 
 @pytest.mark.thorough
-def test_an_encoder_that_stays_is_not_run_again(whisper, monkeypatch):
+def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
     checkpoint, audio = whisper
     given = read_audio_calibration(audio, feature_extractor=feature_extractor(), fit_steps=0)
     source, _ = load_source(str(checkpoint), given)
@@ -509,7 +509,7 @@ def test_an_encoder_that_stays_is_not_run_again(whisper, monkeypatch):
     assert not runs
 
 
-def test_audio_and_text_are_not_taken_for_each_other(whisper, t5, tmp_path, capsys):
+def test_audio_and_text_inputs_cannot_be_swapped(whisper, t5, tmp_path, capsys):
     checkpoint, audio = whisper
     (tmp_path / "text.txt").write_text("\n".join(lines_of_words(160)) + "\n")
     for folder, flags, message in (

@@ -1,4 +1,4 @@
-"""A converted all-MiniLM-L6-v2 and small variants with tokenizers, as a user has them on disk."""
+"""A converted all-MiniLM-L6-v2 and small variants with tokenizers, as saved checkpoints."""
 
 import shutil
 
@@ -25,7 +25,7 @@ def tiny_gqa(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def heads(tiny_gqa, tmp_path_factory):
-    """The tiny GQA BERT with each head that a pipeline wants, {task: folder}."""
+    """The tiny GQA BERT with the head of each pipeline, {task: folder}."""
     folder = tmp_path_factory.mktemp("heads")
     classes = {
         "feature-extraction": None,

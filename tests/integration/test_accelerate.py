@@ -1,4 +1,4 @@
-"""accelerate: a model spread over memory and disk, and trained with gradient checkpointing, is the same model."""
+"""Check accelerate: models in memory and on disk, and gradient checkpointing, give unchanged results."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SENTENCES = ["Two dogs run in the snow.", "The stock market fell sharply on Mond
 
 
 @torch.no_grad()
-def test_minilm_on_memory_and_disk(minilm_gqa4, tmp_path):
+def test_minilm_offloaded_to_disk_gives_equal_outputs(minilm_gqa4, tmp_path):
     inputs = AutoTokenizer.from_pretrained(minilm_gqa4)(SENTENCES, padding=True, return_tensors="pt")
     expected = AutoModel.from_pretrained(minilm_gqa4).eval()(**inputs).last_hidden_state
     spread = AutoModel.from_pretrained(
@@ -30,7 +30,7 @@ def test_minilm_on_memory_and_disk(minilm_gqa4, tmp_path):
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 @torch.no_grad()
-def test_t5_offloaded_generates_the_same(variant, offload, tmp_path):
+def test_offloaded_t5_generates_equal_tokens(variant, offload, tmp_path):
     T5.model("T5ForConditionalGeneration", variant).save_pretrained(tmp_path / "model")
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
     inputs = T5.batch("T5EncoderModel") | {"max_new_tokens": 6, "do_sample": False}
@@ -70,7 +70,7 @@ def test_gradient_checkpointing_changes_no_gradient(architecture, head, variant)
             torch.testing.assert_close(checkpointed[name], gradient, atol=1e-6, rtol=0)
 
 
-def test_safetensors_files_say_that_they_are_torchs(tiny_gqa, tmp_path):
+def test_safetensors_metadata_names_the_format(tiny_gqa, tmp_path):
     AutoModel.from_pretrained(tiny_gqa).save_pretrained(tmp_path)
     for folder in (tiny_gqa, tmp_path):  # the converter's own writer, and transformers'
         with safe_open(folder / "model.safetensors", "pt") as file:

@@ -1,6 +1,6 @@
-"""torch.compile: no graph breaks in the encoders, and T5's decoding step with a static cache is traced once.
+"""Check torch.compile: encoders without graph breaks, and one trace of T5's decoding step with a static cache.
 
-The backend "eager" runs the captured graph as it is: what is tested is the capture, and no C++ compiler is needed.
+The backend "eager" runs the captured graph without changes, so the tests need no C++ compiler.
 """
 
 from typing import Any
@@ -26,21 +26,21 @@ def _fresh():
 @pytest.mark.parametrize("variant", ["gqa", "mqa", "talking", "latent"])
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, T5], ids=lambda row: row.name)
 @torch.no_grad()
-def test_encoders_are_one_graph(architecture, variant):
+def test_encoders_compile_into_one_graph(architecture, variant):
     model = architecture.model(BASES[architecture.name], variant)
     batch = architecture.batch(BASES[architecture.name])
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    found = compiled(**batch).last_hidden_state
-    torch.testing.assert_close(found, model(**batch).last_hidden_state, atol=1e-6, rtol=0)
+    actual = compiled(**batch).last_hidden_state
+    torch.testing.assert_close(actual, model(**batch).last_hidden_state, atol=1e-6, rtol=0)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "variant", ["gqa", "latent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mqa", "talking"))]
+    "variant", ["gqa", "latent", *(pytest.param(item, marks=pytest.mark.slow) for item in ("mqa", "talking"))]
 )
 @torch.no_grad()
-def test_t5_decodes_with_a_static_cache_without_compiling_each_step_anew(variant):
+def test_t5_decoding_step_compiles_once(variant):
     model = T5.model("T5ForConditionalGeneration", variant)
     model.generation_config.eos_token_id = None
     # As many as are attended to by matrix products.
@@ -77,16 +77,16 @@ STEPS: dict[str, dict[str, Any]] = {
     ],
 )
 @torch.no_grad()
-def test_generate_compiles_a_step_that_serves_every_batch(fields):
-    """On a GPU it does so by itself, and a break ends the CUDA graph. By the second batch sizes become symbols."""
+def test_generate_compiles_one_step_for_all_batch_sizes(fields):
+    """Check the compiled step that `generate` uses on a GPU; from the second batch on, sizes are symbols."""
     model = T5.model("T5ForConditionalGeneration", **fields)
     model.generation_config.eos_token_id = None
     compiling = CompileConfig(fullgraph=True, backend="eager")
-    compiling._compile_all_devices = True  # as transformers' own tests ask for it on a CPU
+    compiling._compile_all_devices = True  # like the tests of Transformers on a CPU
     for batch, length in ((2, 6), (3, 9), (1, 5)):
         ids = torch.randint(5, 40, (batch, length))
         options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
         expected = model.generate(**options)
-        found = model.generate(**options, cache_implementation="static", compile_config=compiling)
-        assert torch.equal(found, expected), batch
+        actual = model.generate(**options, cache_implementation="static", compile_config=compiling)
+        assert torch.equal(actual, expected), batch
         assert counters["stats"]["unique_graphs"] and not counters["graph_break"]

@@ -1,6 +1,6 @@
-"""torch.export and ONNX: an exported model gives, at other sizes than it was exported with, what the model gives.
+"""Check torch.export and ONNX: an exported model gives equal outputs at other sizes.
 
-Exporting takes the paths that are made of torch's own operators: none of this package's may stand in a graph.
+Exports use paths of torch's operators, because a graph must not contain operators of this package.
 """
 
 from collections import Counter
@@ -52,15 +52,15 @@ def any_size():
 @pytest.mark.thorough
 @EVERY_CASE
 @torch.no_grad()
-def test_torch_export_with_any_batch_and_length(architecture, variant):
+def test_torch_export_supports_any_batch_and_length(architecture, variant):
     check_export(architecture.model(BASES[architecture.name], variant))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", [BERT, T5], ids=lambda row: row.name)
 @torch.no_grad()
-def test_torch_export_of_windows(architecture):
-    """Also of texts that are shorter than the window, which eager calls do not mask."""
+def test_torch_export_supports_windows(architecture):
+    """Check also texts shorter than the window, for which eager calls use no mask."""
     fields = {"attention_pattern": "sliding_window", "attention_window": 10, "num_global_tokens": 1}
     if architecture is T5:
         fields = {f"encoder_{name}": value for name, value in fields.items()}
@@ -73,8 +73,8 @@ def check_export(model):
     assert namespaces == {"aten"}
     for size in OTHERS:
         inputs = sentences(*size)
-        found = program.module()(**inputs).last_hidden_state
-        torch.testing.assert_close(found, model(**inputs).last_hidden_state, atol=1e-5, rtol=0)
+        actual = program.module()(**inputs).last_hidden_state
+        torch.testing.assert_close(actual, model(**inputs).last_hidden_state, atol=1e-5, rtol=0)
 
 
 def onnx_session(program):
@@ -87,7 +87,7 @@ def onnx_session(program):
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture, variant, opset", ONNX_CASES, ids=ONNX_IDS)
 @torch.no_grad()
-def test_onnx_with_any_batch_and_length(architecture, variant, opset):
+def test_onnx_supports_any_batch_and_length(architecture, variant, opset):
     model = architecture.model(BASES[architecture.name], variant)
     inputs = sentences(*EXPORTED)
     options = {"opset_version": opset, "dynamo": True, "verbose": False}
@@ -99,9 +99,9 @@ def test_onnx_with_any_batch_and_length(architecture, variant, opset):
     session = onnx_session(program)
     for size in OTHERS:
         inputs = sentences(*size)
-        found = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
+        actual = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})[0]
         expected = model(**inputs).last_hidden_state
-        torch.testing.assert_close(torch.from_numpy(found), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.from_numpy(actual), expected, atol=1e-4, rtol=0)
 
 
 # The inputs of a decoding step's graph.
@@ -109,7 +109,7 @@ NAMES = ["token", "source_mask", "own.0", "own.1", "source"]
 
 
 class DecodingStep(torch.nn.Module):
-    """A step of T5 whose memory is the latents alone, as plain tensors: [b, 1, n, r] a layer, [b, 1, m, r] in all."""
+    """A T5 step with only latents as cache, as plain tensors: [b, 1, n, r] per layer, [b, 1, m, r] in all."""
 
     def __init__(self, model):
         super().__init__()
@@ -134,7 +134,7 @@ def latent_model(cross_rank, variant="mha"):
 
 
 def decoding_step(model, batch, source, past):
-    """Return what the step after `past` tokens gets, and the logits that it has to give."""
+    """Return the inputs of the step after `past` tokens, and its expected logits."""
     torch.manual_seed(batch)
     tokens, ids = token_ids(batch, past + 1), token_ids(batch, source)
     mask = torch.ones(batch, source, dtype=torch.long)
@@ -156,7 +156,7 @@ def step_sizes():
 @pytest.mark.thorough
 @pytest.mark.parametrize("cross_rank, variant", [(40, "mha"), (24, "gqa")])
 @torch.no_grad()
-def test_a_decoding_step_whose_memory_is_a_latent(cross_rank, variant):
+def test_decoding_step_with_a_latent_cache_can_be_exported(cross_rank, variant):
     model = latent_model(cross_rank, variant)
     inputs, _ = decoding_step(model, 2, 9, 5)
     program = torch.export.export(DecodingStep(model), (), kwargs=inputs, dynamic_shapes=step_sizes())
@@ -170,7 +170,7 @@ def test_a_decoding_step_whose_memory_is_a_latent(cross_rank, variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("opset", [18, pytest.param(23, marks=SLOW)])
 @torch.no_grad()
-def test_onnx_of_a_decoding_step_whose_memory_is_a_latent(opset):
+def test_decoding_step_with_a_latent_cache_runs_in_onnx(opset):
     model = latent_model(40)
     inputs, _ = decoding_step(model, 2, 9, 5)
     options = {"opset_version": opset, "dynamo": True, "verbose": False}
@@ -181,5 +181,5 @@ def test_onnx_of_a_decoding_step_whose_memory_is_a_latent(opset):
     for size in ((1, 4, 2), (10, 30, 7)):
         inputs, expected = decoding_step(model, *size)
         given = [inputs["token"], inputs["source_mask"], *inputs["own"], inputs["source"]]
-        found = session.run(None, {name: tensor.numpy() for name, tensor in zip(NAMES, given, strict=True)})
-        torch.testing.assert_close(torch.from_numpy(found[0]), expected, atol=1e-4, rtol=0)
+        actual = session.run(None, {name: tensor.numpy() for name, tensor in zip(NAMES, given, strict=True)})
+        torch.testing.assert_close(torch.from_numpy(actual[0]), expected, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""peft: LoRA on grouped projections, saved, loaded and merged; prefixes have as many heads as the keys and values."""
+"""Check peft: LoRA on grouped projections, and prefixes with as many heads as the keys and values."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_lora_trains_saves_loads_and_merges(case, variant, tmp_path):
     model = architecture.model(head, variant)
     model.save_pretrained(tmp_path / "base")
     batch = architecture.batch(head, labels=True)
-    # No task type: the model's own forward takes all arguments, and its classifier stays as it is.
+    # Without a task type, the forward of the model gets all arguments, and the classifier does not change.
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets))
     before = {name: parameter.detach().clone() for name, parameter in adapted.named_parameters()}
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
@@ -65,8 +65,8 @@ def test_lora_trains_saves_loads_and_merges(case, variant, tmp_path):
 @pytest.mark.parametrize("target", [["q", "v"], ["k", "v"], ["kv_a_proj", "cross_kv_a_proj"]], ids=str)
 @pytest.mark.parametrize("rank", [40, 24], ids=["exact", "low rank"])
 @pytest.mark.parametrize("form", ["absorbed", "expanded"], indirect=True)
-def test_lora_on_maps_of_a_latent_is_not_passed_by(target, rank, form):
-    """A step that folded a weight into the query, and not what LoRA adds to it, would give the base model's."""
+def test_lora_on_latent_projections_affects_decoding(target, rank, form):
+    """Check steps that fold projections into the query: they must include the LoRA weights."""
     ranks = {"cross_kv_lora_rank": rank, "kv_lora_rank": 16, "encoder_kv_lora_rank": 16}
     model = T5.model("T5ForConditionalGeneration", "gqa", **ranks)
     inputs = T5.batch("T5EncoderModel") | {"max_new_tokens": 8, "do_sample": False}
@@ -79,14 +79,14 @@ def test_lora_on_maps_of_a_latent_is_not_passed_by(target, rank, form):
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3)
-    found = torch.stack(adapted.generate(**inputs, **scores).scores)
-    assert (found - plain[: len(found)]).abs().max() > 0.1
+    actual = torch.stack(adapted.generate(**inputs, **scores).scores)
+    assert (actual - plain[: len(actual)]).abs().max() > 0.1
     merged = torch.stack(adapted.merge_and_unload().generate(**inputs, **scores).scores)
-    torch.testing.assert_close(found, merged, atol=1e-4, rtol=0)
+    torch.testing.assert_close(actual, merged, atol=1e-4, rtol=0)
 
 
 @FOR_BOTH
-def test_a_prefix_meets_the_latent_of_a_memory():
+def test_prefix_works_with_latents_of_encoder_outputs():
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     sizes = {"num_attention_heads": 12, "token_dim": 12 * model.config.d_kv}
     config = peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, **sizes)
@@ -102,7 +102,7 @@ def test_a_prefix_meets_the_latent_of_a_memory():
 
 
 @pytest.mark.parametrize("variant, heads", [("mha", 12), ("gqa", 4), ("mqa", 1)])
-def test_a_prefix_of_t5_has_the_key_value_heads(variant, heads, tmp_path):
+def test_t5_prefix_has_the_key_value_heads(variant, heads, tmp_path):
     model = T5.model("T5ForConditionalGeneration", variant)
     # peft takes d_model / heads for the head size; where T5's heads are of another size, the product has to be given.
     config = peft.PrefixTuningConfig(
@@ -128,7 +128,7 @@ def test_a_prefix_of_t5_has_the_key_value_heads(variant, heads, tmp_path):
 
 @pytest.mark.skipif(not DROPS_PREFIXES, reason="this peft hands its prefixes over by the name that they are read by")
 @pytest.mark.parametrize("head", ["T5ForConditionalGeneration", "BertLMHeadModel"])
-def test_a_prefix_that_would_be_dropped_is_refused(head):
+def test_unsupported_prefix_raises_an_error(head):
     row, task = (T5, "SEQ_2_SEQ_LM") if "T5" in head else (BERT, "CAUSAL_LM")
     options = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     options["input_ids"] = row.batch(head)["input_ids"]
@@ -144,18 +144,18 @@ def test_a_prefix_that_would_be_dropped_is_refused(head):
         upstream = row.upstream_model(head)
         plain = upstream.generate(**options).logits
         with pytest.warns(FutureWarning, match="Both `past_key_values` and `cache` are set"):
-            found = tuned(upstream).generate(**options).logits
-        torch.testing.assert_close(torch.stack(found), torch.stack(plain))
+            actual = tuned(upstream).generate(**options).logits
+        torch.testing.assert_close(torch.stack(actual), torch.stack(plain))
 
 
-def test_a_prefix_needs_no_sizes_where_the_heads_make_d_model():
+def test_prefix_needs_no_sizes_for_regular_head_sizes():
     model = T5.model("T5ForConditionalGeneration", "gqa", d_model=48, d_kv=4)
     tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3))
     assert tuned.get_prompt(batch_size=2).self_attention_cache.layers[1].values.shape == (2, 4, 3, 4)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
-def test_lora_needs_no_target_modules(architecture):
+def test_lora_finds_its_target_modules(architecture):
     model = architecture.model(next(iter(architecture.heads)), "gqa_talking")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2))
     expected = {"q", "v"} if architecture is T5 else {"query", "value"}
@@ -165,7 +165,7 @@ def test_lora_needs_no_target_modules(architecture):
 
 @pytest.mark.parametrize("config_class", ["IA3Config", "AdaLoraConfig", "LoHaConfig", "VeraConfig"])
 @pytest.mark.parametrize("architecture", [BERT, T5], ids=lambda row: row.name)
-def test_other_methods_adapt_what_they_adapt_in_upstreams_model(architecture, config_class):
+def test_peft_methods_adapt_the_same_modules_as_in_transformers(architecture, config_class):
     head = next(iter(architecture.heads))
     settings = {"total_step": 10} if config_class == "AdaLoraConfig" else {}
     ours, theirs = (
@@ -176,7 +176,7 @@ def test_other_methods_adapt_what_they_adapt_in_upstreams_model(architecture, co
 
 
 @FOR_BOTH
-def test_transformers_own_adapters_need_no_target_modules():
+def test_transformers_adapters_find_their_target_modules():
     model = ALBERT.model("AlbertModel", "gqa")
     model.add_adapter(peft.LoraConfig(r=2))
     assert any("lora_" in name for name in trainable(model))

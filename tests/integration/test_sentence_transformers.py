@@ -1,4 +1,4 @@
-"""A converted all-MiniLM-L6-v2 as a model of sentence-transformers."""
+"""Check a converted all-MiniLM-L6-v2 as a model of sentence-transformers."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def expected(minilm_gqa4):
     return torch.nn.functional.normalize(sentence_embeddings(model, tokenizer, SENTENCES), dim=-1)
 
 
-def test_it_encodes_as_our_own_model(minilm_gqa4, expected):
+def test_sentence_transformer_equals_our_embeddings(minilm_gqa4, expected):
     sentence_transformers = pytest.importorskip("sentence_transformers")
     model = sentence_transformers.SentenceTransformer(str(minilm_gqa4), trust_remote_code=True, device="cpu")
     assert model[0].auto_model.config.num_key_value_heads == 4
@@ -56,7 +56,7 @@ def test_it_encodes_as_our_own_model(minilm_gqa4, expected):
 
 
 def encoded_elsewhere(folder, tmp_path):
-    """The embeddings of `SENTENCES` by a process that cannot import this package."""
+    """Return the embeddings of `SENTENCES` from a process without this package."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, str(folder), json.dumps(SENTENCES)],
@@ -71,12 +71,12 @@ def encoded_elsewhere(folder, tmp_path):
 
 
 @pytest.mark.thorough
-def test_it_loads_where_this_package_is_not(minilm_gqa4, expected, tmp_path):
+def test_sentence_transformer_loads_without_this_package(minilm_gqa4, expected, tmp_path):
     pytest.importorskip("sentence_transformers")
     torch.testing.assert_close(encoded_elsewhere(minilm_gqa4, tmp_path), expected, atol=1e-5, rtol=0)
 
 
-# Fields that Transformers' own encoder would ignore, or could not load.
+# Fields that the encoder of Transformers would ignore or could not load.
 T5_FIELDS = {
     "windows": {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 2},
     "talking heads": {"talking_heads": "both", "talking_heads_init": "random"},
@@ -89,7 +89,7 @@ T5_SIZES = {"vocab_size": 60, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers"
 
 
 def saved_t5(folder, name, fields):
-    """A folder of sentence-transformers with a whole encoder-decoder, and the embeddings of `SENTENCES`."""
+    """A sentence-transformers folder with a whole encoder-decoder, and the embeddings of `SENTENCES`."""
     modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
     words = dict.fromkeys(word for sentence in SENTENCES for word in sentence.split())
     core = Tokenizer(WordLevel({word: i for i, word in enumerate(["<pad>", "</s>", "<unk>", *words])}, "<unk>"))
@@ -121,21 +121,21 @@ def saved_t5(folder, name, fields):
 
 @pytest.mark.parametrize("name", ["T5", "UMT5"])
 @pytest.mark.parametrize("fields", T5_FIELDS.values(), ids=T5_FIELDS)
-def test_the_encoder_of_a_t5_is_ours(name, fields, tmp_path):
+def test_t5_encoder_of_a_sentence_transformer_is_ours(name, fields, tmp_path):
     model, expected = saved_t5(tmp_path, name, fields)
     torch.testing.assert_close(torch.tensor(model.encode(SENTENCES)), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["T5", "UMT5"])
-def test_the_encoder_of_a_t5_is_ours_where_this_package_is_not(name, tmp_path):
+def test_t5_encoder_loads_without_this_package(name, tmp_path):
     _, expected = saved_t5(tmp_path, name, T5_FIELDS["windows"])
     got = encoded_elsewhere(tmp_path / "saved", tmp_path)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.thorough
-def test_its_trainer_trains_it_and_what_is_saved_has_its_code(minilm_gqa4, expected, tmp_path):
+def test_sentence_transformer_trainer_saves_the_code(minilm_gqa4, expected, tmp_path):
     library, losses = map(pytest.importorskip, ("sentence_transformers", "sentence_transformers.losses"))
     model = library.SentenceTransformer(str(minilm_gqa4), trust_remote_code=True, device="cpu")
     rows = {"sentence1": SENTENCES, "sentence2": [SENTENCES[1], SENTENCES[1], SENTENCES[0]], "score": [0.0, 1.0, 0.0]}
@@ -145,7 +145,7 @@ def test_its_trainer_trains_it_and_what_is_saved_has_its_code(minilm_gqa4, expec
     loss = losses.CosineSimilarityLoss(model)
     library.SentenceTransformerTrainer(model, arguments, datasets.Dataset.from_dict(rows), loss=loss).train()
     trained = torch.tensor(model.encode(SENTENCES))
-    assert (trained[0] @ trained[1]) < (expected[0] @ expected[1]) - 1e-3  # they were said to be unlike
+    assert (trained[0] @ trained[1]) < (expected[0] @ expected[1]) - 1e-3  # their label was 0
     model.save_pretrained(str(tmp_path / "trained"))
     torch.testing.assert_close(encoded_elsewhere(tmp_path / "trained", tmp_path), trained, atol=1e-5, rtol=0)
 
@@ -179,8 +179,8 @@ SCORED_ELSEWHERE = textwrap.dedent(
 
 
 @pytest.mark.slow
-def test_pushed_and_loaded_from_the_hub_it_scores_as_here(minilm_gqa4, shared_data, tmp_path):
-    """Mean-pooled to 4 heads, Spearman on STS-B dev is 0.804 (tests/conversion/test_sentence_similarity.py)."""
+def test_pushed_sentence_transformer_keeps_its_score(minilm_gqa4, shared_data, tmp_path):
+    """Check the Spearman correlation on STS-B dev: 0.804 for 4 heads, see test_sentence_similarity.py."""
     pytest.importorskip("sentence_transformers")
     with LocalHub() as hub:
         environment = {

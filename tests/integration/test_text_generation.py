@@ -1,4 +1,4 @@
-"""Text generation by transformers' own tools: the pipeline for a decoder, and assisted decoding."""
+"""Check text generation with Transformers' tools: the pipeline for a decoder, and assisted decoding."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hf_attn_variants import AttnVariantBertLMHeadModel, convert
 
 
 @torch.no_grad()
-def test_the_text_generation_pipeline_continues_as_the_model_does(tiny_gqa, tmp_path):
+def test_text_generation_pipeline_equals_the_model(tiny_gqa, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny_gqa)
     AttnVariantBertLMHeadModel.from_pretrained(tiny_gqa, is_decoder=True).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -18,18 +18,18 @@ def test_the_text_generation_pipeline_continues_as_the_model_does(tiny_gqa, tmp_
     generate = pipeline("text-generation", model=str(tmp_path))
     text = "two dogs run in"
     options = {"max_new_tokens": 6, "do_sample": False}
-    (found,) = generate(text, **options, return_full_text=False)
+    (result,) = generate(text, **options, return_full_text=False)
     inputs = tokenizer(text, return_tensors="pt")
-    # token by token, each time the whole text anew
+    # token by token, with a full forward each time
     ids = inputs.input_ids
     for _ in range(6):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     continued = ids[0, inputs.input_ids.shape[1] :]
-    assert found["generated_text"].strip() == tokenizer.decode(continued, skip_special_tokens=True).strip()
+    assert result["generated_text"].strip() == tokenizer.decode(continued, skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_multi_query_assistant_changes_no_token(seed):
+def test_multi_query_assistant_changes_no_token(seed):
     original = T5.model("T5ForConditionalGeneration", seed=seed)
     # tied to its random embeddings, so small a model would repeat one token
     original.lm_head.weight = torch.nn.Parameter(torch.randn(60, 40))

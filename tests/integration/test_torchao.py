@@ -1,6 +1,6 @@
-"""torchao: int8 weights change grouped and talking heads no more than they change the multi-head original.
+"""Check torchao: int8 weights change grouped and talking heads no more than the multi-head original.
 
-Not among the tests' requirements: transformers imports torchao wherever it finds it, in every process.
+torchao is not a requirement of the tests, because Transformers imports it in every process if it is installed.
 """
 
 import pytest
@@ -23,13 +23,13 @@ def in_int8(folder):
 
 
 def error(model, quantized, inputs):
-    expected, found = (each(**inputs).last_hidden_state for each in (model, quantized))
-    return (found - expected).norm() / expected.norm()
+    expected, actual = (item(**inputs).last_hidden_state for item in (model, quantized))
+    return (actual - expected).norm() / expected.norm()
 
 
 @pytest.mark.parametrize("talking_heads", [None, "both"])
 @torch.no_grad()
-def test_int8_weights(talking_heads, minilm, tmp_path):
+def test_torchao_int8_error_is_as_small_as_for_multi_head(talking_heads, minilm, tmp_path):
     convert(minilm, num_key_value_heads=4, talking_heads=talking_heads, output_dir=tmp_path / "gqa4")
     model = AutoModel.from_pretrained(tmp_path / "gqa4").eval()
     quantized = in_int8(tmp_path / "gqa4")
@@ -45,8 +45,8 @@ def test_int8_weights(talking_heads, minilm, tmp_path):
 
 @pytest.mark.parametrize("rank", [256, 64], ids=["exact", "low rank"])
 @torch.no_grad()
-def test_int8_maps_of_a_latent_are_not_passed_by(rank, tmp_path):
-    """A step cannot fold an int8 weight into the query: keys and values are made by it."""
+def test_torchao_int8_latent_projections_are_called(rank, tmp_path):
+    """Check latents whose int8 weights cannot be folded into the query."""
     ranks = {"cross_kv_lora_rank": rank, "kv_lora_rank": 64}
     config = AttnVariantT5Config(**SHAPE, **ranks)
     torch.manual_seed(0)

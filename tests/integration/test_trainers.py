@@ -1,4 +1,4 @@
-"""transformers' own Trainer and Seq2SeqTrainer take a step, and what they save loads again."""
+"""Check Transformers' Trainer and Seq2SeqTrainer: a training step, and loading the saved model."""
 
 import pytest
 import torch
@@ -30,18 +30,27 @@ SETTINGS = {
 }
 # 5.24 renamed it.
 CHECKPOINTING = next(f"{kind}_checkpointing" for kind in KINDS if hasattr(TrainingArguments, f"{kind}_checkpointing"))
-HOSTS = [(host, head) for host in (*ARCHITECTURES, *RELATIVES) for head in host.heads if head.endswith(LEARN)]
-CLASSIFIERS = [(host, head) for host, head in HOSTS if head.endswith("SequenceClassification")]
+ARCHITECTURE_HEADS = [
+    (architecture, head)
+    for architecture in (*ARCHITECTURES, *RELATIVES)
+    for head in architecture.heads
+    if head.endswith(LEARN)
+]
+CLASSIFIERS = [
+    (architecture, head) for architecture, head in ARCHITECTURE_HEADS if head.endswith("SequenceClassification")
+]
 
 
 def changed(before, model):
     return [name for name, p in model.named_parameters() if not torch.equal(before[name], p)]
 
 
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
+def assert_close(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4, msg=lambda text, at=name: f"{at}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, atol=1e-5, rtol=1e-4, msg=lambda text, at=name: f"{at}: {text}"
+        )
 
 
 def copies(model):
@@ -73,12 +82,12 @@ def test_trainer_takes_a_step(heads, tmp_path):
     torch.testing.assert_close(again.classifier.weight, model.classifier.weight)
 
 
-@pytest.mark.parametrize(("host", "head"), CLASSIFIERS, ids=[head for _, head in CLASSIFIERS])
-def test_metrics_are_computed_of_what_upstreams_models_give(host, head, tmp_path):
-    batch = host.batch(head, labels=True)
+@pytest.mark.parametrize(("architecture", "head"), CLASSIFIERS, ids=[head for _, head in CLASSIFIERS])
+def test_compute_metrics_receives_the_outputs_of_transformers(architecture, head, tmp_path):
+    batch = architecture.batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
-    upstream = host.upstream_model(head)
-    plain = host.model(head)
+    upstream = architecture.upstream_model(head)
+    plain = architecture.model(head)
     plain.load_state_dict(upstream.state_dict())
     seen = []
 
@@ -90,13 +99,13 @@ def test_metrics_are_computed_of_what_upstreams_models_give(host, head, tmp_path
     for model in (upstream, plain):
         trainer = Trainer(model, TrainingArguments(tmp_path, **SETTINGS), eval_dataset=rows, compute_metrics=metrics)
         assert 0 <= trainer.evaluate()["eval_accuracy"] <= 1
-    expected, found = seen
-    assert (found.label_ids == expected.label_ids).all()
-    torch.testing.assert_close(found.predictions, expected.predictions, atol=1e-5, rtol=1e-4)
+    expected, actual = seen
+    assert (actual.label_ids == expected.label_ids).all()
+    torch.testing.assert_close(actual.predictions, expected.predictions, atol=1e-5, rtol=1e-4)
 
 
-def test_optuna_searches_over_the_variants_models(heads, tmp_path):
-    """Each trial begins with a model of its own; the best one's rate is the best."""
+def test_optuna_search_trains_variants(heads, tmp_path):
+    """Check that each trial starts with a new model, and that the best learning rate is returned."""
     pytest.importorskip("optuna")
     folder = heads["text-classification"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -125,8 +134,8 @@ def test_optuna_searches_over_the_variants_models(heads, tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["gqa", "talking"])
-def test_label_smoothing_of_a_decoder_shifts_its_labels(variant, tmp_path):
-    """As upstream's formula says: each position is scored on the token after it."""
+def test_label_smoothing_shifts_decoder_labels(variant, tmp_path):
+    """Compare with Transformers' formula, which scores each position on the next token."""
     model, factor = BERT.model("BertLMHeadModel", variant), 0.2
     trainer = Trainer(model, TrainingArguments(tmp_path, **SETTINGS, label_smoothing_factor=factor))
     batch = BERT.batch("BertLMHeadModel", labels=True)
@@ -139,23 +148,28 @@ def test_label_smoothing_of_a_decoder_shifts_its_labels(variant, tmp_path):
     torch.testing.assert_close(loss, expected)
 
 
-# By default the first head of each host.
+# By default the first head of each architecture.
 @pytest.mark.parametrize(
-    ("host", "head"),
+    ("architecture", "head"),
     [
-        pytest.param(host, head, id=head, marks=() if HOSTS[place - 1][0] is not host else pytest.mark.slow)
-        for place, (host, head) in enumerate(HOSTS)
+        pytest.param(
+            architecture,
+            head,
+            id=head,
+            marks=() if ARCHITECTURE_HEADS[place - 1][0] is not architecture else pytest.mark.slow,
+        )
+        for place, (architecture, head) in enumerate(ARCHITECTURE_HEADS)
     ],
 )
-def test_accumulated_gradients_are_upstreams(host, head, tmp_path):
-    """Trainer counts the labels of all batches of a step, and tells the models by a keyword."""
-    batch = host.batch(head, labels=True)
+def test_accumulated_gradients_equal_transformers(architecture, head, tmp_path):
+    """Check the keyword with which Trainer passes the number of labels of all batches of a step."""
+    batch = architecture.batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
     settings = SETTINGS | {"per_device_train_batch_size": 1, "optim": "sgd", "max_grad_norm": 1e9}
-    upstream = host.upstream_model(head)
-    plain = host.model(head)
+    upstream = architecture.upstream_model(head)
+    plain = architecture.model(head)
     plain.load_state_dict(upstream.state_dict())
-    for model in (upstream, plain, host.model(head, num_key_value_heads=4)):
+    for model in (upstream, plain, architecture.model(head, num_key_value_heads=4)):
         before = copies(model)
         arguments = TrainingArguments(tmp_path, **settings, gradient_accumulation_steps=2)
         for module in model.modules():  # dropout is drawn in another order where kernels differ

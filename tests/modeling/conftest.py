@@ -1,4 +1,4 @@
-"""What the modeling tests share."""
+"""Fixtures of the modeling tests."""
 
 import logging
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Talking-heads kernels that walk the small inputs of a test in several blocks, and remember no earlier call."""
+    """Let talking-heads kernels process the small inputs of a test in several blocks, without earlier trials."""
     from hf_attn_variants.modeling.ops import backend_choice, blocked_attention, triton_attention
 
     torch.manual_seed(0)
@@ -21,15 +21,15 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def set_threads():
-    """Sets the number of threads for one test."""
+    """Set the number of threads for one test."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
 
 @pytest.fixture
-def said(monkeypatch, caplog):
-    """What transformers and this package log while loading, as under their default verbosity."""
+def logged(monkeypatch, caplog):
+    """The messages that Transformers and this package log while loading, at their default verbosity."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     caplog.set_level(logging.WARNING, "transformers")
     return caplog

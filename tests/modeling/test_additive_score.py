@@ -1,4 +1,4 @@
-"""Additive scores: the formula's outputs and gradients, no tensor of n x m x d, in every host and with its cache."""
+"""Check additive scores: outputs and gradients, memory, every architecture, and caches."""
 
 import json
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cross_product
 
 ADDITIVE = {"score_function": "additive"}
 HEADS, D = 4, 6
-EVERY_HOST = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
 
 
 def make_score(groups):
@@ -36,7 +36,7 @@ def make_score(groups):
 
 @pytest.mark.parametrize("elements", [1, 3 * HEADS * 9 * D * 4, 2**22], ids=["rows", "blocks", "one"])
 @pytest.mark.parametrize("groups", [4, 2, 1])
-def test_scores_are_the_formulas(groups, elements, monkeypatch):
+def test_additive_scores_equal_the_formula(groups, elements, monkeypatch):
     monkeypatch.setattr(additive_score, "BLOCK_ELEMENTS", elements)
     score = make_score(groups)
     leaves = [torch.randn(3, heads, n, D) for heads, n in ((HEADS, 11), (groups, 9), (groups, 9))]
@@ -48,18 +48,18 @@ def test_scores_are_the_formulas(groups, elements, monkeypatch):
     added = bias.double() + torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     query, key, value, W, U, v = exact
     expected = reference_scores.additive_attention(query, key, value, W, U, v, mask=added).transpose(1, 2)
-    found, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    actual, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((found * weights.float()).sum(), leaves)
+    gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
     for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
     with torch.no_grad():
         again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=7.0, score=score)
-    torch.testing.assert_close(again, found)
+    torch.testing.assert_close(again, actual)
 
 
-def test_no_tensor_of_queries_by_keys_by_d_is_made(monkeypatch):
+def test_additive_scores_allocate_no_tensor_of_queries_by_keys_by_d(monkeypatch):
     n, score = 200, make_score(2)
     query, key, value = (torch.randn(1, heads, n, D).requires_grad_() for heads in (HEADS, 2, 2))
     monkeypatch.setattr(additive_score, "BLOCK_ELEMENTS", 2 * HEADS * n * D)
@@ -72,14 +72,14 @@ def test_no_tensor_of_queries_by_keys_by_d_is_made(monkeypatch):
     assert max(kept) <= HEADS * n * D
 
 
-def test_compiled_scores_are_the_same():
+def test_compiled_additive_scores_equal_eager_ones():
     score, query, key = make_score(2), torch.randn(2, HEADS, 7, D), torch.randn(2, 2, 5, D)
     compiled = torch.compile(score, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(query, key), score(query, key))
 
 
 def formula(module, query, key, value, attention_mask, scaling=None, dropout=0.0, position_bias=None, **kwargs):
-    """The attention function of a host, by the formula: a mask is boolean or none, a decoder's causal."""
+    """The attention function of an architecture, by the formula; masks are boolean or None."""
     n, m = query.shape[2], key.shape[2]
     allowed = torch.ones(n, m).bool() if attention_mask is None else attention_mask
     if attention_mask is None and getattr(module, "is_causal", False) and n > 1:
@@ -92,8 +92,8 @@ def formula(module, query, key, value, attention_mask, scaling=None, dropout=0.0
     return output.transpose(1, 2), None
 
 
-@EVERY_HOST
-def test_a_host_attends_by_the_formula(architecture, monkeypatch):
+@EVERY_ARCHITECTURE
+def test_additive_scores_of_every_architecture_equal_the_formula(architecture, monkeypatch):
     head = next(iter(architecture.heads))
     model, batch = architecture.model(head, "gqa", **ADDITIVE), architecture.batch(head)
     names = {name for name, _ in model.named_parameters() if ".score." in name}
@@ -105,9 +105,9 @@ def test_a_host_attends_by_the_formula(architecture, monkeypatch):
         return formula(*args, **options)
 
     with torch.no_grad():
-        found = [model(**batch)[0]]
+        actual = [model(**batch)[0]]
         model.set_attn_implementation("eager")
-        found.append(model(**batch)[0])
+        actual.append(model(**batch)[0])
         model.set_attn_implementation("sdpa")
         monkeypatch.setattr(
             hf_attn_variants.modeling.architectures.t5_family, "attention_function", lambda name: counted
@@ -118,26 +118,28 @@ def test_a_host_attends_by_the_formula(architecture, monkeypatch):
         )
         expected = model(**batch)[0]
     assert len(calls) == sum(model.module_runs(model.config, path) for _, path, _ in model.named_attentions())
-    real = batch["attention_mask"].bool() if found[0].shape[:2] == batch.get("attention_mask", found[0]).shape else ...
-    for each in found:
-        torch.testing.assert_close(each[real], expected[real], atol=1e-5, rtol=0)
+    real = (
+        batch["attention_mask"].bool() if actual[0].shape[:2] == batch.get("attention_mask", actual[0]).shape else ...
+    )
+    for item in actual:
+        torch.testing.assert_close(item[real], expected[real], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["mqa", "talking", "latent"])
-def test_generation_with_a_cache_is_that_without(variant):
+def test_additive_scores_generate_the_same_with_and_without_a_cache(variant):
     model = T5.model("T5ForConditionalGeneration", variant, **ADDITIVE)
     batch = T5.batch("T5ForConditionalGeneration")
     batch.pop("decoder_input_ids")
     for search in ({}, {"num_beams": 3}):
         options = {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False} | search
-        found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-        assert found[0].equal(found[1])
+        actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+        assert actual[0].equal(actual[1])
     weights = model(**batch, decoder_input_ids=token_ids(), output_attentions=True).decoder_attentions
     assert weights[0].shape == (3, 12, 9, 9) and not weights[0].triu(1).any()
 
 
 @pytest.mark.parametrize("pattern", ["sliding_window", "local_blocks"])
-def test_patterns_compose(pattern, monkeypatch):
+def test_additive_scores_work_with_patterns(pattern, monkeypatch):
     size = "attention_window" if pattern == "sliding_window" else "attention_block_size"
     model = BERT.model("BertModel", "gqa", **ADDITIVE, attention_pattern=pattern, **{size: 4})
     monkeypatch.setattr(block_patterns, "FEWEST_KEYS", 2)
@@ -152,7 +154,7 @@ def test_patterns_compose(pattern, monkeypatch):
         torch.testing.assert_close(model(ids)[0], by_blocks, atol=1e-5, rtol=0)
 
 
-def test_new_parameters_are_drawn_and_saved(tmp_path):
+def test_additive_score_parameters_are_initialized_and_saved(tmp_path):
     torch.manual_seed(0)
     fields = {"hidden_size": 192, "num_attention_heads": 4, **ADDITIVE, "num_key_value_heads": 4}
     BERT.upstream_model("BertModel", hidden_size=192, num_attention_heads=4).save_pretrained(tmp_path / "plain")
@@ -169,16 +171,16 @@ def test_new_parameters_are_drawn_and_saved(tmp_path):
         assert again(ids)[0].equal(loaded.eval()(ids)[0])
 
 
-def test_half_precision_and_gradients_of_a_training_step():
+def test_additive_scores_train_in_half_precision():
     model = T5.model("T5ForConditionalGeneration", "gqa", **ADDITIVE).train()
     batch = T5.batch("T5ForConditionalGeneration", labels=True)
     model(**batch).loss.backward()
-    assert all(each.grad.abs().sum() > 0 for name, each in model.named_parameters() if ".score." in name)
+    assert all(item.grad.abs().sum() > 0 for name, item in model.named_parameters() if ".score." in name)
     exact = model.eval()(**batch).loss
     assert model.bfloat16()(**batch).loss.float().item() == pytest.approx(exact.item(), rel=0.05)
 
 
-def test_what_cannot_be_is_refused(tmp_path):
+def test_unsupported_additive_scores_raise_an_error(tmp_path):
     with pytest.raises(ValueError, match="score_function="):
         hf_attn_variants.AttnVariantBertModel._from_config(
             BERT.config("mha", **ADDITIVE), attn_implementation="flex_attention"
@@ -202,7 +204,7 @@ PLACES = {
 
 
 def by_the_formula_of_each(module, query, key, value, attention_mask, **options):
-    """The attention function of a host whose scores are others in some places."""
+    """The attention function of an architecture whose scores differ between its attention modules."""
     if module.score is not None:
         return formula(module, query, key, value, attention_mask, **options)
     n, m = query.shape[2], key.shape[2]
@@ -217,17 +219,17 @@ def by_the_formula_of_each(module, query, key, value, attention_mask, **options)
 
 @PAIRS
 @pytest.mark.parametrize("place", PLACES)
-def test_scores_of_one_place(row, place, monkeypatch, tmp_path):
+def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
     head = next(iter(row.heads))
     model, batch = row.model(head, **PLACES[place]), row.batch(head)
     for site, _, module in model.named_attentions():
         assert (module.get_submodule(site.core).score is not None) == (site.place_prefix == place)
     with torch.no_grad():
-        found = model(**batch)[0]
+        actual = model(**batch)[0]
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        assert again(**batch)[0].equal(found)
+        assert again(**batch)[0].equal(actual)
     stored = json.loads((tmp_path / "config.json").read_text())
     assert stored["per_layer_values"] is None and again.config.per_layer_values is None
     assert {name: stored[name] for name in PLACES[place]} == PLACES[place]
@@ -237,22 +239,22 @@ def test_scores_of_one_place(row, place, monkeypatch, tmp_path):
     interface = hf_attn_variants.modeling.attention.attention_interface
     monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._local_mapping, interface.SDPA, by_the_formula_of_each)
     with torch.no_grad():
-        torch.testing.assert_close(model(**batch)[0], found, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(**batch)[0], actual, atol=1e-5, rtol=0)
 
 
 @PAIRS
 @pytest.mark.parametrize("beams", [1, 3])
-def test_additive_cross_attention_generates_through_its_cache(row, beams):
+def test_additive_cross_attention_generates_with_a_cache(row, beams):
     head = list(row.heads)[1]
     model, batch = row.model(head, cross_score_function="additive", num_key_value_heads=1), row.batch(head)
     batch.pop("decoder_input_ids")
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams}
-    found = model.generate(**batch, **options)
-    assert found.equal(model.generate(**batch, **options, use_cache=False))
-    assert found.equal(model.generate(**batch, **options, cache_implementation="static"))
+    actual = model.generate(**batch, **options)
+    assert actual.equal(model.generate(**batch, **options, use_cache=False))
+    assert actual.equal(model.generate(**batch, **options, cache_implementation="static"))
 
 
-def test_scores_by_place_are_checked_and_named(tmp_path):
+def test_per_place_score_errors_name_the_field(tmp_path):
     assert T5.config().to_dict().keys().isdisjoint({"cross_score_function", "encoder_score_function"})
     for fields, message in (
         ({"cross_score_function": "dot"}, "`cross_score_function` must be"),

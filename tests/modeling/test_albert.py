@@ -1,4 +1,4 @@
-"""What only ALBERT has: groups of layers that share their weights."""
+"""Check the features of ALBERT: groups of layers that share their weights."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.cross_product
 GROUPS = {"num_hidden_groups": 2, "inner_group_num": 2, "num_hidden_layers": 6}
 
 
-def test_shared_groups_equal_upstream(tmp_path):
+def test_albert_layer_groups_equal_transformers(tmp_path):
     upstream = ALBERT.upstream_model("AlbertModel", **GROUPS)
     upstream.save_pretrained(tmp_path)
     ours = AttnVariantAlbertModel.from_pretrained(tmp_path).eval()
@@ -24,7 +24,7 @@ def test_shared_groups_equal_upstream(tmp_path):
     torch.testing.assert_close(mine.pooler_output, theirs.pooler_output, atol=1e-5, rtol=0)
 
 
-def test_each_group_has_one_attention_for_all_its_layers():
+def test_albert_layers_of_a_group_share_one_attention():
     model = ALBERT.model("AlbertModel", "gqa_talking", **GROUPS)
     attentions = [(name, module) for _, name, module in model.named_attentions()]
     assert len(attentions) == 4
@@ -34,7 +34,7 @@ def test_each_group_has_one_attention_for_all_its_layers():
         assert module.num_key_value_groups == 3
 
 
-def test_attention_weights_are_those_of_every_layer():
+def test_albert_returns_attention_weights_of_every_layer():
     model = ALBERT.model("AlbertModel", "talking", **GROUPS)
     with torch.no_grad():
         maps = model(**ALBERT.batch("AlbertModel"), output_attentions=True).attentions
@@ -42,13 +42,13 @@ def test_attention_weights_are_those_of_every_layer():
     assert len(maps) == 12
 
 
-def test_gradient_checkpointing_is_more_than_upstream_has():
+def test_albert_supports_gradient_checkpointing_unlike_transformers():
     assert not transformers.AlbertModel.supports_gradient_checkpointing
     assert ALBERT.model("AlbertModel").supports_gradient_checkpointing
 
 
 @pytest.mark.parametrize("head", ["AlbertModel", "AlbertForMaskedLM"])
-def test_gradient_checkpointing_may_stand_in_the_configuration(head):
+def test_albert_configuration_may_enable_gradient_checkpointing(head):
     model = ALBERT.model(head, "gqa", gradient_checkpointing=True)
     assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     # As upstream's other models do: the flag is used once and is not saved.

@@ -1,4 +1,4 @@
-"""The attention functions against the papers' formulas, forward and gradients."""
+"""Compare the attention functions with the formulas of the papers: outputs and gradients."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def random_inputs(h_k, k, h_v, dtype=torch.float64, queries=QUERIES, batch=BATCH
 
 
 def masks(queries=QUERIES, batch=BATCH):
-    """Boolean masks and position biases that models pass, by name."""
+    """Return the boolean masks and position biases that models pass, as a dictionary."""
     padding = (torch.arange(KEYS) < torch.tensor([KEYS, 3]).repeat(batch // 2)[:, None])[:, None, None]
     per_query = torch.rand(batch, 1, queries, KEYS) > 0.4
     per_query[..., 0] = True
@@ -58,7 +58,7 @@ def assert_same_with_gradients(ours, theirs, inputs, atol):
 )
 @pytest.mark.parametrize("mask_name", ["none", "padding", "per_query", "fully_masked"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_attention_with_weights_is_the_papers_formula(heads, mask_name, bias, projections):
+def test_eager_attention_equals_the_formula(heads, mask_name, bias, projections):
     h_k, k, h, h_v = heads
     torch.manual_seed(0)
     inputs = random_inputs(h_k, k, h_v)
@@ -96,7 +96,7 @@ def test_attention_with_weights_is_the_papers_formula(heads, mask_name, bias, pr
 @pytest.mark.parametrize("mask_name", ["none", "padding", "per_query", "fully_masked"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("queries, batch", [(QUERIES, BATCH), (1, BATCH), (1, MATMUL_BATCH_SIZE)])
-def test_fused_attention_is_the_papers_formula(heads, mask_name, bias, queries, batch):
+def test_fused_attention_equals_the_formula(heads, mask_name, bias, queries, batch):
     h_k, k, h, h_v = heads
     torch.manual_seed(0)
     inputs = random_inputs(h_k, k, h_v, torch.float32, queries, batch)
@@ -112,7 +112,7 @@ def test_fused_attention_is_the_papers_formula(heads, mask_name, bias, queries, 
 
 @pytest.mark.parametrize("heads", HEAD_COUNTS, ids=str)
 @pytest.mark.parametrize("batch", [BATCH, MATMUL_BATCH_SIZE])
-def test_fused_attention_takes_a_float_mask_per_head_for_one_query(heads, batch):
+def test_fused_attention_accepts_a_float_mask_per_head_for_one_query(heads, batch):
     h_k, k, _, h_v = heads
     torch.manual_seed(0)
     inputs = random_inputs(h_k, k, h_v, torch.float32, queries=1, batch=batch)
@@ -123,7 +123,7 @@ def test_fused_attention_takes_a_float_mask_per_head_for_one_query(heads, batch)
     )
 
 
-def test_projections_in_float32_mix_heads_in_half_precision():
+def test_float32_projections_mix_heads_of_half_precision():
     query, key, value = (torch.randn(1, 4, 5, 8, dtype=torch.float16) for _ in range(3))
     mixes = {"logits_proj": torch.eye(4), "weights_proj": torch.eye(4)}
     output, weights = attention_with_weights(query, key, value, scaling=0.5, **mixes)
@@ -136,7 +136,7 @@ def test_projections_in_float32_mix_heads_in_half_precision():
 @pytest.mark.parametrize("k", [4, 2, 1])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_causal_attention_sees_no_later_key(function, k, bias):
-    """Also where the memory is longer than the queries: a static cache that holds nothing yet beyond the prompt."""
+    """Check causal attention, also with more keys than queries: a static cache that is empty after the prompt."""
     torch.manual_seed(0)
     query, key, value = random_inputs(4, k, 4, torch.float32)
     position_bias = torch.randn(1, 4, QUERIES, KEYS) if bias else None
@@ -151,7 +151,7 @@ def test_causal_attention_sees_no_later_key(function, k, bias):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("additive", [False, True])
-def test_a_mask_and_is_causal_hold_together(additive, bias):
+def test_mask_and_is_causal_are_combined(additive, bias):
     query, key, value = (torch.randn(2, 4, 6, 8) for _ in range(3))
     allowed = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     allowed[0, ..., 0] = False  # its first query may attend to nothing
@@ -160,14 +160,14 @@ def test_a_mask_and_is_causal_hold_together(additive, bias):
     both = allowed & torch.ones(6, 6, dtype=torch.bool).tril()
     expected = attention_with_weights(query, key, value, both, position_bias, scaling=0.3)[0]
     for function in (fused_attention, lambda *call, **options: attention_with_weights(*call, **options)[0]):
-        found = function(query, key, value, mask, position_bias, scaling=0.3, is_causal=True)
-        torch.testing.assert_close(found[0, 1:], expected[0, 1:])
-        torch.testing.assert_close(found[1], expected[1])
+        actual = function(query, key, value, mask, position_bias, scaling=0.3, is_causal=True)
+        torch.testing.assert_close(actual[0, 1:], expected[0, 1:])
+        torch.testing.assert_close(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("kind", ["boolean", "infinite", "finite"])
-def test_a_query_that_may_attend_to_nothing(kind):
-    """Zeros under a boolean mask and minus infinities, as SDPA gives; uniform weights under upstream's finite ones."""
+def test_fully_masked_query_gives_zeros_or_uniform_weights(kind):
+    """Check zeros for boolean masks and -inf, as in SDPA, and uniform weights for Transformers' finite minima."""
     query, key, value = random_inputs(4, 2, 4, torch.float32)
     mask = torch.zeros(BATCH, 1, QUERIES, KEYS, dtype=torch.bool)
     mask[0] = True
@@ -186,7 +186,7 @@ def test_a_query_that_may_attend_to_nothing(kind):
 
 
 @pytest.mark.parametrize("function", [attention_with_weights, fused_attention, talking_heads_attention])
-def test_whole_numbers_are_no_mask(function):
+def test_integer_masks_raise_an_error(function):
     query, key, value = random_inputs(4, 2, 4, torch.float32)
     mask = torch.ones(BATCH, 1, QUERIES, KEYS, dtype=torch.long)
     with pytest.raises(ValueError, match=r"torch\.int64"):
@@ -194,7 +194,7 @@ def test_whole_numbers_are_no_mask(function):
 
 
 @pytest.mark.parametrize("k, dtype", list(itertools.product([4, 2, 1], [torch.bfloat16, torch.float16])))
-def test_half_precision_within_its_own_rounding(k, dtype):
+def test_half_precision_attention_is_within_rounding_of_float32(k, dtype):
     torch.manual_seed(0)
     inputs = random_inputs(4, k, 4, torch.float64)
     exact, _ = attention_core(*inputs, scale=0.5)
@@ -207,7 +207,7 @@ def test_half_precision_within_its_own_rounding(k, dtype):
     torch.testing.assert_close(fused.double(), exact.transpose(1, 2), atol=tolerance, rtol=tolerance)
 
 
-def test_dropout_drops_weights_and_keeps_their_mean():
+def test_attention_dropout_keeps_the_mean_of_weights():
     query, key, value = random_inputs(4, 2, 4, torch.float32)
     _, kept = attention_with_weights(query, key, value, scaling=0.5)
     drawn = [attention_with_weights(query, key, value, scaling=0.5, dropout=0.25)[1] for _ in range(400)]

@@ -1,4 +1,4 @@
-"""Models whose attention has a kernel in a softmax's place, in every architecture and stack."""
+"""Check models with linear attention, in every architecture, encoder and decoder."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def attentions(model):
 
 
 def by_weights(model, **inputs):
-    """The first outputs where the weights are made, and those."""
+    """Return the first outputs of an attention that computes its weights, and these weights."""
     with torch.no_grad():
         result = model(**inputs, output_attentions=True)
     return result[0], result
@@ -46,15 +46,15 @@ def by_weights(model, **inputs):
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("architecture", ENCODER_ONLY, **NAMED)
-def test_an_encoder_reads_by_its_kernel(architecture, kernel):
+def test_encoder_outputs_equal_the_kernel_formula(architecture, kernel):
     head = next(iter(architecture.heads))
     model, plain = (architecture.model(head, "gqa", attention_kernel=name) for name in (kernel, None))
     batch = architecture.batch(head)
     real = batch["attention_mask"].bool()
     with torch.no_grad():
-        found = model(**batch).last_hidden_state
+        actual = model(**batch).last_hidden_state
         expected, result = by_weights(model, **batch)
-        torch.testing.assert_close(found[real], expected[real], atol=TOLERANCE.get(kernel, 1e-5), rtol=0)
+        torch.testing.assert_close(actual[real], expected[real], atol=TOLERANCE.get(kernel, 1e-5), rtol=0)
         for weights in result.attentions:
             rows = weights.sum(-1)
             if kernel == "relu":  # a query without a positive number reads nothing
@@ -62,17 +62,17 @@ def test_an_encoder_reads_by_its_kernel(architecture, kernel):
             if kernel != "rfa":
                 torch.testing.assert_close(rows, torch.ones_like(rows))
             assert not weights.masked_select(~real[:, None, None].expand_as(weights)).any()
-        assert not found.allclose(plain(**batch).last_hidden_state, atol=1e-2)
+        assert not actual.allclose(plain(**batch).last_hidden_state, atol=1e-2)
         # Another text in the padding changes nothing.
         again = batch["input_ids"].masked_fill(~real, 7)
-        torch.testing.assert_close(model(**batch | {"input_ids": again}).last_hidden_state[real], found[real])
+        torch.testing.assert_close(model(**batch | {"input_ids": again}).last_hidden_state[real], actual[real])
         model.set_attn_implementation("eager")
-        assert model(**batch).last_hidden_state.equal(found)
+        assert model(**batch).last_hidden_state.equal(actual)
 
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("stack", ["encoder", "decoder", "cross"])
-def test_each_stack_has_its_own(kernel, stack):
+def test_encoder_decoder_and_cross_attention_have_separate_kernels(kernel, stack):
     field = "attention_kernel" if stack == "decoder" else f"{stack}_attention_kernel"
     for architecture in (*BART_FAMILY, *((T5, ENCODER_DECODERS[-1]) if stack == "cross" else ())):
         head = next(iter(architecture.heads))
@@ -80,9 +80,9 @@ def test_each_stack_has_its_own(kernel, stack):
         assert {name for name, *_ in changed_sites(model)} == {stack}
         batch = architecture.batch(head)
         with torch.no_grad():
-            found = model(**batch, use_cache=False)[0]
+            actual = model(**batch, use_cache=False)[0]
             expected, result = by_weights(model, **batch, use_cache=False)
-        torch.testing.assert_close(found, expected, atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
+        torch.testing.assert_close(actual, expected, atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
         if stack == "decoder":
             assert all(not weights.triu(1).any() for weights in result.decoder_attentions)
 
@@ -93,13 +93,13 @@ def changed_sites(model):
             yield site.name, path
 
 
-def test_whisper_hears_by_kernels():
+def test_whisper_supports_kernels():
     fields = {"attention_kernel": "elu", "encoder_attention_kernel": "hedgehog", "cross_attention_kernel": "favor"}
     model = WHISPER.model("WhisperModel", "gqa", **fields)
     batch = WHISPER.batch("WhisperModel")
     with torch.no_grad():
-        found = model(**batch, use_cache=False)[0]
-    torch.testing.assert_close(found, by_weights(model, **batch, use_cache=False)[0], atol=1e-4, rtol=0)
+        actual = model(**batch, use_cache=False)[0]
+    torch.testing.assert_close(actual, by_weights(model, **batch, use_cache=False)[0], atol=1e-4, rtol=0)
 
 
 DECODERS = {
@@ -113,17 +113,17 @@ DECODERS = {
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("architecture, head, fields", DECODERS.values(), ids=DECODERS)
-def test_a_cache_keeps_a_state_of_one_size(architecture, head, fields, kernel):
-    """Several tokens after each other, then one by one; padded on the left where a text is the decoder's own."""
+def test_kernel_cache_keeps_a_state_of_constant_size(architecture, head, fields, kernel):
+    """Check several tokens in one call, then single tokens; decoder-only texts are padded on the left."""
     model = architecture.model(head, "gqa", **dict.fromkeys(fields, kernel))
     batch, sizes = decoder_batch(architecture, head), set()
 
     def on_step(own):
         if "attention_kernel" in fields:
-            # What is called keys there is the state, for who cuts caches into rows.
+            # The state is stored as keys, so that code can select rows of caches.
             assert all(isinstance(layer, KernelStateLayer) and layer.keys is layer.state[0] for layer in own.layers)
             assert not any(layer.values.numel() for layer in own.layers)
-            sizes.add(sum(each.numel() for layer in own.layers for each in layer.state if each is not None))
+            sizes.add(sum(item.numel() for layer in own.layers for item in layer.state if item is not None))
 
     steps, cache = in_steps(model, batch, on_step)
     torch.testing.assert_close(steps, at_once(model, batch), atol=10 * TOLERANCE.get(kernel, 1e-5), rtol=0)
@@ -132,19 +132,19 @@ def test_a_cache_keeps_a_state_of_one_size(architecture, head, fields, kernel):
 
 @pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 4}])
 @pytest.mark.parametrize("architecture, head, fields", DECODERS.values(), ids=DECODERS)
-def test_generation_with_states_is_that_without(architecture, head, fields, search):
+def test_kernel_generation_is_the_same_with_and_without_states(architecture, head, fields, search):
     model = architecture.model(head, "gqa", **dict.fromkeys(fields, "hedgehog"))
     if architecture is WHISPER:
         pytest.skip("its generation asks for settings that a tiny model lacks; its attention is BART's")
-    batch = {name: each for name, each in architecture.batch(head).items() if not name.startswith("decoder")}
-    batch = {name: each.flip(1) for name, each in batch.items()}  # padded on the left
+    batch = {name: item for name, item in architecture.batch(head).items() if not name.startswith("decoder")}
+    batch = {name: item.flip(1) for name, item in batch.items()}  # padded on the left
     options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False} | search
-    found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-    assert found[0].equal(found[1])
+    actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+    assert actual[0].equal(actual[1])
 
 
-def test_a_memory_is_summed_once(monkeypatch):
-    """And again with another mask or other keys."""
+def test_encoder_outputs_are_summed_once(monkeypatch):
+    """Check that the sums are computed again for another mask or other keys."""
     model = T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="elu")
     calls, sums = [], mechanism_attention.attend_by_kernel
     monkeypatch.setattr(mechanism_attention, "attend_by_kernel", lambda *args: calls.append(1) or sums(*args))
@@ -161,7 +161,7 @@ def test_a_memory_is_summed_once(monkeypatch):
     assert len(calls) == 4
 
 
-def test_states_are_reordered_repeated_and_selected():
+def test_kernel_states_can_be_reordered_repeated_and_selected():
     model = BART.model("BartForCausalLM", attention_kernel="favor")
     ids = token_ids(3, 6)
     order = torch.tensor([2, 2, 0])
@@ -173,9 +173,9 @@ def test_states_are_reordered_repeated_and_selected():
         ):
             cache = cache_of(model(ids[:, :5], use_cache=True))
             change(cache)
-            found = model(ids[rows, 5:], **with_cache(cache), use_cache=True).logits
+            actual = model(ids[rows, 5:], **with_cache(cache), use_cache=True).logits
             expected = model(ids[rows], use_cache=False).logits[:, -1:]
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     cache.reset()
     assert cache.get_seq_length() == 0
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_states_are_reordered_repeated_and_selected():
         torch.testing.assert_close(again, model(ids, use_cache=False).logits, atol=1e-5, rtol=0)
 
 
-def test_what_a_state_cannot_do_is_refused():
+def test_unsupported_operations_on_kernel_states_raise_an_error():
     model = BART.model("BartForCausalLM", attention_kernel="elu")
     ids = token_ids(1, 4)
     cache = cache_of(model(ids, use_cache=True))
@@ -203,7 +203,7 @@ def test_what_a_state_cannot_do_is_refused():
 
 @pytest.mark.parametrize("architecture", [BERT, BART], **NAMED)
 @EVERY_KERNEL
-def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, kernel):
+def test_kernel_models_allocate_no_quadratic_tensor(architecture, kernel):
     n = 600
     fields = {"attention_kernel": kernel}
     if architecture is BART:
@@ -219,8 +219,8 @@ def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, ke
 
 
 @EVERY_KERNEL
-def test_saved_models_and_plain_checkpoints(kernel, tmp_path):
-    """Vectors are saved, drawn by the seed where there are none, each attention its own; maps begin as they ought."""
+def test_kernel_parameters_are_saved_or_initialized(kernel, tmp_path):
+    """Check that vectors are saved, and drawn by the seed per attention if a checkpoint lacks them."""
     config = BERT.config("gqa", attention_kernel=kernel)
     torch.manual_seed(0)
     model = hf_attn_variants.AttnVariantBertModel(config).eval()
@@ -245,7 +245,7 @@ def test_saved_models_and_plain_checkpoints(kernel, tmp_path):
 
 
 @pytest.mark.parametrize("kernel", ["hedgehog", "rfa"])
-def test_loading_drops_nothing_learned(kernel, tmp_path):
+def test_loading_with_another_kernel_keeps_learned_parameters(kernel, tmp_path):
     BERT.model("BertModel", attention_kernel=kernel).save_pretrained(tmp_path)
     load = hf_attn_variants.AttnVariantBertModel.from_pretrained
     for fields, message in (
@@ -259,7 +259,7 @@ def test_loading_drops_nothing_learned(kernel, tmp_path):
 
 
 @EVERY_KERNEL
-def test_every_parameter_learns(kernel):
+def test_every_kernel_parameter_gets_a_gradient(kernel):
     model = BART.model(
         "BartForConditionalGeneration",
         "gqa",
@@ -275,25 +275,25 @@ def test_every_parameter_learns(kernel):
         model.zero_grad()
         torch.manual_seed(0)
         model(**batch, use_cache=False).loss.backward()
-        gradients.append({name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None})
+        gradients.append({name: item.grad.clone() for name, item in model.named_parameters() if item.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() == {name for name, _ in model.named_parameters()}
     torch.testing.assert_close(*gradients)
 
 
 @EVERY_KERNEL
-def test_a_t5_with_sinusoids_generates_as_it_computes(kernel):
+def test_t5_with_sinusoidal_positions_and_kernel_generates_its_own_argmax(kernel):
     fields = {"position_embedding_type": "sinusoidal", "attention_kernel": kernel, "encoder_attention_kernel": kernel}
     model, batch = T5.model("T5ForConditionalGeneration", "gqa", **fields), T5.batch("T5ForConditionalGeneration")
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     options = {"max_new_tokens": LENGTH, "min_new_tokens": LENGTH, "do_sample": False}
     with torch.no_grad():
         for beams in (1, 3):
-            kept, anew = (
+            cached, uncached = (
                 model.generate(**inputs, **options, num_beams=beams, use_cache=is_on) for is_on in (True, False)
             )
-            assert torch.equal(kept, anew)
+            assert torch.equal(cached, uncached)
 
 
-def test_other_implementations_are_refused():
+def test_kernels_with_other_implementations_raise_an_error():
     with pytest.raises(ValueError, match="attention_kernel"):
         BERT.model("BertModel", attention_kernel="elu").set_attn_implementation("flash_attention_2")

@@ -1,4 +1,4 @@
-"""Models whose attention has a pattern: a plain model's under the pattern's mask, in every architecture and stack."""
+"""Compare models with an attention pattern with plain models under the pattern's mask, in every architecture."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ NAMED = {"ids": lambda row: row.name}
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    """Blocks of two queries, so that a text of LENGTH has some; returns how many calls went to blocks."""
+    """Blocks of two queries, so that a text of LENGTH has several; returns the number of calls that use blocks."""
     monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (2,))
     calls, attend = [], mechanism_attention.attention_in_windows
 
@@ -53,20 +53,20 @@ def under_mask(mask, **options):
 
 
 def same_under_mask(pattern, plain, inputs, mask, dense):
-    """Outputs of real tokens by both implementations, gradients by blocks."""
+    """Compare the outputs of real tokens with both implementations, and the gradients with blocks."""
     plain.load_state_dict(pattern.state_dict())
     real = mask.bool()
     for implementation in ("eager", "sdpa"):
         for model in (pattern, plain):
             model.set_attn_implementation(implementation)
-        found = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
+        actual = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
         expected = plain(**inputs, attention_mask=dense).last_hidden_state[real]
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    weights = torch.randn_like(found)
-    parameters = [[each for each in model.parameters() if each.requires_grad] for model in (pattern, plain)]
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    weights = torch.randn_like(actual)
+    parameters = [[item for item in model.parameters() if item.requires_grad] for model in (pattern, plain)]
     gradients = [
         torch.autograd.grad((outputs * weights).sum(), of_model, allow_unused=True)
-        for outputs, of_model in zip((found, expected), parameters, strict=True)
+        for outputs, of_model in zip((actual, expected), parameters, strict=True)
     ]
     for one, other in zip(*gradients, strict=True):
         assert (one is None) == (other is None)
@@ -76,11 +76,11 @@ def same_under_mask(pattern, plain, inputs, mask, dense):
 
 @pytest.mark.parametrize("architecture", [*ENCODER_ONLY, *TWO_STACKS], **NAMED)
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
-def test_an_encoder_is_the_plain_one_under_the_patterns_mask(architecture, variant, short_blocks):
+def test_encoder_with_window_equals_plain_encoder_under_the_mask(architecture, variant, short_blocks):
     two_stacks = architecture in TWO_STACKS
     fields = prefixed(WINDOW | GLOBAL) if two_stacks else WINDOW | GLOBAL
     head = next(iter(architecture.heads))
-    models = [architecture.model(head, variant, **each) for each in (fields, {})]
+    models = [architecture.model(head, variant, **item) for item in (fields, {})]
     stacks = [model.get_encoder() if two_stacks else model for model in models]
     ids, mask = token_ids(3, LENGTH), padding()
     same_under_mask(*stacks, {"input_ids": ids}, mask, under_mask(mask, window=4, global_tokens=1))
@@ -89,9 +89,9 @@ def test_an_encoder_is_the_plain_one_under_the_patterns_mask(architecture, varia
 
 @pytest.mark.parametrize("architecture", [BERT, *TWO_STACKS, WHISPER], **NAMED)
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
-def test_a_decoder_is_the_plain_one_under_the_patterns_mask(architecture, variant, short_blocks):
+def test_decoder_with_window_equals_plain_decoder_under_the_mask(architecture, variant, short_blocks):
     head = "BertLMHeadModel" if architecture is BERT else next(iter(architecture.heads))
-    models = [architecture.model(head, variant, **each) for each in (WINDOW | {"attention_dilation": 2}, {})]
+    models = [architecture.model(head, variant, **item) for item in (WINDOW | {"attention_dilation": 2}, {})]
     inputs = {"input_ids": token_ids(3, LENGTH), "use_cache": False}
     if architecture is BERT:
         stacks = [model.bert for model in models]
@@ -103,18 +103,18 @@ def test_a_decoder_is_the_plain_one_under_the_patterns_mask(architecture, varian
     assert short_blocks == [(6, 0, 2, 0)] * 2
 
 
-def test_whispers_encoder_by_both_implementations(short_blocks):
+def test_whisper_encoder_with_window_agrees_between_implementations(short_blocks):
     model = WHISPER.model("WhisperModel", "gqa", **prefixed(WINDOW)).get_encoder()
     features = WHISPER.batch("WhisperModel")["input_features"]
     with torch.no_grad():
-        found = model(features).last_hidden_state
+        actual = model(features).last_hidden_state
         assert len(short_blocks) == 2
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(model(features).last_hidden_state, found, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(features).last_hidden_state, actual, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *RELATIVES], **NAMED)
-def test_windows_wider_than_the_text_change_nothing(architecture, short_blocks):
+def test_window_wider_than_the_text_changes_no_output(architecture, short_blocks):
     head = next(iter(architecture.heads))
     wide = WINDOW | {"attention_window": 200}
     wide |= prefixed(wide) if hasattr(architecture.config_class, "encoder_attention_window") else GLOBAL
@@ -137,8 +137,8 @@ def test_windows_wider_than_the_text_change_nothing(architecture, short_blocks):
     ids=["bert", "t5", "bart", "umt5", "whisper"],
 )
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
-def test_a_cache_keeps_the_window_alone(architecture, head, variant):
-    """Windows of two sizes; several tokens after each other, then one by one; cross-attention's cache stays whole."""
+def test_window_cache_keeps_only_the_tokens_of_the_window(architecture, head, variant):
+    """Check windows of two sizes: several tokens in one call, then single tokens; cross-attention keeps all."""
     windows = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, 6]}}
     model = architecture.model(head, variant, **windows)
     batch = decoder_batch(architecture, head)
@@ -152,14 +152,14 @@ def test_a_cache_keeps_the_window_alone(architecture, head, variant):
 
 
 @pytest.mark.parametrize("search", [{"num_beams": 1}, {"num_beams": 3}], ids=str)
-def test_generation_with_the_windows_cache_is_that_without(search):
+def test_window_generation_is_the_same_with_and_without_a_cache(search):
     for architecture, head in ((T5, "T5ForConditionalGeneration"), (ENCODER_DECODERS[0], "BartForCausalLM")):
         model = architecture.model(head, "gqa", **WINDOW | {"attention_dilation": 2})
-        batch = {name: each for name, each in architecture.batch(head).items() if not name.startswith("decoder")}
-        batch = {name: each.flip(1) for name, each in batch.items()}  # padded on the left
+        batch = {name: item for name, item in architecture.batch(head).items() if not name.startswith("decoder")}
+        batch = {name: item.flip(1) for name, item in batch.items()}  # padded on the left
         options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False} | search
-        found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-        assert found[0].equal(found[1])
+        actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+        assert actual[0].equal(actual[1])
 
 
 GLOBAL_ROWS = torch.zeros(3, LENGTH).long()
@@ -175,13 +175,13 @@ def with_global_rows(mask, first):
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("architecture", ENCODER_ONLY, **NAMED)
 @pytest.mark.parametrize("variant", ["gqa", "latent", "talking"])
-def test_global_tokens_anywhere_by_mask(architecture, variant, first):
+def test_global_attention_mask_selects_tokens_anywhere(architecture, variant, first):
     head = next(iter(architecture.heads))
     pattern = architecture.model(head, variant, **WINDOW, num_global_tokens=first)
     mask = padding()
     inputs = {"input_ids": token_ids(3, LENGTH)}
 
-    class WithMask(torch.nn.Module):  # of the pattern's model alone
+    class WithMask(torch.nn.Module):  # only in the model with the pattern
         def __init__(self):
             super().__init__()
             self.model = pattern
@@ -194,7 +194,7 @@ def test_global_tokens_anywhere_by_mask(architecture, variant, first):
     same_under_mask(WithMask(), architecture.model(head, variant), inputs, mask, with_global_rows(mask, first))
 
 
-def test_a_global_mask_reaches_the_attention_of_every_head():
+def test_every_head_class_passes_the_global_attention_mask():
     for architecture in ENCODER_ONLY:
         for head in architecture.heads:
             if head.endswith(("LMHeadModel", "ForCausalLM", "ForMultipleChoice")):
@@ -202,11 +202,11 @@ def test_a_global_mask_reaches_the_attention_of_every_head():
             model = architecture.model(head, **WINDOW)
             batch = {"input_ids": token_ids(3, LENGTH)}
             with torch.no_grad():
-                found = [model(**batch, **mask)[0] for mask in ({}, {"global_attention_mask": GLOBAL_ROWS})]
-            assert not found[0].allclose(found[1]), head
+                actual = [model(**batch, **mask)[0] for mask in ({}, {"global_attention_mask": GLOBAL_ROWS})]
+            assert not actual[0].allclose(actual[1]), head
 
 
-def test_wrong_global_masks_are_refused():
+def test_invalid_global_attention_mask_raises_an_error():
     ids = token_ids(3, LENGTH)
     with pytest.raises(ValueError, match=r"one number per token, \[3, 23\], got \[23\]"):
         BERT.model("BertModel", **WINDOW)(ids, global_attention_mask=GLOBAL_ROWS[0])
@@ -214,7 +214,7 @@ def test_wrong_global_masks_are_refused():
         T5.model("T5EncoderModel", **prefixed(WINDOW))(ids, global_attention_mask=GLOBAL_ROWS)
 
 
-def test_weights_are_zero_outside_of_the_pattern():
+def test_attention_weights_are_zero_outside_the_pattern():
     model = BERT.model("BertModel", "talking", **WINDOW | GLOBAL)
     inputs = {"input_ids": token_ids(3, LENGTH)}
     outside = ~sliding_window_mask(LENGTH, window=4, global_tokens=1)
@@ -225,8 +225,8 @@ def test_weights_are_zero_outside_of_the_pattern():
     assert all((weights[..., ~outside] != 0).all() for weights in result.attentions)
 
 
-def test_layers_of_their_own_windows():
-    """None: a layer without one, under a decoder's mask that knows nothing of the future."""
+def test_layers_have_separate_windows():
+    """Check that None is a layer without a window, also under a mask that is not causal."""
     by_layer = {"attention_pattern": "sliding_window", "per_layer_values": {"attention_window": [4, None]}}
     config = BERT.config("mha", **by_layer)
     assert (config.attention_window, config.layer_value("attention_window", 1)) == (4, None)
@@ -244,7 +244,7 @@ def test_layers_of_their_own_windows():
 
 
 @pytest.mark.parametrize("architecture", [BERT, T5, ENCODER_DECODERS[0]], **NAMED)
-def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, monkeypatch):
+def test_pattern_models_allocate_no_quadratic_tensor(architecture, monkeypatch):
     monkeypatch.setattr(key_ranges, "WINDOW_ROWS", (8,))
     n = 600
     fields = prefixed(WINDOW | GLOBAL) | WINDOW if architecture is not BERT else WINDOW | GLOBAL
@@ -259,8 +259,8 @@ def test_no_tensor_of_a_model_is_as_large_as_the_lengths_square(architecture, mo
         assert largest.numel < n * n / 2
 
 
-def test_checkpointed_gradients_are_the_same():
-    """T5's bias goes from layer to layer by distance."""
+def test_gradient_checkpointing_with_patterns_keeps_gradients():
+    """Check T5, whose layers pass the position bias by distance."""
     model = T5.model("T5Model", "gqa", **prefixed(WINDOW | GLOBAL), **WINDOW).train()
     model.config.dropout_rate = 0.0
     for module in model.modules():
@@ -273,11 +273,11 @@ def test_checkpointed_gradients_are_the_same():
         model.zero_grad()
         outputs = model(input_ids=ids, attention_mask=padding(), decoder_input_ids=ids, use_cache=False)
         outputs.last_hidden_state.square().sum().backward()
-        gradients.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+        gradients.append([item.grad.clone() for item in model.parameters() if item.grad is not None])
     torch.testing.assert_close(*gradients)
 
 
-def test_what_cannot_compute_a_pattern_is_refused():
+def test_pattern_with_unsupported_implementation_raises_an_error():
     config = BERT.config("mha", **WINDOW)
     with pytest.raises(ValueError, match="attention_pattern"):
         hf_attn_variants.AttnVariantBertModel._from_config(config, attn_implementation="flex_attention")
@@ -286,7 +286,7 @@ def test_what_cannot_compute_a_pattern_is_refused():
         model.decoder(input_ids=token_ids(), **with_cache(StaticCache(model.config, 16)), use_cache=True)
 
 
-def test_a_checkpoint_loads_and_converts_with_a_pattern(tmp_path):
+def test_plain_checkpoint_loads_and_converts_with_a_pattern(tmp_path):
     BERT.upstream_model("BertModel").save_pretrained(tmp_path / "plain")
     model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(3, LENGTH)
     config = BERT.config_class.from_pretrained(tmp_path / "plain", **WINDOW | GLOBAL)
@@ -297,6 +297,6 @@ def test_a_checkpoint_loads_and_converts_with_a_pattern(tmp_path):
     plain = model_class.from_pretrained(tmp_path / "plain").eval()
     converted = hf_attn_variants.convert(plain, num_key_value_heads=12, **WINDOW | GLOBAL).eval()
     with torch.no_grad():
-        outputs = [each(ids).last_hidden_state for each in (model, again, converted, plain)]
+        outputs = [item(ids).last_hidden_state for item in (model, again, converted, plain)]
     assert outputs[0].equal(outputs[1]) and outputs[0].equal(outputs[2])
     assert (outputs[0] - outputs[3]).abs().max() > 1e-3

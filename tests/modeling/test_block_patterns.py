@@ -1,4 +1,4 @@
-"""Patterns of blocks: the formula's keys, under one mask and in blocks of queries, alone and in every host."""
+"""Check patterns of blocks: the keys of the formula, masks and blocks of queries, and every architecture."""
 
 from functools import partial
 
@@ -66,7 +66,7 @@ def fields_of(name, prefix=""):
 
 
 def mask_of(name, n, causal, heads=HEADS, layer=0, global_tokens=0):
-    """The formula's mask, [1 or h, n, n]."""
+    """Return the mask of the formula, [1 or h, n, n]."""
     formulas = [partial(keys, causal=causal) for keys in PATTERNS[name][1]]
     if name == "random_blocks":
         formulas = [partial(keys, layer=layer) for keys in formulas]
@@ -85,7 +85,7 @@ def pattern_of(name, causal, layer=0, **fields):
 @EVERY_PATTERN
 @BOTH_WAYS
 @pytest.mark.parametrize("n", [1, 4, 23])
-def test_the_keys_are_the_formulas(name, causal, n):
+def test_pattern_keys_equal_the_formula(name, causal, n):
     places = torch.arange(n)
     for layer, global_tokens in ((0, 0), (3, 0 if causal else 2)):
         pattern = pattern_of(name, causal, layer, num_global_tokens=global_tokens)
@@ -99,11 +99,11 @@ def test_the_keys_are_the_formulas(name, causal, n):
 
 @EVERY_PATTERN
 @BOTH_WAYS
-def test_the_keys_are_counted(name, causal):
+def test_pattern_key_count_equals_the_formula(name, causal):
     n, places = 400, torch.arange(400)
     pattern = pattern_of(name, causal)
     in_the_midst = pattern.allowed(places[n // 2 : n // 2 + 60], places).float().sum(-1).mean()
-    # Of a causal strided or fixed pattern the far tokens are those before, half of all in the midst.
+    # Causal strided and fixed patterns only have earlier tokens, half of all on average.
     assert in_the_midst - 1 <= pattern.keys_read(n) <= 2.2 * in_the_midst
     assert pattern.keys_read(2) == 2
 
@@ -128,10 +128,10 @@ def by_formula(leaves, allowed, padding):
     return output.transpose(1, 2), exact
 
 
-def compare(found, expected, leaves, exact):
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+def compare(actual, expected, leaves, exact):
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((found * weights.float()).sum(), leaves)
+    gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
     for one, other in zip(
         gradients, torch.autograd.grad((expected * weights).sum(), exact, retain_graph=True), strict=True
     ):
@@ -141,7 +141,7 @@ def compare(found, expected, leaves, exact):
 @EVERY_PATTERN
 @BOTH_WAYS
 @pytest.mark.parametrize("groups, biased", [(4, False), (1, True)])
-def test_one_mask_and_blocks_are_the_formula(name, causal, groups, biased, short_blocks):
+def test_pattern_attention_with_mask_or_blocks_equals_the_formula(name, causal, groups, biased, short_blocks):
     leaves, padding = make_call(23, groups, biased)
     expected, exact = by_formula(leaves, mask_of(name, 23, causal), padding)
     pattern, mask, bias = pattern_of(name, causal), padding[:, None, None], leaves[3] if biased else None
@@ -153,16 +153,16 @@ def test_one_mask_and_blocks_are_the_formula(name, causal, groups, biased, short
 
 @EVERY_PATTERN
 @pytest.mark.parametrize("queries", [2, 5, 17])
-def test_queries_behind_a_cache(name, queries, short_blocks):
+def test_pattern_attention_after_a_cache_equals_the_full_text(name, queries, short_blocks):
     leaves, padding = make_call(23)
     expected, _ = by_formula(leaves, mask_of(name, 23, True), padding)
     states, pattern = (leaves[0][:, :, -queries:], *leaves[1:3]), pattern_of(name, True)
     attend = partial(fused_attention, scaling=0.4)
-    found = attend_in_blocks(attend, pattern, states, padding[:, None, None], leaves[3])
-    torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
+    actual = attend_in_blocks(attend, pattern, states, padding[:, None, None], leaves[3])
+    torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
 
 
-def test_blocks_drop_the_same_weights_in_the_backward_pass(short_blocks):
+def test_pattern_dropout_is_the_same_in_the_backward_pass(short_blocks):
     leaves, padding = make_call(24, biased=False)
     attend = partial(fused_attention, scaling=0.4, dropout=0.25)
     torch.manual_seed(1)
@@ -171,7 +171,7 @@ def test_blocks_drop_the_same_weights_in_the_backward_pass(short_blocks):
     torch.testing.assert_close((gradient * leaves[2]).sum(), output.square().sum())
 
 
-def test_no_tensor_of_the_blocks_grows_with_the_square_of_the_length():
+def test_pattern_blocks_allocate_no_quadratic_tensor():
     sizes = []
     for n in (1024, 2048):
         leaves, padding = make_call(n)
@@ -198,21 +198,21 @@ def same_under_mask(pattern, plain, inputs, mask, dense):
     for implementation in ("eager", "sdpa"):
         for model in (pattern, plain):
             model.set_attn_implementation(implementation)
-        found = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
+        actual = pattern(**inputs, attention_mask=mask).last_hidden_state[real]
         expected = plain(**inputs, attention_mask=dense & mask.bool()[:, None, None]).last_hidden_state[real]
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
-HOSTS = [
+CASES = [
     *((row, "gqa", "local_blocks") for row in (BERT, ALBERT, *ENCODERS, T5, *ENCODER_DECODERS)),
     *((row, kind, name) for row in (BERT, T5) for kind in ("gqa", "latent") for name in ("fixed", "strided, split")),
     *((row, "talking", name) for row in (BERT, T5) for name in ("fixed, split", "strided")),
 ]  # fmt: skip
-HOST_IDS = [f"{row.name}-{variant}-{name}" for row, variant, name in HOSTS]
+CASE_IDS = [f"{row.name}-{variant}-{name}" for row, variant, name in CASES]
 
 
-@pytest.mark.parametrize("architecture, variant, name", HOSTS, ids=HOST_IDS)
-def test_an_encoder_is_the_plain_one_under_the_patterns_mask(architecture, variant, name, short_blocks):
+@pytest.mark.parametrize("architecture, variant, name", CASES, ids=CASE_IDS)
+def test_encoder_with_block_pattern_equals_plain_encoder_under_the_mask(architecture, variant, name, short_blocks):
     prefix = "encoder_" if hasattr(architecture.config_class, "encoder_attention_pattern") else ""
     head = next(iter(architecture.heads))
     models = [architecture.model(head, variant, **fields) for fields in (fields_of(name, prefix), {})]
@@ -223,7 +223,7 @@ def test_an_encoder_is_the_plain_one_under_the_patterns_mask(architecture, varia
         same_under_mask(*stacks, inputs, padding(), mask_of(name, LENGTH, False, heads)[None])
 
 
-def test_random_blocks_differ_by_layer_and_seed(short_blocks):
+def test_random_blocks_differ_between_layers_and_seeds(short_blocks):
     ids = token_ids(2, LENGTH)
     model = BERT.model("BertModel", **fields_of("random_blocks"), num_global_tokens=1, attn_implementation="eager")
     with torch.no_grad():
@@ -242,7 +242,7 @@ def test_random_blocks_differ_by_layer_and_seed(short_blocks):
     [(BERT, "BertLMHeadModel"), (T5, "T5ForConditionalGeneration")],
     ids=["bert", "t5"],
 )
-def test_a_decoder_decodes_with_its_cache_what_it_reads_at_once(architecture, head, name, short_blocks):
+def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(architecture, head, name, short_blocks):
     model = architecture.model(head, "gqa", **fields_of(name))
     batch = architecture.batch(head)
     ids_name = "decoder_input_ids" if "decoder_input_ids" in batch else "input_ids"
@@ -254,7 +254,7 @@ def test_a_decoder_decodes_with_its_cache_what_it_reads_at_once(architecture, he
     with torch.no_grad():
         whole = model(**batch, **{ids_name: ids}, **mask, use_cache=False).logits
         for begin, end in ((0, 6), (6, 7), (7, 13), (13, 22), (22, 23)):
-            seen = {key: each[:, :end] for key, each in mask.items()}
+            seen = {key: item[:, :end] for key, item in mask.items()}
             result = model(**batch, **{ids_name: ids[:, begin:end]}, **seen, **with_cache(cache), use_cache=True)
             cache, steps = cache_of(result), [*steps, result.logits]
         read = padding(left=True).bool() if mask else torch.ones(3, LENGTH).bool()
@@ -264,22 +264,22 @@ def test_a_decoder_decodes_with_its_cache_what_it_reads_at_once(architecture, he
         torch.testing.assert_close(later[:, :-1][read[:, :-1]], whole[:, :-1][read[:, :-1]])
 
 
-def test_a_long_mask_is_warned_of_and_blocks_are_not(caplog, monkeypatch):
+def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch):
     from hf_attn_variants.modeling.ops import key_ranges as module
 
-    said = []
-    monkeypatch.setattr(module.logger, "warning_once", said.append)
+    printed = []
+    monkeypatch.setattr(module.logger, "warning_once", printed.append)
     model = BERT.model("BertModel", max_position_embeddings=2100, num_hidden_layers=1, **fields_of("local_blocks"))
     ids = token_ids(1, 2060)
     with torch.no_grad():
         by_blocks = model(ids)[0]
-        assert said == []
+        assert printed == []
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(ids)[0], by_blocks, atol=1e-5, rtol=0)
-    assert "attention_pattern='local_blocks' creates a mask of 2060 x 2060 numbers" in said[0]
+    assert "attention_pattern='local_blocks' creates a mask of 2060 x 2060 numbers" in printed[0]
 
 
-def test_a_checkpoint_converts_with_a_pattern_and_saves_it(tmp_path):
+def test_conversion_adds_and_saves_a_block_pattern(tmp_path):
     plain = BERT.model("BertModel")
     made = convert(plain, **fields_of("random_blocks")).eval()
     made.save_pretrained(tmp_path)
@@ -289,7 +289,7 @@ def test_a_checkpoint_converts_with_a_pattern_and_saves_it(tmp_path):
         assert again(ids)[0].equal(made(ids)[0]) and not again(ids)[0].allclose(plain(ids)[0])
 
 
-def test_keys_before_an_encoders_queries_are_refused(short_blocks):
+def test_prefix_keys_with_encoder_patterns_raise_an_error(short_blocks):
     pattern, query, key = pattern_of("fixed", False), torch.randn(1, HEADS, 9, D), torch.randn(1, HEADS, 12, D)
     assert not block_patterns.gathers(pattern, query, key, None)
     assert block_patterns.gathers(pattern, key, key, None)
@@ -297,6 +297,6 @@ def test_keys_before_an_encoders_queries_are_refused(short_blocks):
         as_full_attention(pattern, query, key, None, None)
 
 
-def test_every_architecture_takes_a_pattern():
+def test_every_architecture_supports_block_patterns():
     for architecture in (*ARCHITECTURES, *RELATIVES):
         assert architecture.config("mha", **fields_of("fixed")).attention_pattern == "fixed"

@@ -1,4 +1,4 @@
-"""The rows that are chosen of a cache whose beams share one memory: each goes on with its own sentence."""
+"""Check that selected rows of a cache whose beams share encoder outputs continue with their own sentence."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def cache_for(model, kind):
 
 @pytest.mark.parametrize("family", [T5, BART], ids=["t5", "bart"])
 @pytest.mark.parametrize(("choice", "form", "kind"), CASES)
-def test_chosen_rows_read_their_own_sentence(choice, family, form, kind):
+def test_selected_beams_attend_to_their_own_sentence(choice, family, form, kind):
     method, rows = CHOICES[choice]
     rows = torch.tensor(rows)
     name = "BartForConditionalGeneration" if family is BART else "T5ForConditionalGeneration"
@@ -49,7 +49,7 @@ def test_chosen_rows_read_their_own_sentence(choice, family, form, kind):
     logits = []
     with torch.no_grad():
         states = model.get_encoder()(**encoder_inputs).last_hidden_state
-        every, mask = (each.repeat_interleave(BEAMS, dim=0) for each in (states, batch["attention_mask"]))
+        every, mask = (item.repeat_interleave(BEAMS, dim=0) for item in (states, batch["attention_mask"]))
         for given, its_mask in ((states, batch["attention_mask"]), (every, mask)):
             outputs = BaseModelOutput(last_hidden_state=given)
             made = model(

@@ -1,4 +1,4 @@
-"""Which mechanisms go together: every pair is refused in the words of its row, or makes a model that computes."""
+"""Check every pair of mechanisms: a row of the table rejects it, or it makes a model that computes outputs."""
 
 from itertools import combinations
 
@@ -16,7 +16,7 @@ from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias, SinusoidalPositions
 from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTerms, TalkingHeads
 
-# Of a pattern, what else it needs; transient summaries are T5's alone.
+# Other fields that a pattern needs; only T5 has transient summaries.
 SIZES = {
     "attention_window": 4,
     "attention_dilation": 2,
@@ -29,8 +29,8 @@ LINFORMER_NEEDS_POSITIONS = {"linformer", SinusoidalPositions.name}
 
 
 def samples():
-    """The fields that ask for each mechanism, and the classes that these are of."""
-    found = {
+    """Return fields that select each mechanism, and the class of the mechanism."""
+    result = {
         "heads": ({"num_key_value_heads": 4}, ()),
         "values": ({"value_head_dim": 6}, ()),
         "latent": ({"kv_lora_rank": 8}, (Latent,)),
@@ -41,23 +41,23 @@ def samples():
     }
     for name in KERNELS:
         window = {"attention_window": 4} if kernel_class(name).reads_window else {}
-        found[name] = ({"attention_kernel": name, **window}, (kernel_class(name),))
+        result[name] = ({"attention_kernel": name, **window}, (kernel_class(name),))
     for name in PATTERNS:
         sizes = {field: SIZES[field] for field in pattern_class(name).needed}
-        found[name] = ({"attention_pattern": name, **sizes}, (pattern_class(name),))
-    return found
+        result[name] = ({"attention_pattern": name, **sizes}, (pattern_class(name),))
+    return result
 
 
 SAMPLES = samples()
 ALONE = [name for name in SAMPLES if name != OF_T5]
 
 
-def refusals(*classes):
-    """The rows that are of two of these classes."""
+def conflicts(*classes):
+    """Return the rows of the table for two of these classes."""
     return [
         row
         for row in REFUSED
-        if any(issubclass(each, row.one) for each in classes) and any(issubclass(each, row.other) for each in classes)
+        if any(issubclass(item, row.one) for item in classes) and any(issubclass(item, row.other) for item in classes)
     ]
 
 
@@ -71,8 +71,8 @@ def pairs():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fields, classes", list(pairs()))
-def test_a_pair_computes_or_is_refused_by_its_row(fields, classes):
-    rows = refusals(*classes)
+def test_pair_of_mechanisms_computes_or_raises_the_error_of_its_row(fields, classes):
+    rows = conflicts(*classes)
     if not rows:
         model = hf_attn_variants.AttnVariantBertModel(BERT.config(num_hidden_layers=1, **fields)).eval()
         with torch.no_grad():
@@ -84,18 +84,18 @@ def test_a_pair_computes_or_is_refused_by_its_row(fields, classes):
     assert str(error.value) in messages
 
 
-def test_every_row_is_of_mechanisms_and_is_tried_here():
+def test_every_composition_row_is_tested():
     of_t5 = {(row.one, row.other) for row in REFUSED if DistanceBias in row} | {(pattern_class(OF_T5), Latent)}
     tried = {
         (row.one, row.other)
         for one, other in combinations(ALONE, 2)
-        for row in refusals(*SAMPLES[one][1], *SAMPLES[other][1])
+        for row in conflicts(*SAMPLES[one][1], *SAMPLES[other][1])
     }
     assert {(row.one, row.other) for row in REFUSED} == of_t5 | tried
-    assert all(issubclass(each, Mechanism) for row in REFUSED for each in row[:2])
+    assert all(issubclass(item, Mechanism) for row in REFUSED for item in row[:2])
 
 
-def test_a_mechanism_says_where_it_is_asked_for():
+def test_mechanism_reports_its_place_in_the_configuration():
     config = T5.config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
     assert [TalkingHeads.requested_in(config, prefix) for prefix in PREFIXES] == [("talking_heads", "both")] * 2 + [
         None
@@ -105,15 +105,15 @@ def test_a_mechanism_says_where_it_is_asked_for():
     assert DistanceBias.requested_in(T5.config(position_embedding_type="sinusoidal"), "") is None
     window = BERT.config(attention_pattern="sliding_window", attention_window=4)
     asked = {name: pattern_class(name).requested_in(window, "") for name in PATTERNS}
-    assert {name for name, found in asked.items() if found} == {"sliding_window"}
+    assert {name for name, result in asked.items() if result} == {"sliding_window"}
 
 
 def test_every_mechanism_has_a_name_and_a_paper():
     classes = [*map(kernel_class, KERNELS), *map(pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
-    for each in (*classes, Latent, TalkingHeads, DynamicTerms, DistanceBias):
-        title, arxiv = each.paper
+    for item in (*classes, Latent, TalkingHeads, DynamicTerms, DistanceBias):
+        title, arxiv = item.paper
         assert title and arxiv.count(".") == 1 and arxiv.replace(".", "").isdecimal()
-        assert each.field and (each not in classes or each.name)
+        assert item.field and (item not in classes or item.name)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_every_mechanism_has_a_name_and_a_paper():
         ({"score_function": "additive"}, "score=AdditiveScore()"),
     ],
 )
-def test_a_printed_model_shows_what_its_attention_is(fields, shown):
+def test_printed_model_shows_the_variant_of_each_attention(fields, shown):
     config = hf_attn_variants.AttnVariantBertConfig(
         vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=4, intermediate_size=16, **fields
     )

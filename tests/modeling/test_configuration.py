@@ -1,4 +1,4 @@
-"""The configuration fields: each bad value has its message; what is stored reads back; the default is multi-head."""
+"""Check the configuration fields: errors for bad values, saved values that load again, and the multi-head default."""
 
 import json
 
@@ -16,14 +16,14 @@ ALL = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row
 
 
 @ALL
-def test_a_value_of_the_wrong_kind_is_an_error_that_names_it(architecture):
+def test_wrong_type_error_names_the_value(architecture):
     # transformers 5.15 checks the type of this field itself, later versions do not.
     with pytest.raises((ValueError, StrictDataclassError), match=r"must have a value of its type|field 'id2label'"):
         architecture.config_class(**(architecture.tiny | {"id2label": 3}))
 
 
 @ALL
-def test_a_bad_value_set_afterwards_is_found_when_the_model_is_built(architecture):
+def test_bad_value_set_later_raises_when_the_model_is_built(architecture):
     config = architecture.config()
     config.num_key_value_heads = 5
     model_class = getattr(hf_attn_variants, config.auto_classes["AutoModel"])
@@ -32,7 +32,7 @@ def test_a_bad_value_set_afterwards_is_found_when_the_model_is_built(architectur
 
 
 @ALL
-def test_variant_fields_name_their_query_heads(architecture):
+def test_variant_fields_map_to_their_query_head_fields(architecture):
     fields, config = architecture.config_class.variant_fields(), architecture.config("gqa_talking")
     kv_fields = config.kv_heads_fields()
     assert fields[: len(kv_fields)] == kv_fields
@@ -65,7 +65,7 @@ NEAR_NAMES = [
 
 @ALL
 @pytest.mark.parametrize("name, field", NEAR_NAMES)
-def test_a_name_that_is_nearly_a_fields_is_an_error_that_names_the_field(architecture, name, field, tmp_path):
+def test_misspelled_field_error_suggests_the_field(architecture, name, field, tmp_path):
     upstream = architecture.upstream_config_class(**architecture.tiny)
     upstream.save_pretrained(tmp_path)
     model_class = getattr(hf_attn_variants, architecture.config_class.auto_classes["AutoModel"])
@@ -81,12 +81,12 @@ def test_a_name_that_is_nearly_a_fields_is_an_error_that_names_the_field(archite
 
 
 @ALL
-def test_a_name_with_a_word_of_its_own_is_no_near_miss(architecture):
+def test_field_name_with_another_word_is_not_a_misspelling(architecture):
     for name in ("num_cls_heads", "num_mlm_heads", "num_labels_heads", "talking", "heads"):
         assert getattr(architecture.config(**{name: 5}), name) == 5
 
 
-def test_the_encoders_field_is_t5s_alone():
+def test_wrong_field_prefix_error_suggests_the_field():
     with pytest.raises(ValueError, match="`cross_kv_lora_rank`"):
         hf_attn_variants.AttnVariantT5Config(cross_kv_rank=2)
     with pytest.raises(ValueError, match="`encoder_num_key_value_heads`"):
@@ -96,7 +96,7 @@ def test_the_encoders_field_is_t5s_alone():
 
 
 @ALL
-def test_what_stands_in_a_saved_configuration_loads(architecture, tmp_path):
+def test_saved_configuration_loads_with_unknown_names(architecture, tmp_path):
     saved = architecture.config("gqa").to_dict() | {"num_kv_heads": 5}
     file = tmp_path / "config.json"
     for left_out in ((), ("model_type",)):  # the oldest files have no type
@@ -111,7 +111,7 @@ def test_what_stands_in_a_saved_configuration_loads(architecture, tmp_path):
 
 @pytest.mark.thorough
 @ALL
-def test_names_that_upstream_knows_and_notes_of_ones_own_pass(architecture):
+def test_transformers_fields_and_user_notes_are_accepted(architecture):
     known = {
         name
         for config_class in CONFIG_MAPPING.values()
@@ -127,7 +127,7 @@ def test_names_that_upstream_knows_and_notes_of_ones_own_pass(architecture):
 
 
 @ALL
-def test_a_configuration_is_shown_as_upstreams_with_every_field(architecture):
+def test_printed_configuration_lists_every_field(architecture):
     config = architecture.config("gqa_talking")
     name, _, text = repr(config).partition(" ")
     assert name == type(config).__name__
@@ -137,7 +137,7 @@ def test_a_configuration_is_shown_as_upstreams_with_every_field(architecture):
 
 
 @ALL
-def test_the_default_is_plain_multi_head_attention(architecture):
+def test_default_configuration_is_multi_head_attention(architecture):
     config = architecture.config()
     counts = {config.num_key_value_heads, config.num_softmax_heads, config.num_value_heads}
     assert counts == {config.num_attention_heads}
@@ -146,7 +146,7 @@ def test_the_default_is_plain_multi_head_attention(architecture):
 
 @ALL
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_json_round_trip(architecture, variant, tmp_path):
+def test_configuration_survives_a_json_round_trip(architecture, variant, tmp_path):
     config = architecture.config(variant)
     config.save_pretrained(tmp_path)
     again = architecture.config_class.from_pretrained(tmp_path)
@@ -157,7 +157,7 @@ def test_json_round_trip(architecture, variant, tmp_path):
 
 @ALL
 @pytest.mark.parametrize("ours", [False, True], ids=["upstream's", "ours"])
-def test_another_number_of_heads_given_while_loading_is_that_of_all(architecture, ours, tmp_path):
+def test_head_count_given_while_loading_replaces_per_layer_values(architecture, ours, tmp_path):
     (architecture.config_class if ours else architecture.upstream_config_class)(**architecture.tiny).save_pretrained(
         tmp_path
     )
@@ -170,7 +170,7 @@ def test_another_number_of_heads_given_while_loading_is_that_of_all(architecture
 
 
 @ALL
-def test_other_dynamic_projections_may_keep_a_cache_again(architecture, tmp_path):
+def test_changed_dynamic_projections_may_enable_the_cache_again(architecture, tmp_path):
     before = getattr(architecture.config("talking"), "use_cache", None)
     config = architecture.config("dynamic")
     assert not getattr(config, "use_cache", False)
@@ -183,7 +183,7 @@ def test_other_dynamic_projections_may_keep_a_cache_again(architecture, tmp_path
 
 
 @ALL
-def test_from_upstream_keeps_every_value(architecture):
+def test_from_upstream_keeps_every_value_of_the_configuration(architecture):
     upstream = architecture.upstream_config_class(**architecture.tiny, num_labels=5, initializer_range=0.5)
     config = architecture.config_class.from_upstream(upstream, num_key_value_heads=2)
     assert config.num_key_value_heads == 2
@@ -192,13 +192,13 @@ def test_from_upstream_keeps_every_value(architecture):
 
 
 @ALL
-def test_from_upstream_refuses_another_architecture(architecture):
+def test_from_upstream_rejects_another_architecture(architecture):
     with pytest.raises(ValueError, match="gpt2"):
         architecture.config_class.from_upstream({"model_type": "gpt2", "n_head": 12})
 
 
 @ALL
-def test_auto_map_is_a_fresh_copy_and_survives_a_hub_prefix(architecture, tmp_path):
+def test_auto_map_is_copied_and_keeps_a_hub_prefix(architecture, tmp_path):
     first, second = architecture.config(), architecture.config()
     first.auto_map["AutoModel"] = "changed"
     assert second.auto_map["AutoModel"] != "changed"

@@ -1,4 +1,4 @@
-"""Stacks of unequal depth: upstream's caches of a T5 with a deeper decoder have too few layers to generate."""
+"""Check encoder-decoders of unequal depth: the caches of Transformers have too few layers for a deeper T5 decoder."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from fixtures.caches import cache_of
 from relatives import ENCODER_DECODERS, UMT5
 
 BART = next(row for row in ENCODER_DECODERS if row.name == "bart")
-HOSTS = {"t5": (T5, "num_layers", "num_decoder_layers"), "umt5": (UMT5, "num_layers", "num_decoder_layers")}
-HOSTS["bart"] = (BART, "encoder_layers", "decoder_layers")
+ARCHITECTURES = {"t5": (T5, "num_layers", "num_decoder_layers"), "umt5": (UMT5, "num_layers", "num_decoder_layers")}
+ARCHITECTURES["bart"] = (BART, "encoder_layers", "decoder_layers")
 VARIANTS = {
     "mha": {},
     "mqa": {"num_key_value_heads": 1},
@@ -34,56 +34,56 @@ def head_of(row):
     return next(name for name in row.heads if name.endswith(HEAD))
 
 
-def model_of(host, encoder, decoder, **fields):
-    row, *names = HOSTS[host]
-    if "talking_heads" in fields and host == "bart":
+def model_of(architecture, encoder, decoder, **fields):
+    row, *names = ARCHITECTURES[architecture]
+    if "talking_heads" in fields and architecture == "bart":
         fields["encoder_attention_heads"] = 12
     if fields.get("cross_kv_lora_rank") == "hidden_size":
         fields["cross_kv_lora_rank"] = row.tiny["d_model"]
-    if "attention_kernel" in fields and host == "bart":
+    if "attention_kernel" in fields and architecture == "bart":
         del fields["position_embedding_type"]
     return row.model(head_of(row), **dict(zip(names, (encoder, decoder), strict=True)), **fields)
 
 
-def source_of(host):
-    row = HOSTS[host][0]
+def source_of(architecture):
+    row = ARCHITECTURES[architecture][0]
     return {name: value for name, value in row.batch(head_of(row)).items() if name != "decoder_input_ids"}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.cross_product
-def test_a_deeper_decoder_generates_what_it_generates_without_a_cache(host, variant, search):
+def test_deeper_decoder_generates_the_same_with_and_without_a_cache(architecture, variant, search):
     if "static" in search and variant in ("elu", "hybrid"):
         pytest.skip("a kernel's sums have no static cache")
-    model, options = model_of(host, 1, DEEP, **VARIANTS[variant]), OPTIONS | SEARCHES[search]
-    found = model.generate(**source_of(host), **options)
+    model, options = model_of(architecture, 1, DEEP, **VARIANTS[variant]), OPTIONS | SEARCHES[search]
+    actual = model.generate(**source_of(architecture), **options)
     plain = {name: value for name, value in options.items() if name != "cache_implementation"}
-    expected = model.generate(**source_of(host), **plain, use_cache=False)
-    assert torch.equal(found.sequences, expected.sequences)
-    pair = cache_of(found)
-    assert [len(each.layers) for each in (pair.self_attention_cache, pair.cross_attention_cache)] == [DEEP, DEEP]
+    expected = model.generate(**source_of(architecture), **plain, use_cache=False)
+    assert torch.equal(actual.sequences, expected.sequences)
+    pair = cache_of(actual)
+    assert [len(item.layers) for item in (pair.self_attention_cache, pair.cross_attention_cache)] == [DEEP, DEEP]
 
 
 @pytest.mark.parametrize("search", ["greedy", "beams"])
 @pytest.mark.parametrize("depths", [(1, 3), (3, 1)], ids=str)
-@pytest.mark.parametrize("host", ["t5", "umt5"])
-def test_unequal_stacks_generate_upstreams_tokens(host, depths, search):
-    row, *names = HOSTS[host]
+@pytest.mark.parametrize("architecture", ["t5", "umt5"])
+def test_unequal_depths_generate_the_tokens_of_transformers(architecture, depths, search):
+    row, *names = ARCHITECTURES[architecture]
     upstream = row.upstream_model(head_of(row), **dict(zip(names, depths, strict=True)))
-    model = model_of(host, *depths)
+    model = model_of(architecture, *depths)
     model.load_state_dict(upstream.state_dict())
     options = OPTIONS | SEARCHES[search]
     # Its cache is as deep as its encoder, and the layers of a deeper decoder find no place in it.
-    expected = upstream.generate(**source_of(host), **options, use_cache=depths[0] > depths[1])
-    assert torch.equal(model.generate(**source_of(host), **options).sequences, expected.sequences)
+    expected = upstream.generate(**source_of(architecture), **options, use_cache=depths[0] > depths[1])
+    assert torch.equal(model.generate(**source_of(architecture), **options).sequences, expected.sequences)
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_decoders_configuration_has_its_layers(host):
-    config = model_of(host, 1, 3).config
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decoder_configuration_has_its_own_number_of_layers(architecture):
+    config = model_of(architecture, 1, 3).config
     assert config.get_text_config(decoder=True).num_hidden_layers == 3
     assert config.get_text_config(encoder=True).num_hidden_layers == 1
     assert config.get_text_config() is config and config.num_hidden_layers == 1

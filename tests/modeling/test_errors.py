@@ -1,4 +1,4 @@
-"""Errors of configurations: the input, and the argument that the error names."""
+"""Check the errors of configurations: each input and the argument that its error names."""
 
 import pytest
 from architectures import ALBERT, ARCHITECTURES, BERT, T5
@@ -181,7 +181,7 @@ def ids(rows):
 
 @pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.name)
 @pytest.mark.parametrize("fields, argument", EVERYWHERE, ids=ids(EVERYWHERE))
-def test_a_configuration_and_a_loaded_one_raise_errors(row, fields, argument, tmp_path):
+def test_invalid_field_raises_in_new_and_loaded_configurations(row, fields, argument, tmp_path):
     row.upstream_config_class(**row.tiny).save_pretrained(tmp_path)
     for make in (row.config, lambda **given: row.config_class.from_pretrained(tmp_path, **given)):
         with pytest.raises(ValueError, match=f"`{argument}"):
@@ -189,6 +189,6 @@ def test_a_configuration_and_a_loaded_one_raise_errors(row, fields, argument, tm
 
 
 @pytest.mark.parametrize("row, fields, argument", ERRORS, ids=ids(ERRORS))
-def test_one_architecture_raises_an_error(row, fields, argument):
+def test_invalid_field_of_one_architecture_raises_an_error(row, fields, argument):
     with pytest.raises(ValueError, match=f"`{argument}"):
         row.config_class(**(row.tiny | fields))

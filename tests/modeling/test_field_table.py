@@ -1,4 +1,4 @@
-"""The table of the fields: what configurations, flags and documents have of it."""
+"""Check the table of the fields, and the configurations, flags and documents that use it."""
 
 import re
 from dataclasses import fields
@@ -25,24 +25,24 @@ NAMES = {prefix + row.name: prefix for row in FIELDS for prefix in row.prefixes}
 
 
 @pytest.mark.parametrize("row", [*ARCHITECTURES, *RELATIVES], ids=lambda row: row.name)
-def test_a_configuration_has_the_fields_of_its_stacks(row):
+def test_configuration_has_the_fields_of_its_architecture(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
-    own = {each.name: each for each in fields(row.config_class) if "variant" in each.metadata}
+    own = {item.name: item for item in fields(row.config_class) if "variant" in item.metadata}
     has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
     of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and row_of(name)[1].inherits}
     expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
         of_cross if has_cross else set()
     )
     assert own.keys() == expected
-    for name, each in own.items():
+    for name, item in own.items():
         prefix, entry = row_of(name)
-        assert each.default == entry.default_of(prefix) and each.metadata["variant"] is True
-        assert {*each.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
-        assert ("inherits" in each.metadata) == (bool(prefix) and entry.inherits)
+        assert item.default == entry.default_of(prefix) and item.metadata["variant"] is True
+        assert {*item.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
+        assert ("inherits" in item.metadata) == (bool(prefix) and entry.inherits)
     assert row.config_class.rank_fields() == tuple(name for name in own if name.endswith("kv_lora_rank"))
 
 
-def test_every_field_that_a_conversion_gives_has_a_flag(capsys):
+def test_every_conversion_field_has_a_flag(capsys):
     with pytest.raises(SystemExit):
         convert.parse_args(["--help"])
     shown = capsys.readouterr().out
@@ -51,19 +51,19 @@ def test_every_field_that_a_conversion_gives_has_a_flag(capsys):
     assert not {name for name in NAMES if "from_scratch" in row_of(name)[1].facts} & flags
 
 
-def test_descriptions_are_one_line_each_and_no_two_are_the_same():
+def test_field_descriptions_are_unique_single_lines():
     described = [describe_field(name) for name in NAMES if "global_tokens" not in name]
     assert len({*described}) == len(described)
-    assert not [each for each in described if "\n" in each or "{layer}" in each or each.endswith(".")]
+    assert not [item for item in described if "\n" in item or "{layer}" in item or item.endswith(".")]
 
 
-def test_the_page_of_the_fields_is_the_table():
+def test_fields_page_is_up_to_date():
     assert field_page.PAGE.read_text(encoding="utf-8") == field_page.page_text(), "run `make fields`"
     assert all(f"`{name}`" in field_page.table_of() for name in NAMES)
     assert field_page.table_of() in field_page.page_text() and field_page.pairs_of() in field_page.page_text()
 
 
-def test_a_row_of_the_page_says_what_the_table_does():
+def test_fields_page_row_contains_the_values_of_the_table():
     rows = {row.split("`")[1]: row for row in field_page.table_of().splitlines() if "`" in row}
     ranks, init = rows["kv_lora_rank"], rows["talking_heads_init"]
     assert "`cross_kv_lora_rank` | rank of the latent from which an attention module computes keys" in ranks
@@ -72,18 +72,18 @@ def test_a_row_of_the_page_says_what_the_table_does():
     assert {row.count(" | ") for row in rows.values()} == {5} and "{" not in rows["attention_window"]
 
 
-def test_what_cards_and_refusals_say_is_the_tables():
-    said = {name: card_text(name) for name in NAMES}
-    assert said["cross_kv_lora_rank"] == "latent dimension in cross-attention"
-    assert said["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
-    assert said["attention_window"] == "window size (tokens) in self-attention"
-    assert said["encoder_attention_kernel"] == "the softmax in the self-attention of the encoder"
+def test_cards_and_errors_use_the_names_of_the_table():
+    printed = {name: card_text(name) for name in NAMES}
+    assert printed["cross_kv_lora_rank"] == "latent dimension in cross-attention"
+    assert printed["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
+    assert printed["attention_window"] == "window size (tokens) in self-attention"
+    assert printed["encoder_attention_kernel"] == "the softmax in the self-attention of the encoder"
     refused = {"talking_heads", "encoder_attention_pattern", "cross_attention_kernel", "score_function"}
     assert refused <= {*NO_PLAIN_FORM} and not {"num_key_value_heads", "kv_lora_rank"} & {*NO_PLAIN_FORM}
 
 
 @pytest.mark.parametrize("default", [None, "sigmoid"])
-def test_the_choices_of_a_new_field_are_enforced(monkeypatch, default):
+def test_choices_of_a_new_field_are_checked(monkeypatch, default):
     choices = ("sigmoid", "tanh")
     row = Field("output_gate", str, default, choices=choices, facts=("by_layer",))
     monkeypatch.setitem(field_table._ROWS, "output_gate", ("", row))

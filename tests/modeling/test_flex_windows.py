@@ -1,7 +1,7 @@
-"""Windows by FlexAttention, which models use on CUDA alone: here its arithmetic on the CPU, and who computes what.
+"""Check windows with FlexAttention on the CPU: its outputs, and which calls use it. Models use it only on CUDA.
 
-Traced but not compiled it has gradients on a CPU too, when its refusal of them is lifted; they come from the same
-formulas as the kernel's. What only a GPU can show is in `benchmarks/gpu/long_texts.py`.
+FlexAttention without compilation also has gradients on a CPU if its check is patched. They come from the same formulas
+as those of the kernel. `benchmarks/gpu/long_texts.py` contains the checks that need a GPU.
 """
 
 import shutil
@@ -35,7 +35,7 @@ HEADS, KV_HEADS, D = 4, 2, 16
 
 
 def make_call(n, m=None, padded=False, biased=False):
-    """Queries, keys, values, a mask of the keys and a bias by distance."""
+    """Return queries, keys, values, a mask of the keys and a bias by distance."""
     m = m or n
     torch.manual_seed(0)
     states = [torch.randn(2, heads, length, D) for heads, length in ((HEADS, n), (KV_HEADS, m), (KV_HEADS, m))]
@@ -45,7 +45,7 @@ def make_call(n, m=None, padded=False, biased=False):
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """FlexAttention for calls on the CPU, with gradients, torch's graphs of them but no kernels; lists its calls."""
+    """Run FlexAttention on the CPU with gradients but without compiled kernels; list its calls."""
     calls = []
 
     def attend(*states, **options):
@@ -66,7 +66,7 @@ def on_the_cpu(monkeypatch):
 
 @EVERY_REACH
 @pytest.mark.parametrize("n, m", [(1, 1), (41, 41), (64, 64), (5, 41), (17, 64)])
-def test_blocks_that_are_read_hold_all_that_is_allowed(key_range, n, m):
+def test_block_mask_covers_all_allowed_keys(key_range, n, m):
     block, keys = 8, torch.arange(m)
     allowed = key_range.allowed(keys[m - n :], keys)
     some, whole = blocks_that_are_read(key_range, n, m, block)
@@ -83,48 +83,48 @@ def test_blocks_that_are_read_hold_all_that_is_allowed(key_range, n, m):
 @pytest.mark.cross_product
 @EVERY_REACH
 @pytest.mark.parametrize("padded, biased", [(False, False), (True, True)])
-def test_outputs_and_gradients_are_those_of_the_blocks(key_range, padded, biased, on_the_cpu):
+def test_flex_outputs_and_gradients_equal_block_attention(key_range, padded, biased, on_the_cpu):
     *states, mask, bias = make_call(300, padded=padded, biased=biased)
     leaves = [*states, bias] if biased else states
     call = {"key_range": key_range, "scaling": 0.3}
-    direction, found = torch.randn(2, 300, HEADS, D), []
+    direction, actual = torch.randn(2, 300, HEADS, D), []
     for attend in (attention_in_windows, talking_heads_attention):
         for leaf in leaves:
             leaf.requires_grad_()
         output = attend(*states, mask, bias, **call)
-        found.append([output, *torch.autograd.grad(output, leaves, direction)])
+        actual.append([output, *torch.autograd.grad(output, leaves, direction)])
     assert on_the_cpu
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*actual, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max().item()), rtol=0)
 
 
 @pytest.mark.thorough
-def test_the_last_queries_of_a_longer_memory(on_the_cpu):
+def test_flex_windows_handle_more_keys_than_queries(on_the_cpu):
     call = make_call(70, 300, padded=True, biased=True)
-    found = attention_in_windows(*call, key_range=KeyRange(150, 0), scaling=0.3)
+    actual = attention_in_windows(*call, key_range=KeyRange(150, 0), scaling=0.3)
     assert on_the_cpu
-    torch.testing.assert_close(found, talking_heads_attention(*call, key_range=KeyRange(150, 0), scaling=0.3))
+    torch.testing.assert_close(actual, talking_heads_attention(*call, key_range=KeyRange(150, 0), scaling=0.3))
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles by g++ on a CPU")
-def test_the_compiled_kernel_is_tried_and_then_used(monkeypatch):
+def test_compiled_flex_kernel_is_used_after_a_successful_trial(monkeypatch):
     compiled = torch.compile(flex_attention.flex_attention, fullgraph=True, dynamic=False)
     monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
     monkeypatch.setattr(flex_windows, "_flex_agreed", {})
     monkeypatch.setattr(flex_windows, "SMALL_CALLS", ((2, 300, 0),))
     monkeypatch.setattr(flex_windows, "_compiled", lambda: compiled)
     call = make_call(300, padded=True, biased=True)
-    found = attention_in_windows(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
+    actual = attention_in_windows(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
     assert list(flex_windows._flex_agreed.values()) == [True]
     expected = talking_heads_attention(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["wrong", "raises", "raises later"])
-def test_what_does_not_agree_goes_by_blocks(fault, on_the_cpu, monkeypatch):
-    right, calls, said = flex_windows._compiled(), [], []
+def test_disagreeing_flex_kernel_falls_back_to_blocks(fault, on_the_cpu, monkeypatch):
+    right, calls, printed = flex_windows._compiled(), [], []
 
     def attend(*states, **options):
         calls.append(states)
@@ -133,16 +133,16 @@ def test_what_does_not_agree_goes_by_blocks(fault, on_the_cpu, monkeypatch):
         return right(*states, **options) * (1.01 if fault == "wrong" else 1)
 
     monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
-    monkeypatch.setattr(backend_choice.logger, "warning", said.append)
+    monkeypatch.setattr(backend_choice.logger, "warning", printed.append)
     call, options = make_call(300), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     expected = talking_heads_attention(*call, **options)
     for _ in range(2):
         assert attention_in_windows(*call, **options).equal(expected)
-    assert len(said) == 1 and ("other numbers" if fault == "wrong" else "no kernel for this") in said[0]
+    assert len(printed) == 1 and ("other numbers" if fault == "wrong" else "no kernel for this") in printed[0]
     assert len(calls) == {"wrong": 2, "raises": 1, "raises later": 3}[fault]
 
 
-def test_dropout_talking_heads_and_double_precision_go_by_blocks(on_the_cpu):
+def test_dropout_talking_heads_and_float64_use_blocks(on_the_cpu):
     call, options = make_call(300), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     attention_in_windows(*call, dropout=0.1, **options)
     attention_in_windows(*call, logits_proj=torch.eye(HEADS), weights_proj=torch.eye(HEADS), **options)
@@ -151,7 +151,7 @@ def test_dropout_talking_heads_and_double_precision_go_by_blocks(on_the_cpu):
 
 
 @pytest.mark.thorough
-def test_a_models_windows_go_by_it(on_the_cpu):
+def test_model_with_windows_uses_flex_attention(on_the_cpu):
     torch.manual_seed(0)
     config = AttnVariantBertConfig(
         vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
@@ -161,21 +161,21 @@ def test_a_models_windows_go_by_it(on_the_cpu):
     batch = {"input_ids": torch.randint(50, (2, 300)), "attention_mask": torch.ones(2, 300, dtype=torch.long)}
     batch["attention_mask"][1, 200:] = 0
     with torch.no_grad():
-        found = model(**batch).last_hidden_state
+        actual = model(**batch).last_hidden_state
         assert len(on_the_cpu) == len(flex_windows.SMALL_CALLS) + 2  # each layer once
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(found[:, :200], model(**batch).last_hidden_state[:, :200], atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual[:, :200], model(**batch).last_hidden_state[:, :200], atol=1e-5, rtol=0)
 
 
 @pytest.mark.thorough
-def test_training_after_inference_mode(on_the_cpu):
+def test_flex_windows_train_after_inference_mode(on_the_cpu):
     call, options = make_call(300, biased=True), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     with torch.inference_mode():
-        found = attention_in_windows(*call, **options)
+        actual = attention_in_windows(*call, **options)
     call[0].requires_grad_()
     again = attention_in_windows(*call, **options)
     torch.autograd.grad(again.sum(), call[0])
-    torch.testing.assert_close(found, again)
+    torch.testing.assert_close(actual, again)
     assert all(flex_windows._flex_agreed.values()) and len(flex_windows._flex_agreed) == 2
 
 
@@ -183,7 +183,7 @@ def test_training_after_inference_mode(on_the_cpu):
 @pytest.mark.cross_product
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("last", [False, True], ids=["more follows", "nothing follows"])
-def test_training_with_checkpoints(reentrant, last, on_the_cpu):
+def test_flex_windows_train_with_gradient_checkpointing(reentrant, last, on_the_cpu):
     call, options = make_call(300, biased=True), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     leaves = [*call[:3], call[4]]
     for leaf in leaves:
@@ -199,13 +199,13 @@ def test_training_with_checkpoints(reentrant, last, on_the_cpu):
         run(*leaves).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 
-    found = gradients_of(partial(checkpoint, layer, use_reentrant=reentrant))  # tried within the checkpoint
+    actual = gradients_of(partial(checkpoint, layer, use_reentrant=reentrant))  # tried within the checkpoint
     assert all(flex_windows._flex_agreed.values()) and on_the_cpu
-    torch.testing.assert_close(found, gradients_of(layer))
+    torch.testing.assert_close(actual, gradients_of(layer))
 
 
 @pytest.mark.thorough
-def test_other_windows_and_lengths_need_no_other_kernel(on_the_cpu):
+def test_flex_kernel_serves_other_windows_and_lengths(on_the_cpu):
     attention_in_windows(*make_call(300), key_range=KeyRange(20, 20), scaling=0.3)
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for n, key_range in (
@@ -220,7 +220,7 @@ def test_other_windows_and_lengths_need_no_other_kernel(on_the_cpu):
     assert list(flex_windows._flex_agreed.values()) == [True]
 
 
-def test_no_mask_is_as_large_as_the_lengths_square():
+def test_flex_windows_allocate_no_quadratic_mask():
     with LargestTensor() as largest:
         flex_windows._block_mask.__wrapped__(KeyRange(128, 128, 1, 1), 8192, 8192, torch.device("cpu"))
     assert largest.numel <= (8192 // flex_windows.BLOCK + 1) ** 2

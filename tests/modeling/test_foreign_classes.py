@@ -1,4 +1,4 @@
-"""Model classes of Transformers that get a configuration of this package: they load if fields change nothing."""
+"""Check Transformers' model classes with a configuration of this package: they load if the fields change nothing."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import hf_attn_variants
 from hf_attn_variants.modeling.fields.saving_and_loading import fields_in_effect
 from hf_attn_variants.modeling.variant_names import EAGER
 
-EVERY = {each.name: each for each in (*ARCHITECTURES, *RELATIVES)}
+EVERY = {item.name: item for item in (*ARCHITECTURES, *RELATIVES)}
 each_architecture = pytest.mark.parametrize("architecture", EVERY.values(), ids=EVERY)
 
 
@@ -19,7 +19,7 @@ def base_head(architecture):
 
 
 def fields_of(architecture):
-    """Fields that change what a model computes, one way at a time; none changes a shape except the last."""
+    """Return fields that change the outputs, one at a time; only the last one changes a shape."""
     config = architecture.config()
     prefixes = ("", "encoder_") if hasattr(config, "encoder_decoder_layers") else ("",)
     for prefix in prefixes:
@@ -33,7 +33,7 @@ def fields_of(architecture):
 
 
 @each_architecture
-def test_a_class_of_transformers_raises_where_fields_change_outputs(architecture, tmp_path):
+def test_transformers_class_raises_if_fields_change_outputs(architecture, tmp_path):
     head = base_head(architecture)
     theirs = getattr(transformers, head)
     for fields in fields_of(architecture):
@@ -52,7 +52,7 @@ def test_a_class_of_transformers_raises_where_fields_change_outputs(architecture
 
 
 @each_architecture
-def test_a_class_of_transformers_loads_what_it_computes_alike(architecture, tmp_path):
+def test_transformers_class_loads_variants_with_equal_outputs(architecture, tmp_path):
     head = base_head(architecture)
     model, batch = architecture.model(head), architecture.batch(head)
     model.save_pretrained(tmp_path)
@@ -62,12 +62,12 @@ def test_a_class_of_transformers_loads_what_it_computes_alike(architecture, tmp_
 
 
 @pytest.mark.parametrize("fields", [{}, {"cross_kv_lora_rank": 40}, {"kv_lora_rank": 40}])
-def test_latents_as_wide_as_their_input_change_no_output(fields):
+def test_full_width_latents_change_no_output(fields):
     assert fields_in_effect(EVERY["t5"].config(**fields)) == []
 
 
 def head_around(base, model_class):
-    """A user's own head, derived from `base`, with a model of `model_class` inside."""
+    """Return a user's head, derived from `base`, with a model of `model_class` inside."""
 
     class Head(base):
         def __init__(self, config):
@@ -82,7 +82,7 @@ OURS, THEIRS = hf_attn_variants.AttnVariantBertModel, transformers.BertModel
 
 
 @pytest.mark.parametrize("base", [transformers.BertPreTrainedModel, hf_attn_variants.AttnVariantBertPreTrainedModel])
-def test_a_head_of_a_user_has_our_model_inside(base):
+def test_user_defined_head_contains_our_model(base):
     config = EVERY["bert"].config(attention_pattern="sliding_window", attention_window=4)
     assert type(head_around(base, OURS)(config).bert) is OURS
     if base is transformers.BertPreTrainedModel:
@@ -92,7 +92,7 @@ def test_a_head_of_a_user_has_our_model_inside(base):
         assert type(head_around(base, THEIRS)(config).bert) is OURS
 
 
-def test_a_pair_of_models_still_switches_its_implementation():
+def test_encoder_decoder_model_switches_its_attention_implementation():
     bert = EVERY["bert"]
     encoder = bert.model("BertModel", num_key_value_heads=4)
     decoder = bert.model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, num_key_value_heads=4)

@@ -1,4 +1,4 @@
-"""Decoding step by step with a cache gives what the full forward gives, and the cache holds key/value heads only."""
+"""Check that decoding with a cache equals the full forward, and that the cache holds only key/value heads."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from transformers import StaticCache
 
 pytestmark = pytest.mark.cross_product
 
-# What latents keep: test_latent_cache.py.
+# test_latent_cache.py checks the caches of latents.
 CACHED = [name for name in VARIANTS if name not in ("dynamic", "latent")]
 CROSS = {"is_decoder": True, "add_cross_attention": True}
 
@@ -48,12 +48,12 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps)
 
 
 @pytest.mark.parametrize("variant", CACHED)
-def test_left_padding_does_not_change_what_is_generated(variant):
+def test_left_padding_does_not_change_generated_tokens(variant):
     model = BERT.model("BertLMHeadModel", variant)
     ids = token_ids(1, 4)
     padded = torch.cat([torch.full((1, 3), 0), ids], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 4])
-    # BERT's positions are absolute, so the padded row says where its tokens stand.
+    # BERT's positions are absolute, so the padded row passes position ids.
     positions = torch.tensor([[0, 0, 0, 0, 1, 2, 3]])
     with torch.no_grad():
         plain = model(ids).logits
@@ -63,7 +63,7 @@ def test_left_padding_does_not_change_what_is_generated(variant):
 
 @pytest.mark.parametrize("variant", CACHED)
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generate_with_and_without_cache(variant, beams):
+def test_generate_returns_the_same_with_and_without_cache(variant, beams):
     model = BERT.model("BertLMHeadModel", variant)
     ids = token_ids(3, 4)
     kwargs = {"max_new_tokens": 6, "num_beams": beams, "do_sample": False, "pad_token_id": 0}
@@ -73,7 +73,7 @@ def test_generate_with_and_without_cache(variant, beams):
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])
-def test_static_cache(variant):
+def test_static_cache_generates_the_same_tokens(variant):
     model = BERT.model("BertLMHeadModel", variant)
     ids = token_ids(2, 6)
     with torch.no_grad():
@@ -85,13 +85,13 @@ def test_static_cache(variant):
     torch.testing.assert_close(torch.cat([first, second, third], dim=1), full, atol=1e-5, rtol=0)
 
 
-def test_a_static_cache_with_unequal_heads_is_a_clear_error():
+def test_static_cache_with_unequal_heads_raises_an_error():
     model = BERT.model("BertLMHeadModel", "weights")
     with pytest.raises(ValueError, match="`num_value_heads`"):
         model(token_ids(), **with_cache(StaticCache(config=model.config, max_cache_len=12)))
 
 
-def test_memory_side_dynamic_projections_keep_no_cache():
+def test_key_side_dynamic_projections_disable_the_cache():
     model = BERT.model("BertLMHeadModel", "dynamic")
     with pytest.raises(ValueError, match="`use_cache` must be False"):
         model(token_ids(), attention_mask=padding_mask(), use_cache=True)
@@ -99,7 +99,7 @@ def test_memory_side_dynamic_projections_keep_no_cache():
     assert model.generate(token_ids(2, 4), max_new_tokens=2, pad_token_id=0).shape == (2, 6)
 
 
-def test_query_side_dynamic_projections_work_with_a_cache():
+def test_query_side_dynamic_projections_support_the_cache():
     model = BERT.model("BertLMHeadModel", "talking", talking_heads_dynamic=["x2l", "x2w"])
     ids = token_ids(2, 6)
     with torch.no_grad():

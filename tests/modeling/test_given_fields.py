@@ -1,4 +1,4 @@
-"""Every field changes something in every architecture; names that are nearly a field's are errors."""
+"""Check that every field has an effect in every architecture, and that misspelled fields raise errors."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, BERT, token_ids
-from fixtures.field_values import FIELDS, beside_field, of_host, value_of
+from fixtures.field_values import FIELDS, required_fields, tiny_config_values, value_of
 from hypothesis import strategies
 from relatives import RELATIVES
 
@@ -24,10 +24,10 @@ PREFIXES = ("encoder_", "decoder_", "cross_")
 
 
 def made(row, **fields):
-    """A model of a seed, its state and what it makes of a text."""
+    """Return the state of a seeded model and its output for a text."""
     torch.manual_seed(0)
     head = next(iter(row.heads))
-    model = row.model(head, **of_host(row, **fields))
+    model = row.model(head, **tiny_config_values(row, **fields))
     torch.manual_seed(1)
     batch = row.batch(head)
     ids = token_ids(1, 23)
@@ -45,8 +45,8 @@ def differ(one, other):
 
 @EVERY_ROW
 @pytest.mark.parametrize("field", FIELDS)
-def test_every_field_changes_something(row, field):
-    value, beside = value_of(row, field), beside_field(field)
+def test_every_field_changes_the_model(row, field):
+    value, beside = value_of(row, field), required_fields(field)
     if field not in row.config_class.variant_fields():
         with pytest.raises(ValueError, match=f"`{field}`"):
             row.config(**{field: value})
@@ -58,7 +58,7 @@ def test_every_field_changes_something(row, field):
     except ValueError as error:
         assert f"`{field}" in str(error) and field in MAY_BE_REFUSED, error
         return
-    without = {name: each for name, each in beside.items() if name != field or each != value}
+    without = {name: item for name, item in beside.items() if name != field or item != value}
     assert differ(changed, made(row, **without)) == (field not in WITHOUT_EFFECT or row.name not in DECODERS)
 
 
@@ -71,7 +71,7 @@ DECODERS = [row.name for row in ROWS if hasattr(row.config_class, "encoder_decod
 
 @EVERY_ROW
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_a_prefix_before_a_field_is_a_field_or_refused(row, prefix):
+def test_prefixed_field_exists_or_raises_an_error(row, prefix):
     known = row.config_class.variant_fields()
     for field in FIELDS:
         name = prefix + field
@@ -95,7 +95,7 @@ def edited(field, draw):
 @pytest.mark.thorough
 @hypothesis.given(strategies.data())
 @hypothesis.settings(max_examples=300, deadline=None)
-def test_a_name_one_or_two_letters_off_is_refused(data):
+def test_misspelled_field_raises_an_error(data):
     row, field = data.draw(strategies.sampled_from(ROWS)), data.draw(strategies.sampled_from(FIELDS))
     name = edited(field, data.draw)
     if not hasattr(row.config_class, name) and name not in UPSTREAM and name.isidentifier():
@@ -109,7 +109,7 @@ UPSTREAM = {
     for name in (*row.upstream_config_class().to_dict(), *row.upstream_config_class.attribute_map)
     if name not in FIELDS
 }
-# Of configurations on the Hub that no class has any more.
+# Names in configurations on the Hub that no class reads now.
 NOTES = (
     *("task_specific_params", "n_positions", "output_past", "static_position_embeddings", "normalize_embedding"),
     *("add_bias_logits", "extra_pos_embeddings", "classif_dropout", "add_final_layer_norm", "normalize_before"),
@@ -119,13 +119,13 @@ NOTES = (
 
 
 @EVERY_ROW
-def test_no_name_of_upstreams_is_taken_for_a_field(row):
+def test_transformers_field_names_are_not_misspellings(row):
     assert len(UPSTREAM) > 90
     row.config_class.check_names({*UPSTREAM, *NOTES, *transformers.GenerationConfig().to_dict()} - {*FIELDS})
 
 
 def _runs_of_letters(name):
-    """Return all that three neighbours of a name's letters spell, underscores left out."""
+    """Return all runs that three adjacent letters of a name spell, without underscores."""
     letters = name.replace("_", "")
     return {letters[place : place + 3] for place in range(len(letters) - 2)}
 
@@ -137,18 +137,18 @@ LETTERS = strategies.lists(strategies.sampled_from("abcdefghijklmnopqrstuvwxyz_0
 
 @hypothesis.given(strategies.sampled_from(ROWS), LETTERS.map("".join))
 @hypothesis.settings(max_examples=300, deadline=None)
-def test_notes_of_ones_own_pass(row, name):
+def test_user_defined_names_are_accepted(row, name):
     hypothesis.assume(not _runs_of_letters(name) & set().union(*map(_runs_of_letters, FIELDS)))
     assert wrong_name(row.config_class, name) is None
 
 
 @EVERY_ROW
-def test_upstreams_configurations_load_and_ours_without_a_word(row, tmp_path, said):
-    said.clear()
+def test_transformers_and_own_configurations_load_without_warnings(row, tmp_path, logged):
+    logged.clear()
     row.upstream_config_class(**row.tiny).save_pretrained(tmp_path / "upstream")
     row.config_class.from_pretrained(tmp_path / "upstream", num_key_value_heads=2).save_pretrained(tmp_path / "ours")
     row.config_class.from_pretrained(tmp_path / "ours")
-    assert said.messages == []
+    assert logged.messages == []
 
 
 STORED = {"decoder_talking_heads": "both", "my_note": "a"}
@@ -156,18 +156,18 @@ STORED = {"decoder_talking_heads": "both", "my_note": "a"}
 
 @pytest.mark.thorough
 @EVERY_ROW
-def test_stored_names_without_an_effect_give_one_warning(row, tmp_path, said):
+def test_stored_names_without_effect_give_one_warning(row, tmp_path, logged):
     head = next(iter(row.heads))
     model = row.model(head)
     model.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | STORED))
-    said.clear()
+    logged.clear()
     assert isinstance(type(model).from_pretrained(tmp_path), AttnVariantModelMixin)
-    assert sum("`decoder_talking_heads`" in each for each in said.messages) == len(said.messages) == 1
+    assert sum("`decoder_talking_heads`" in item for item in logged.messages) == len(logged.messages) == 1
 
 
-def test_conversions_and_overrides_name_the_field(tmp_path):
+def test_conversion_and_override_errors_name_the_field(tmp_path):
     upstream = BERT.upstream_model("BertModel")
     for name in ("encoder_talking_heads", "talking_head", "v_head_dim"):
         with pytest.raises(ValueError, match=f"`{name}`"):

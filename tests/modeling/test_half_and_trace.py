@@ -1,4 +1,4 @@
-"""Half precision, offloaded weights, `torch.jit.trace`, and decoding that takes tokens back."""
+"""Check half precision, offloaded weights, `torch.jit.trace`, and decoding that discards tokens."""
 
 import copy
 
@@ -7,8 +7,8 @@ import torch
 from architectures import ARCHITECTURES, BERT, T5
 from relatives import ENCODERS, RELATIVES
 
-EVERY = {each.name: each for each in (*ARCHITECTURES, *RELATIVES)}
-SINUSOIDAL = {name: each for name, each in EVERY.items() if "sinusoidal" in each.config_class.position_types}
+EVERY = {item.name: item for item in (*ARCHITECTURES, *RELATIVES)}
+SINUSOIDAL = {name: item for name, item in EVERY.items() if "sinusoidal" in item.config_class.position_types}
 
 
 @pytest.mark.parametrize("architecture", SINUSOIDAL.values(), ids=SINUSOIDAL)
@@ -26,7 +26,7 @@ def test_sinusoidal_positions_follow_the_dtype(architecture, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["cpu_offload", "disk_offload"])
-def test_summaries_of_offloaded_weights(way, tmp_path):
+def test_transient_global_summaries_work_with_offloaded_weights(way, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     fields = {"attention_pattern": "transient_global", "attention_window": 4, "attention_block_size": 2}
     model = T5.model("T5Model", **{f"encoder_{name}": value for name, value in fields.items()})
@@ -40,8 +40,8 @@ def test_summaries_of_offloaded_weights(way, tmp_path):
 
 @pytest.mark.parametrize("head", ["BertLMHeadModel", "RobertaForCausalLM", "BartForCausalLM", "T5Model"])
 @pytest.mark.parametrize("length", [1, 4])
-def test_a_trace_of_tokens_without_a_mask(head, length):
-    architecture = next(each for each in EVERY.values() if head in each.heads)
+def test_model_can_be_traced_without_a_mask(head, length):
+    architecture = next(item for item in EVERY.values() if head in item.heads)
     is_encoder = architecture in (BERT, *ENCODERS)
     model = architecture.model(head, **({"is_decoder": True} if is_encoder else {}))
     ids = torch.randint(5, 60, (2, length), generator=torch.Generator().manual_seed(0))
@@ -62,8 +62,8 @@ def test_a_trace_of_tokens_without_a_mask(head, length):
 
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration", "BertLMHeadModel"])
 @pytest.mark.parametrize("more", [{}, {"kv_lora_rank": 16}], ids=["keys", "latents"])
-def test_assisted_decoding_and_prompt_lookup_with_windows(name, more):
-    architecture = next(each for each in EVERY.values() if name in each.heads)
+def test_windows_support_assisted_decoding_and_prompt_lookup(name, more):
+    architecture = next(item for item in EVERY.values() if name in item.heads)
     fields = {"attention_pattern": "sliding_window", "attention_window": 4, **more}
     model = architecture.model(name, **fields, **({"is_decoder": True} if architecture is BERT else {}))
     source = torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(1))

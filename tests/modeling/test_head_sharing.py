@@ -1,4 +1,4 @@
-"""Head sharing: what a number of key/value heads is called, where it is asked for, and which heads read which."""
+"""Check head sharing: the names of head counts, their fields, and the groups of query heads."""
 
 import pytest
 import torch
@@ -22,17 +22,17 @@ def config_of(row, **fields):
     ("counts", "expected"),
     [([8, 8], HeadSharing), ([1], MultiQuery), ([2], GroupedQuery), ([1, 8], GroupedQuery), ([4, 2], GroupedQuery)],
 )
-def test_a_number_of_heads_has_its_name(counts, expected):
+def test_head_counts_are_named_mha_gqa_and_mqa(counts, expected):
     assert sharing_of(counts, 8) is expected
 
 
-def test_a_mechanism_says_where_it_is_asked_for():
+def test_head_sharing_reports_its_field():
     heads = config_of(BERT).num_attention_heads
     field = "num_key_value_heads"
-    for count, found in ((heads, None), (2, GroupedQuery), (1, MultiQuery)):
+    for count, result in ((heads, None), (2, GroupedQuery), (1, MultiQuery)):
         config = config_of(BERT, num_key_value_heads=count)
         for mechanism in (HeadSharing, GroupedQuery, MultiQuery):
-            is_meant = found is not None and mechanism in (HeadSharing, found)
+            is_meant = result is not None and mechanism in (HeadSharing, result)
             assert mechanism.requested_in(config, "") == ((field, count) if is_meant else None)
     config = config_of(T5, encoder_num_key_value_heads=1)
     places = [HeadSharing.requested_in(config, prefix) for prefix in ("", "encoder_", "cross_")]
@@ -40,8 +40,8 @@ def test_a_mechanism_says_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_heads_that_share_one_are_those_of_upstream(count):
-    """Upstream repeats each key/value head for its query heads."""
+def test_query_head_groups_equal_transformers(count):
+    """Check the groups against Transformers, which repeats each key/value head for its query heads."""
     repeated = repeat_kv(torch.arange(count).view(1, count, 1, 1), 8 // count).flatten().tolist()
     read = {head: group for group, heads in enumerate(consecutive_groups(8, count)) for head in heads}
     assert [read[head] for head in range(8)] == repeated

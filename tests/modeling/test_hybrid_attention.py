@@ -1,4 +1,4 @@
-"""A softmax in a window and a kernel outside: blocks and sums are the formula, in models too, and what is refused."""
+"""Check a softmax in a window plus a kernel outside of it: the formula, models, and errors."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def attention(window, groups=2, causal=False):
 
 
 def make_call(n, groups=2):
-    """Queries, keys and values; padding on either side, and a text of nothing."""
+    """Return queries, keys and values, padded on either side or completely."""
     torch.manual_seed(1)
     leaves = [torch.randn(4, heads, n, D).requires_grad_() for heads in (HEADS, groups, groups)]
     places = torch.arange(n)
@@ -49,7 +49,7 @@ def make_call(n, groups=2):
 
 
 def by_formula(module, states, padding):
-    exact = [each.detach().double().requires_grad_() for each in (*states, *(getattr(module, n) for n in LEARNED))]
+    exact = [item.detach().double().requires_grad_() for item in (*states, *(getattr(module, n) for n in LEARNED))]
     Q, K, V, *maps, log_gamma = exact
     phi = [reference_linear.hedgehog_features(x, W) for x, W in zip((Q, K), maps, strict=True)]
     options = {"scale": SCALING, "causal": module.kernel.is_causal, "padding": padding}
@@ -61,65 +61,65 @@ def by_formula(module, states, padding):
 
 @BOTH_WAYS
 @pytest.mark.parametrize("n, window, groups", [(41, 4, 2), (41, 10, 4), (7, 2, 1), (1, 4, 2), (5, 40, 2)])
-def test_blocks_and_sums_are_the_formula(n, window, groups, causal):
+def test_hybrid_attention_equals_the_formula(n, window, groups, causal):
     module = attention(window, groups, causal)
     leaves, padding = make_call(n, groups)
     expected, weights, exact = by_formula(module, leaves, padding)
     mask = padding[:, None, None]
-    found, _ = attend_by_kernel(module, *leaves, mask, SCALING)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    actual, _ = attend_by_kernel(module, *leaves, mask, SCALING)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(
         weights_of_kernel(module, *leaves[:2], mask, SCALING).double(), weights, atol=1e-5, rtol=0
     )
     direction = torch.randn_like(expected)
     own = [*leaves, *(getattr(module, name) for name in LEARNED)]
-    gradients = torch.autograd.grad((found * direction.float()).sum(), own, materialize_grads=True)
+    gradients = torch.autograd.grad((actual * direction.float()).sum(), own, materialize_grads=True)
     right = torch.autograd.grad((expected * direction).sum(), exact, materialize_grads=True)
     for one, other in zip(gradients, right, strict=True):
         torch.testing.assert_close(one.double(), other, atol=3e-5 * max(1, other.abs().max()), rtol=0)
 
 
-def test_the_limits_are_a_window_and_a_kernel():
-    """gamma without bound leaves the window's softmax, gamma of nothing the keys outside of it."""
+def test_hybrid_limits_are_window_and_kernel_attention():
+    """Check that an infinite gamma leaves only the window's softmax, and gamma 0 only the keys outside of it."""
     module, (states, _) = attention(4), make_call(20)
     query, key, value = states
     places = torch.arange(20)
     near = (places - places[:, None]).abs() <= 2
-    key_heads, value_heads = (each.repeat_interleave(2, 1) for each in (key, value))
+    key_heads, value_heads = (item.repeat_interleave(2, 1) for item in (key, value))
     with torch.no_grad():
         module.window_log_factor.fill_(80)
-        found, _ = attend_by_kernel(module, *states, None, SCALING)
+        actual, _ = attend_by_kernel(module, *states, None, SCALING)
         window = nn.functional.scaled_dot_product_attention(query, key_heads, value_heads, near, scale=SCALING)
-        torch.testing.assert_close(found, window.transpose(1, 2), atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual, window.transpose(1, 2), atol=1e-5, rtol=0)
         module.window_log_factor.fill_(-torch.inf)
-        found, _ = attend_by_kernel(module, *states, None, SCALING)
+        actual, _ = attend_by_kernel(module, *states, None, SCALING)
         phi = [
             reference_linear.hedgehog_features(x, W)
             for x, W in zip((query, key), (module.query_kernel_proj, module.key_kernel_proj), strict=True)
         ]
         weights = torch.einsum("bhnf,bhmf->bhnm", phi[0], phi[1].repeat_interleave(2, 1)).masked_fill(near, 0)
         outside = weights / weights.sum(-1, keepdim=True) @ value_heads
-        torch.testing.assert_close(found, outside.transpose(1, 2), atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual, outside.transpose(1, 2), atol=1e-5, rtol=0)
 
 
-def test_a_state_goes_on_where_it_ended():
+def test_hybrid_state_continues_from_its_last_token():
     module = attention(6, causal=True)
     states, _ = make_call(30)
     padding = torch.arange(30) >= torch.tensor([0, 3, 14, 27])[:, None]
     expected, _, _ = by_formula(module, states, padding)
     state, outputs, sizes = None, [], set()
     for begin, end in ((0, 2), (2, 11), (11, 27), (27, 28), (28, 29), (29, 30)):
-        call = (each[:, :, begin:end] for each in states)
+        call = (item[:, :, begin:end] for item in states)
         output, state = attend_by_kernel(module, *call, padding[:, None, None, :end], SCALING, state)
         outputs.append(output)
-        sizes.add(tuple(each.shape for each in state))
+        sizes.add(tuple(item.shape for item in state))
     torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=1e-5, rtol=0)
     assert len(sizes) == 1
-    assert sum(each[0].numel() for each in state[:3]) == module.kernel.state_numbers(module.heads)
+    assert sum(item[0].numel() for item in state[:3]) == module.kernel.state_numbers(module.heads)
 
 
 @BOTH_WAYS
-def test_no_tensor_grows_with_the_square_of_the_length(causal):
+def test_hybrid_attention_allocates_no_quadratic_tensor(causal):
     module, sizes = attention(4, causal=causal), []
     for n in (256, 512):
         leaves, padding = make_call(n)
@@ -130,44 +130,44 @@ def test_no_tensor_grows_with_the_square_of_the_length(causal):
 
 
 @BOTH_WAYS
-def test_half_precision_and_compiled_calls(causal):
+def test_hybrid_attention_supports_half_precision_and_compilation(causal):
     module = attention(4, causal=causal)
-    halves = [each.detach().bfloat16() for each in make_call(20)[0]]
-    exact, _ = attend_by_kernel(module, *(each.float() for each in halves), None, SCALING)
+    halves = [item.detach().bfloat16() for item in make_call(20)[0]]
+    exact, _ = attend_by_kernel(module, *(item.float() for item in halves), None, SCALING)
     half, _ = attend_by_kernel(module, *halves, None, SCALING)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), exact, atol=1e-2, rtol=1e-2)
     compiled = torch.compile(attend_by_kernel, backend="aot_eager", fullgraph=True)
-    states = [each.float() for each in halves]
+    states = [item.float() for item in halves]
     torch.testing.assert_close(compiled(module, *states, None, SCALING)[0], exact)
 
 
 @pytest.mark.parametrize("architecture", (BERT, ALBERT, *ENCODERS), ids=lambda row: row.name)
-def test_an_encoder_reads_both(architecture):
+def test_encoder_with_hybrid_attention_equals_the_formula(architecture):
     head = next(iter(architecture.heads))
     model = architecture.model(head, "gqa", **HYBRID)
     batch = architecture.batch(head)
     real = batch["attention_mask"].bool()
     with torch.no_grad():
-        found, result = model(**batch).last_hidden_state, model(**batch, output_attentions=True)
-        torch.testing.assert_close(found[real], result.last_hidden_state[real], atol=1e-5, rtol=0)
+        actual, result = model(**batch).last_hidden_state, model(**batch, output_attentions=True)
+        torch.testing.assert_close(actual[real], result.last_hidden_state[real], atol=1e-5, rtol=0)
         assert not any(weights.masked_select(~real[:, None, None]).any() for weights in result.attentions)
         for others in ({"attention_kernel": "hedgehog"}, {**HYBRID, "attention_window": 2}):
-            assert not found.allclose(architecture.model(head, "gqa", **others)(**batch)[0], atol=1e-3)
+            assert not actual.allclose(architecture.model(head, "gqa", **others)(**batch)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertLMHeadModel"), (BART, "BartForConditionalGeneration")])
-def test_a_decoder_generates_as_it_computes(architecture, head):
+def test_decoder_with_hybrid_attention_generates_its_own_argmax(architecture, head):
     encoder = {f"encoder_{name}": value for name, value in HYBRID.items()} if architecture is BART else {}
     model = architecture.model(head, "gqa", **HYBRID, **encoder)
-    batch = {name: each.flip(1) for name, each in architecture.batch(head).items() if not name.startswith("decoder")}
+    batch = {name: item.flip(1) for name, item in architecture.batch(head).items() if not name.startswith("decoder")}
     for beams in (1, 3):
         options = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "num_beams": beams}
-        kept, anew = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
-        assert kept.equal(anew)
+        cached, uncached = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
+        assert cached.equal(uncached)
 
 
-def test_windows_by_layer_are_saved_and_loaded(tmp_path):
+def test_hybrid_windows_per_layer_are_saved_and_loaded(tmp_path):
     fields = {"attention_kernel": "hybrid", "per_layer_values": {"attention_window": [2, 6]}}
     model = BERT.model("BertModel", **fields)
     assert [layer.attention.self.kernel.window for layer in model.encoder.layer] == [2, 6]
@@ -179,11 +179,11 @@ def test_windows_by_layer_are_saved_and_loaded(tmp_path):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel="hedgehog")
 
 
-def test_every_parameter_learns_and_an_exported_graph_computes_the_same():
+def test_hybrid_parameters_get_gradients_and_export_agrees():
     model = BERT.model("BertModel", "gqa", **HYBRID)
     ids = token_ids(2, 9)
     model(ids).last_hidden_state.square().sum().backward()
-    assert all(each.grad is not None for name, each in model.named_parameters() if "pooler" not in name)
+    assert all(item.grad is not None for name, item in model.named_parameters() if "pooler" not in name)
     length = torch.export.Dim("length", min=3, max=32)
     program = torch.export.export(model, (ids,), dynamic_shapes={"input_ids": {1: length}}, strict=False)
     other = token_ids(2, 23)

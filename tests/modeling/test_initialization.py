@@ -1,4 +1,4 @@
-"""New weights are drawn as upstream draws them: in a model from a configuration, and where a checkpoint lacks them."""
+"""Check that new weights are initialized like those of Transformers, in new models and for incomplete checkpoints."""
 
 import math
 
@@ -20,13 +20,13 @@ EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 
 
 def by_a_seed(model_class, config):
-    """Make a model from a configuration alone."""
+    """Return a model that is made only from a configuration."""
     torch.manual_seed(0)
     return model_class(config)
 
 
 def all_missing(model_class, config):
-    """Load a checkpoint that holds nothing: each parameter comes from uninitialised memory."""
+    """Load an empty checkpoint: each parameter starts in uninitialized memory."""
     torch.manual_seed(0)
     return model_class.from_pretrained(None, config=config, state_dict={})
 
@@ -44,7 +44,7 @@ def ours_and_upstreams(architecture, head, variant, make):
 
 @pytest.mark.parametrize("architecture, head, variant", HEADS_AND_VARIANTS, ids=HEAD_AND_VARIANT_IDS)
 @BOTH_WAYS
-def test_every_new_weight_has_upstreams_deviation(architecture, head, variant, make):
+def test_new_weights_have_the_standard_deviation_of_transformers(architecture, head, variant, make):
     ours, theirs = ours_and_upstreams(architecture, head, variant, make)
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
@@ -57,7 +57,7 @@ def test_every_new_weight_has_upstreams_deviation(architecture, head, variant, m
             deviation = expected[name].std(correction=0).item()
         if deviation is None:
             assert parameter.equal(torch.eye(*parameter.shape)), name
-        elif deviation == 0 and leaf.endswith("_proj"):  # input-dependent terms beside the identity
+        elif deviation == 0 and leaf.endswith("_proj"):  # input-dependent terms in addition to the identity
             assert not parameter.any(), name
         elif deviation == 0:
             assert (parameter == expected[name].flatten()[0]).all(), name
@@ -68,7 +68,7 @@ def test_every_new_weight_has_upstreams_deviation(architecture, head, variant, m
 
 @EVERY_HEAD
 @BOTH_WAYS
-def test_multi_head_draws_what_upstream_draws(architecture, head, make):
+def test_multi_head_initialization_equals_transformers(architecture, head, make):
     ours, theirs = ours_and_upstreams(architecture, head, "mha", make)
     expected = theirs.state_dict()
     assert ours.state_dict().keys() == expected.keys()
@@ -77,7 +77,7 @@ def test_multi_head_draws_what_upstream_draws(architecture, head, make):
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "talking"])
 @pytest.mark.parametrize("on_a_checkpoint", [False, True], ids=["from a configuration", "on a checkpoint"])
-def test_a_t5_classifier_of_two_labels_begins_at_chance(variant, on_a_checkpoint, tmp_path):
+def test_t5_classifier_starts_at_chance_level(variant, on_a_checkpoint, tmp_path):
     torch.manual_seed(0)
     config, losses = T5.config(variant, initializer_factor=1.0), []
     hf_attn_variants.AttnVariantT5ForConditionalGeneration(config).save_pretrained(tmp_path)
@@ -92,7 +92,7 @@ def test_a_t5_classifier_of_two_labels_begins_at_chance(variant, on_a_checkpoint
 
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize("init", ["identity", "random"])
-def test_initial_projections(architecture, init):
+def test_talking_heads_projections_have_their_initial_values(architecture, init):
     fields = {"talking_heads": "both", "talking_heads_init": init, "talking_heads_dynamic": ["x2l", "m2w"]}
     config = architecture.config(**fields)
     model = by_a_seed(getattr(hf_attn_variants, config.auto_classes["AutoModel"]), config)
@@ -113,7 +113,7 @@ def test_initial_projections(architecture, init):
 
 @pytest.mark.parametrize("architecture", (*ARCHITECTURES, *RELATIVES), ids=lambda row: row.name)
 @pytest.mark.parametrize("by_conversion", [False, True], ids=["loaded", "converted"])
-def test_dynamic_terms_beside_the_identity_change_no_output_and_learn(architecture, by_conversion, tmp_path):
+def test_initial_dynamic_terms_change_no_output_and_get_gradients(architecture, by_conversion, tmp_path):
     head = next(iter(architecture.heads))
     heads = dict.fromkeys({"encoder_attention_heads", "decoder_attention_heads"} & architecture.tiny.keys(), 12)
     upstream = architecture.upstream_model(head, **heads)
@@ -139,7 +139,7 @@ def test_dynamic_terms_beside_the_identity_change_no_output_and_learn(architectu
 
 @EVERY_ARCHITECTURE
 @BOTH_WAYS
-def test_keys_and_values_of_a_latent_have_upstreams_spread(architecture, make):
+def test_latent_keys_and_values_have_the_spread_of_transformers(architecture, make):
     head = next(iter(architecture.heads))
     spreads = []
     for variant in ("gqa", "latent"):
@@ -160,8 +160,7 @@ def test_keys_and_values_of_a_latent_have_upstreams_spread(architecture, make):
 
 @pytest.mark.thorough
 @EVERY_ARCHITECTURE
-def test_a_model_with_latents_learns_from_the_start(architecture):
-    """As fast as one without."""
+def test_latent_model_learns_as_fast_as_multi_head(architecture):
     heads = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}
     batch, losses = architecture.batch(heads[architecture.name], labels=True), []
     for variant in ("gqa", "latent"):
@@ -178,8 +177,8 @@ def test_a_model_with_latents_learns_from_the_start(architecture):
 
 
 @EVERY_ARCHITECTURE
-def test_a_subclass_that_writes_over_weights_keeps_the_loaded_ones(architecture, tmp_path):
-    """Rules of the old kind, which look at no flag; upstream guards what is loaded against them, and so do we."""
+def test_subclass_initialization_keeps_loaded_weights(architecture, tmp_path):
+    """Check old `_init_weights` that ignore the loaded flag; Transformers protects loaded weights, and so do we."""
     base = getattr(hf_attn_variants, architecture.config_class.auto_classes["AutoModel"])
 
     class OldRules(base):
@@ -194,7 +193,7 @@ def test_a_subclass_that_writes_over_weights_keeps_the_loaded_ones(architecture,
 
 
 @BOTH_WAYS
-def test_a_subclass_with_rules_of_its_own_draws_new_heads_by_t5s(make):
+def test_subclass_with_own_initialization_uses_t5_rules_for_new_heads(make):
     class WithRules(hf_attn_variants.AttnVariantT5ForSequenceClassification):
         def _init_weights(self, module):
             super()._init_weights(module)

@@ -1,4 +1,4 @@
-"""Kernels in some layers and a softmax in the others: each layer computes its own, with and without a cache."""
+"""Check kernels in some layers and a softmax in the others, with and without a cache."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ EVERY_DECODER = pytest.mark.parametrize("architecture, head, names", DECODERS.va
 
 
 def by_layer(values, kernel, *names):
-    values = [each and each.format(kernel) for each in values]
+    values = [item and item.format(kernel) for item in values]
     return {"per_layer_values": {name: values for name in names}}
 
 
 def positions(head, names):
-    """Sinusoids, where a T5's bias by distance cannot stand beside a kernel."""
+    """Sinusoidal positions for T5, whose bias by distance cannot be combined with a kernel."""
     return {"position_embedding_type": "sinusoidal"} if head.startswith("T5") and "attention_kernel" in names else {}
 
 
@@ -43,8 +43,8 @@ def kernels(model):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("first", [None, "hedgehog"])
-def test_each_layer_reads_by_its_own(first, implementation):
-    """The first layer's output is upstream's, or that of a model with the kernel everywhere."""
+def test_each_layer_uses_its_own_kernel(first, implementation):
+    """Check that the first layer equals Transformers, or a model with the kernel in all layers."""
     values = [first, "hedgehog" if first is None else None]
     model = BERT.model("BertModel", per_layer_values={"attention_kernel": values})
     assert model.config.attention_kernel == "hedgehog" and kernels(model) == values
@@ -55,7 +55,7 @@ def test_each_layer_reads_by_its_own(first, implementation):
     mask[0, 6:] = 0
     with torch.no_grad():
         ours, theirs = (
-            each(ids, attention_mask=mask, output_hidden_states=True).hidden_states for each in (model, alike)
+            item(ids, attention_mask=mask, output_hidden_states=True).hidden_states for item in (model, alike)
         )
     torch.testing.assert_close(ours[1][mask.bool()], theirs[1][mask.bool()])
     assert (ours[2] - theirs[2])[mask.bool()].abs().max() > 1e-3
@@ -66,8 +66,8 @@ def test_each_layer_reads_by_its_own(first, implementation):
 @EVERY_DECODER
 @pytest.mark.parametrize("values", LISTS, ids=["softmax first", "kernel first"])
 @pytest.mark.parametrize("implementation, kernel", [("sdpa", "hedgehog"), ("eager", "hedgehog"), ("sdpa", "hybrid")])
-def test_a_cache_keeps_states_and_keys(architecture, head, names, values, implementation, kernel):
-    """Several tokens after each other, then one by one; padded on the left where a text is the decoder's own."""
+def test_mixed_cache_keeps_states_and_keys(architecture, head, names, values, implementation, kernel):
+    """Check several tokens in one call, then single tokens; decoder-only texts are padded on the left."""
     if kernel == "hybrid" and "cross_attention_kernel" in names:
         pytest.skip("a hybrid is of self-attention")
     windows = {name.replace("kernel", "window"): 4 for name in names if kernel == "hybrid"}
@@ -80,26 +80,26 @@ def test_a_cache_keeps_states_and_keys(architecture, head, names, values, implem
     later[:, -1] = (later[:, -1] + 1) % 20
     assert at_once(model, batch._replace(ids=later))[:, :-1].equal(whole[:, :-1])
     own = getattr(cache, "self_attention_cache", cache)
-    has_state = [each is not None and "attention_kernel" in names for each in values]
+    has_state = [item is not None and "attention_kernel" in names for item in values]
     assert [isinstance(layer, KernelStateLayer) for layer in own.layers] == has_state
     assert own.get_seq_length() == 9
 
 
 @EVERY_DECODER
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generation_with_a_cache_is_that_without(architecture, head, names, beams):
+def test_mixed_kernels_generate_the_same_with_and_without_a_cache(architecture, head, names, beams):
     model = architecture.model(head, "gqa", **by_layer(LISTS[0], "elu", *names), **positions(head, names))
     batch = {
-        name: each.flip(1) if each.dim() == 2 else each
-        for name, each in architecture.batch(head).items()
+        name: item.flip(1) if item.dim() == 2 else item
+        for name, item in architecture.batch(head).items()
         if not name.startswith("decoder")
     }
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
-    kept, anew = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
-    assert kept.equal(anew)
+    cached, uncached = (model.generate(**batch, **options, use_cache=is_on) for is_on in (True, False))
+    assert cached.equal(uncached)
 
 
-def test_what_a_mixed_cache_cannot_do_is_refused():
+def test_unsupported_operations_on_a_mixed_cache_raise_an_error():
     model = BERT.model("BertLMHeadModel", **by_layer(LISTS[0], "elu", "attention_kernel"))
     cache = DynamicCache(config=model.config)
     model(token_ids(1, 4), **with_cache(cache))
@@ -110,7 +110,7 @@ def test_what_a_mixed_cache_cannot_do_is_refused():
         model(token_ids(1, 4), **with_cache(static))
 
 
-def test_saved_and_loaded_and_nothing_learned_is_dropped(tmp_path):
+def test_mixed_kernels_are_saved_and_loaded_completely(tmp_path):
     lists = by_layer(LISTS[0], "hedgehog", "attention_kernel")
     model = BERT.model("BertModel", **lists)
     model.save_pretrained(tmp_path)
@@ -131,28 +131,28 @@ def test_saved_and_loaded_and_nothing_learned_is_dropped(tmp_path):
     assert kernels(load(tmp_path, **lists)) == [None, "hedgehog"]
 
 
-def test_a_plain_checkpoint_takes_kernels_in_some_layers(tmp_path):
+def test_plain_checkpoint_loads_with_kernels_in_some_layers(tmp_path):
     BERT.upstream_model("BertModel").save_pretrained(tmp_path)
     load = hf_attn_variants.AttnVariantBertModel.from_pretrained
     assert kernels(load(tmp_path, **by_layer(LISTS[1], "elu", "attention_kernel"))) == ["elu", None]
     assert kernels(load(tmp_path, per_layer_config={1: {"attention_kernel": "elu"}})) == [None, "elu"]
 
 
-def test_equal_layers_are_a_model_with_one_kernel():
+def test_equal_kernels_per_layer_become_one_kernel():
     config = BERT.config("mha", per_layer_values={"attention_kernel": ["elu", "elu"]})
     assert config.attention_kernel == "elu" and config.per_layer_values is None
     config = BERT.config("mha", per_layer_values={"attention_kernel": [None, None]})
     assert config.attention_kernel is None and config.per_layer_values is None
 
 
-def test_every_parameter_learns():
+def test_every_parameter_of_mixed_kernels_gets_a_gradient():
     lists = by_layer(LISTS[0], "hedgehog", "attention_kernel", "encoder_attention_kernel", "cross_attention_kernel")
     model = BART.model("BartForConditionalGeneration", "gqa", **lists).train()
     model(**BART.batch("BartForConditionalGeneration", labels=True), use_cache=False).loss.backward()
     assert all(parameter.grad.any() for name, parameter in model.named_parameters() if "k_proj.bias" not in name)
 
 
-def test_its_name_says_in_how_many_layers():
+def test_variant_name_counts_the_layers_with_a_kernel():
     lists = by_layer(LISTS[0], "hedgehog", "attention_kernel")
     assert variant_name(BERT.config("mha", **lists)) == "MHA + hedgehog in 1 of 2 layers"
     assert variant_name(BERT.config("mha", attention_kernel="hedgehog")) == "MHA + hedgehog"

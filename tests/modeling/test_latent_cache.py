@@ -1,4 +1,4 @@
-"""What a cache keeps of a latent: once for all layers of a cross-attention, whatever is done to the cache."""
+"""Check the cache of latents: stored once for all layers of a cross-attention, whatever changes the cache."""
 
 import copy
 
@@ -23,13 +23,13 @@ def t5(rank, variant="mha"):
 
 
 def stored(cache):
-    """The bytes of a cache's distinct storages."""
+    """Return the bytes of a cache's distinct storages."""
     tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+    return sum({item.untyped_storage().data_ptr(): item.untyped_storage().nbytes() for item in tensors}.values())
 
 
 def pieces():
-    """A source and a target in parts: the first goes into a cache, the second is compared after it."""
+    """Return a source and a target in two parts: the first fills a cache, the second is compared after it."""
     batch = T5.batch("T5ForConditionalGeneration")
     target = batch.pop("decoder_input_ids")
     return batch, target[:, :5], target[:, 5:]
@@ -71,18 +71,18 @@ def assert_holds(cache, sentences, rank, beams=1, length=5):
 
 @CROSS_RANKS
 @VARIANTS
-def test_the_latent_is_kept_once_for_all_layers(rank, variant, form):
+def test_cached_latent_is_stored_once_for_all_layers(rank, variant, form):
     model = t5(rank, variant)
     batch, first, last = pieces()
     cache = start(model, batch, first)
     assert_holds(cache, BATCH, rank)
-    found = go_on(model, batch, last, cache)
+    actual = go_on(model, batch, last, cache)
     assert_holds(cache, BATCH, rank, length=LENGTH)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("layers", [2, 5])
-def test_layers_cost_a_multi_head_cache_and_no_latent(layers):
+def test_layers_increase_a_multi_head_cache_but_not_a_latent_cache(layers):
     plain = T5.model("T5ForConditionalGeneration", num_layers=layers)
     exact = T5.model("T5ForConditionalGeneration", num_layers=layers, cross_kv_lora_rank=WIDTH)
     batch, first, _ = pieces()
@@ -96,7 +96,7 @@ def test_layers_cost_a_multi_head_cache_and_no_latent(layers):
 @pytest.mark.parametrize(
     "search", [{"num_beams": 1}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str
 )
-def test_generation_keeps_it_once_a_sentence(rank, kind, search):
+def test_generation_stores_the_latent_once_per_sentence(rank, kind, search):
     model = t5(rank)
     batch, *_ = pieces()
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
@@ -106,7 +106,7 @@ def test_generation_keeps_it_once_a_sentence(rank, kind, search):
 
 
 @CROSS_RANKS
-def test_beams_whose_heads_talk_read_a_memory_each(rank):
+def test_talking_heads_store_the_encoder_outputs_per_beam(rank):
     model = t5(rank, "gqa_talking")
     batch, *_ = pieces()
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": 3, "return_dict_in_generate": True}
@@ -133,45 +133,45 @@ def reordered(cache):
 @CROSS_RANKS
 @VARIANTS
 @pytest.mark.parametrize("change", [repeated, selected, reordered])
-def test_a_cache_whose_rows_change_is_still_one_latent(rank, variant, change, form):
+def test_reordered_cache_still_stores_one_latent(rank, variant, change, form):
     model = t5(rank, variant)
     batch, first, last = pieces()
     cache = start(model, batch, first)
     kept = change(cache)
     assert_holds(cache, len(kept), rank)
     batch, first, last = rows(batch, kept), first[kept], last[kept]
-    found = go_on(model, batch, last, cache)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, cache)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 @CROSS_RANKS
-def test_a_copy_is_one_latent_as_well(rank, form):
+def test_copied_cache_stores_one_latent(rank, form):
     model = t5(rank)
     batch, first, last = pieces()
     cache = start(model, batch, first)
     again = copy.deepcopy(cache)
     assert_holds(again, BATCH, rank)
     cache.cross_attention_cache.layers[0].keys.fill_(torch.nan)
-    found = go_on(model, batch, last, again)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, again)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 @CROSS_RANKS
 @pytest.mark.parametrize("crop", [-2, -4])
-def test_cropped(rank, crop, form):
+def test_latent_cache_can_be_cropped(rank, crop, form):
     model = t5(rank)
     batch, first, last = pieces()
     cache = start(model, batch, first)
     cache.crop(crop)
     assert_holds(cache, BATCH, rank, length=5 + crop)
-    found = go_on(model, batch, last, cache)
-    torch.testing.assert_close(found, full(model, batch, first[:, :crop], last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, cache)
+    torch.testing.assert_close(actual, full(model, batch, first[:, :crop], last), atol=1e-5, rtol=0)
 
 
 @CROSS_RANKS
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_reset_and_used_for_other_sentences(rank, kind, form):
-    """And the outputs of the encoder that it has held are as they were."""
+def test_latent_cache_can_be_reset_and_reused(rank, kind, form):
+    """Check also that the encoder outputs, which the cache held, did not change."""
     model = t5(rank)
     batch, first, last = pieces()
     with torch.no_grad():
@@ -181,13 +181,13 @@ def test_reset_and_used_for_other_sentences(rank, kind, form):
     start(model, {"encoder_outputs": memory, "attention_mask": batch["attention_mask"]}, first, cache)
     cache.reset()
     assert memory.last_hidden_state.equal(states)
-    if kind == "dynamic":  # releases before 5.23 leave it as long as it was, in any model
+    if kind == "dynamic":  # releases before 5.23 do not shorten it in any model
         cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
     others = batch | {"input_ids": token_ids(BATCH, LENGTH)}
     start(model, others, last, cache)
     assert_holds(cache, BATCH, rank, length=12 if kind == "static" else last.shape[1])
-    found = go_on(model, others, first, cache)
-    torch.testing.assert_close(found, full(model, others, last, first), atol=1e-5, rtol=0)
+    actual = go_on(model, others, first, cache)
+    torch.testing.assert_close(actual, full(model, others, last, first), atol=1e-5, rtol=0)
 
 
 def static_pair(model, length=12):
@@ -199,19 +199,19 @@ def static_pair(model, length=12):
 
 @CROSS_RANKS
 @pytest.mark.parametrize("variant", ["mha", "gqa", "weights"])
-def test_a_pair_of_static_caches(rank, variant):
-    """Also where keys and values have unequal numbers of heads, which are no longer kept."""
+def test_latents_support_a_pair_of_static_caches(rank, variant):
+    """Check also unequal head counts of keys and values, which the cache no longer stores."""
     model = t5(rank, variant)
     batch, first, last = pieces()
     cache = start(model, batch, first, static_pair(model))
     assert_holds(cache, BATCH, rank, length=12)
-    found = go_on(model, batch, last, cache)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, cache)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
 @CROSS_RANKS
 @pytest.mark.parametrize("kind", ["dynamic", "static", "configured"])
-def test_a_cache_wrapped_anew_is_the_old_one(rank, kind, form):
+def test_cache_in_a_new_wrapper_keeps_its_contents(rank, kind, form):
     model = t5(rank)
     batch, first, last = pieces()
     given = {
@@ -221,12 +221,12 @@ def test_a_cache_wrapped_anew_is_the_old_one(rank, kind, form):
     }
     cache = start(model, batch, first, given[kind]())
     again = EncoderDecoderCache(cache.self_attention_cache, cache.cross_attention_cache)
-    found = go_on(model, batch, last, again)
-    torch.testing.assert_close(found, full(model, batch, first, last), atol=1e-5, rtol=0)
+    actual = go_on(model, batch, last, again)
+    torch.testing.assert_close(actual, full(model, batch, first, last), atol=1e-5, rtol=0)
 
 
-def test_a_kept_cache_goes_on_generating(form):
-    """As it does in a model without latents, whatever upstream feeds it then."""
+def test_returned_cache_continues_generation(form):
+    """Compare with a model without latents."""
     plain = T5.model("T5ForConditionalGeneration")
     exact = with_latents(plain, cross_kv_lora_rank=WIDTH, kv_lora_rank=WIDTH)
     batch, *_ = pieces()
@@ -244,7 +244,7 @@ def test_a_kept_cache_goes_on_generating(form):
 
 
 @CROSS_RANKS
-def test_a_handed_over_cache_serves_generation(rank):
+def test_generation_fills_a_cache_that_is_passed(rank):
     model = t5(rank)
     batch, *_ = pieces()
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -252,7 +252,7 @@ def test_a_handed_over_cache_serves_generation(rank):
     assert model.generate(**batch, max_new_tokens=6, do_sample=False, **with_cache(cache)).equal(expected)
 
 
-def test_a_cache_that_cannot_hold_it_is_a_clear_error():
+def test_cache_without_the_latent_raises_an_error():
     batch, first, _ = pieces()
     model = t5(WIDTH)
     others = start(T5.model("T5ForConditionalGeneration"), batch, first)
@@ -261,8 +261,8 @@ def test_a_cache_that_cannot_hold_it_is_a_clear_error():
         model(**batch, decoder_input_ids=first, **with_cache(others))
 
 
-def test_keys_and_values_of_a_short_memory_stay_beside_it(monkeypatch):
-    """They are no more numbers than the maps that made them, and are made once."""
+def test_keys_and_values_of_short_encoder_outputs_are_cached(monkeypatch):
+    """Check that keys and values that are no larger than their projections are computed once."""
     model = t5(WIDTH)
     batch, first, last = pieces()
     latent = torch.empty(BATCH, 1, LENGTH, WIDTH)
@@ -274,8 +274,8 @@ def test_keys_and_values_of_a_short_memory_stay_beside_it(monkeypatch):
 
 
 @pytest.mark.parametrize("crosses", [False, True])
-def test_the_decoder_alone_has_a_plain_cache(crosses):
-    """It has no place for a memory, whose latent is then made in every step."""
+def test_decoder_without_encoder_uses_a_plain_cache(crosses):
+    """Check that a plain cache works, although it cannot store the latent, which is computed in every step."""
     model = t5(24)
     ids = torch.randint(5, VOCABULARY, (2, 6))
     memory = {"encoder_hidden_states": torch.randn(2, LENGTH, WIDTH)} if crosses else {}
@@ -283,5 +283,5 @@ def test_the_decoder_alone_has_a_plain_cache(crosses):
         expected = model.decoder(input_ids=ids, use_cache=False, **memory).last_hidden_state
         cache = DynamicCache()
         model.decoder(input_ids=ids[:, :4], **with_cache(cache), **memory)
-        found = model.decoder(input_ids=ids[:, 4:], **with_cache(cache), **memory).last_hidden_state
-    torch.testing.assert_close(found, expected[:, 4:], atol=1e-5, rtol=0)
+        actual = model.decoder(input_ids=ids[:, 4:], **with_cache(cache), **memory).last_hidden_state
+    torch.testing.assert_close(actual, expected[:, 4:], atol=1e-5, rtol=0)

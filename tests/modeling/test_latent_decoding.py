@@ -1,7 +1,7 @@
-"""The kernels that read a latent once: against the formula, when they serve, and a decoder's compiled step by them.
+"""Check the decoding kernels for latents: the formula, the calls that use them, and a compiled decoding step.
 
-They run on a GPU, or in Triton's interpreter, which needs another process: the variable that asks for it is read when
-Triton is imported. Its products of bfloat16 are wrong, so float16 stands for half precision.
+The kernels run on a GPU, or in Triton's interpreter. The interpreter needs another process, because Triton reads its
+environment variable when it is imported. It computes bfloat16 products incorrectly, so the tests use float16.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ from hf_attn_variants.modeling.ops.latent_decoding import (
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
 DEVICE = "cuda" if CUDA else "cpu"
-# Memories, rows, keys, width: one power of two, two of them, one that has zeros beside it; rows in two blocks.
+# Batch, rows, keys and width: a power of two, a sum of two, and a padded one; rows in two blocks.
 SIZES = [(2, 12, 90, 48), (1, 20, 70, 96), (3, 8, 64, 32), (2, 3, 33, 24)]
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 60, "pad_token_id": 0}
 
@@ -68,27 +68,27 @@ def formula(query, latent, mask, scaling):
 @pytest.mark.parametrize("programs", [1, 64], ids=["one part", "parts"])
 @pytest.mark.parametrize("kind", [None, "padding", "rows", "additive"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_triton_kernels_are_the_formula(sizes, kind, programs):
+def test_triton_latent_kernels_equal_the_formula(sizes, kind, programs):
     query, latent = make_inputs(*sizes)
     mask, scaling = make_mask(kind, query, latent), sizes[-1] ** -0.5
-    found = one_latent_by_kernels(query, latent, mask, scaling, Launch(16, 16, 4, 2, programs))
-    torch.testing.assert_close(found.double(), formula(query, latent, mask, scaling), rtol=2e-3, atol=2e-3)
+    actual = one_latent_by_kernels(query, latent, mask, scaling, Launch(16, 16, 4, 2, programs))
+    torch.testing.assert_close(actual.double(), formula(query, latent, mask, scaling), rtol=2e-3, atol=2e-3)
 
 
 @needs_triton
 @pytest.mark.parametrize("programs", [1, 64], ids=["one part", "parts"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_row_whose_mask_is_the_lowest_number_weighs_all_keys_alike_by_triton(dtype, programs):
+def test_triton_latent_kernels_give_uniform_weights_under_finite_masks(dtype, programs):
     query, latent = make_inputs()
     mask = torch.zeros(2, 1, 4, 40, device=DEVICE, dtype=dtype)
     mask[0, :, 1], mask[1, :, 2, :30] = torch.finfo(dtype).min, torch.finfo(dtype).min
-    found = one_latent_by_kernels(query, latent, mask, 0.2, Launch(16, 16, 4, 2, programs))
+    actual = one_latent_by_kernels(query, latent, mask, 0.2, Launch(16, 16, 4, 2, programs))
     expected = attention_with_weights(query.float(), latent.float(), latent.float(), mask.float(), scaling=0.2)[0]
-    torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(actual.float(), expected.transpose(1, 2), rtol=2e-3, atol=2e-3)
 
 
 @needs_triton
-def test_triton_kernels_read_queries_and_latents_that_are_views():
+def test_triton_latent_kernels_accept_views():
     query, latent = make_inputs()
     query_view, latent_view = query.transpose(0, 2).contiguous().transpose(0, 2), latent.mT.contiguous().mT
     expected = attend_to_one_latent(query, latent, scaling=0.2)
@@ -96,7 +96,7 @@ def test_triton_kernels_read_queries_and_latents_that_are_views():
 
 
 def faulty_kernels(fault):
-    """Return what a broken kernel would compute."""
+    """Return a result that a broken kernel could compute."""
 
     def compute(query, latent, mask, scaling, launch):
         if fault == "raises":
@@ -123,7 +123,7 @@ FAULTS = ["raises", "is not a number", "keys beyond the end", "no last key", "on
 @pytest.mark.parametrize("masked", [False, True], ids=["", "padding"])
 @pytest.mark.parametrize("memories", [2, 1000], ids=["parts", "one part"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_where_the_triton_kernels_fail_torch_computes_and_says_so_once(monkeypatch, fault, memories, masked):
+def test_failing_triton_kernels_fall_back_to_torch_with_one_warning(monkeypatch, fault, memories, masked):
     if fault == "one block of a part" and memories > 2:
         pytest.skip("that part is all")
     warnings = []
@@ -139,17 +139,17 @@ def test_where_the_triton_kernels_fail_torch_computes_and_says_so_once(monkeypat
 
 
 @needs_triton
-def test_what_triton_makes_exactly_agrees(monkeypatch):
+def test_exact_triton_results_pass_the_trial(monkeypatch):
     monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels(None))
     for dtype in (torch.float16, torch.bfloat16):  # with its rounding
         for memories in (2, 1000):
-            query, latent = (each.to(dtype) for each in make_inputs(memories, keys=100))
+            query, latent = (item.to(dtype) for item in make_inputs(memories, keys=100))
             attend_to_one_latent(query, latent, scaling=0.2)
     assert list(latent_decoding._latents_agreed.values()) == [True] * 4
 
 
 @needs_triton
-def test_a_call_that_only_fails_later_is_computed_by_torch_where_triton_is_not(monkeypatch):
+def test_later_triton_failure_falls_back_to_torch(monkeypatch):
     kernels, warnings = latent_decoding.one_latent_by_kernels, []
     monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     query, latent = make_inputs()
@@ -162,7 +162,7 @@ def test_a_call_that_only_fails_later_is_computed_by_torch_where_triton_is_not(m
 
 
 @needs_triton
-def test_a_trial_of_the_triton_kernels_moves_no_random_numbers():
+def test_trial_of_triton_kernels_keeps_the_random_state():
     torch.manual_seed(0)
     expected = torch.rand(3, device=DEVICE)
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_a_trial_of_the_triton_kernels_moves_no_random_numbers():
 
 
 @needs_triton
-def test_what_the_triton_kernels_serve(monkeypatch):
+def test_triton_latent_kernels_serve_supported_calls_only(monkeypatch):
     monkeypatch.setattr(latent_decoding, "LEAST_BYTES", 0)
     query, latent = make_inputs()
     assert one_latent_serves(query, latent, None, 0.0)
@@ -192,7 +192,7 @@ def test_what_the_triton_kernels_serve(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize("rank", [64, 16], ids=["exact", "latents"])
-def test_a_compiled_step_reads_the_latent_by_triton_kernels_and_says_the_same(monkeypatch, rank):
+def test_compiled_step_uses_triton_kernels_with_equal_outputs(monkeypatch, rank):
     kernels, calls = latent_decoding.one_latent_by_kernels, []
     monkeypatch.setattr(
         latent_decoding, "one_latent_by_kernels", lambda *call: [calls.append(call), kernels(*call)][1]
@@ -215,7 +215,7 @@ def test_a_compiled_step_reads_the_latent_by_triton_kernels_and_says_the_same(mo
 
 @pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
-def test_triton_through_its_interpreter():
+def test_latent_kernels_pass_in_the_triton_interpreter():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
@@ -227,14 +227,14 @@ def test_triton_through_its_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="there the kernels run on a CPU")
-def test_on_a_cpu_torch_computes(monkeypatch):
+def test_cpu_calls_use_torch(monkeypatch):
     monkeypatch.setattr(latent_decoding, "LEAST_BYTES", 0)
     query, latent = (torch.ones(1, 1, size, 32, dtype=torch.float16) for size in (4, 40))
     assert not one_latent_serves(query, latent, None, 0.0)
 
 
 @needs_triton
-def test_memory_that_others_fill_is_no_fault_of_triton_kernels(monkeypatch):
+def test_out_of_memory_does_not_disable_triton_kernels(monkeypatch):
     kernels = latent_decoding.one_latent_by_kernels
 
     def full(*call):

@@ -1,4 +1,4 @@
-"""A latent as wide as its input is the input: any T5 or mT5 checkpoint decodes from the encoder's outputs alone."""
+"""Check cached encoder outputs: with latents as wide as the input, any T5 or mT5 checkpoint decodes unchanged."""
 
 import pytest
 import torch
@@ -50,9 +50,9 @@ VARIANTS = {
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 
 
-def assert_close(found, expected):
+def assert_close(actual, expected):
     atol = 1e-5 * expected.abs().max().item()
-    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
 
 
 def generated(model, inputs, **kwargs):
@@ -70,7 +70,7 @@ def source(padding="right"):
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("ranks", RANKS)
 @IMPLEMENTATIONS
-def test_any_checkpoint_loads_and_decodes_as_upstreams(flavour, ranks, implementation, tmp_path):
+def test_cached_encoder_outputs_decode_like_transformers(flavour, ranks, implementation, tmp_path):
     model_class, config_class, fields = FLAVOURS[flavour]
     torch.manual_seed(0)
     upstream = model_class(config_class(**T5.tiny, **fields)).eval()
@@ -98,22 +98,22 @@ def test_any_checkpoint_loads_and_decodes_as_upstreams(flavour, ranks, implement
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @IMPLEMENTATIONS
-def test_grouped_and_talking_heads_keep_their_outputs(variant, implementation, form):
+def test_cached_encoder_outputs_keep_outputs_of_grouped_and_talking_heads(variant, implementation, form):
     model = T5.model("T5ForConditionalGeneration", **VARIANTS[variant])
     exact = with_latents(model, **ALL)
-    for each in (model, exact):
-        each.set_attn_implementation(implementation)
+    for item in (model, exact):
+        item.set_attn_implementation(implementation)
     inputs = source("left")
     with torch.no_grad():
-        plain, found = (each(**inputs, decoder_input_ids=inputs["input_ids"]) for each in (model, exact))
-    assert_close(found.logits, plain.logits)
+        plain, actual = (item(**inputs, decoder_input_ids=inputs["input_ids"]) for item in (model, exact))
+    assert_close(actual.logits, plain.logits)
     kwargs = SEARCHES["samples" if implementation == "eager" else "beams returned"]
     assert generated(exact, inputs, **kwargs).equal(generated(model, inputs, **kwargs))
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("search", ["greedy", "beams", "samples"])
-def test_encoder_outputs_are_reused_and_left_as_they_are(variant, search):
+def test_encoder_outputs_are_reused_without_changes(variant, search):
     model = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
     inputs = source()
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_encoder_outputs_are_reused_and_left_as_they_are(variant, search):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_assisted_decoding(ranks, form):
+def test_cached_encoder_outputs_support_assisted_decoding(ranks, form):
     plain = T5.model("T5ForConditionalGeneration", "gqa")
     model = with_latents(plain, **RANKS[ranks])
     # An assistant that is often right, one that is mostly wrong, and the model's own past.
@@ -138,28 +138,28 @@ def test_assisted_decoding(ranks, form):
     inputs = {"input_ids": token_ids(1, LENGTH)}
     expected = plain.generate(**inputs, max_new_tokens=12, do_sample=False)
     for assistant in (near, far, with_latents(near, **ALL)):
-        found = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=assistant)
-        assert found.equal(expected)
-    found = model.generate(**inputs, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
-    assert found.equal(expected)
+        actual = model.generate(**inputs, max_new_tokens=12, do_sample=False, assistant_model=assistant)
+        assert actual.equal(expected)
+    actual = model.generate(**inputs, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3)
+    assert actual.equal(expected)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @IMPLEMENTATIONS
-def test_attention_weights(variant, implementation, form):
+def test_cached_encoder_outputs_return_attention_weights(variant, implementation, form):
     plain = T5.model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **ALL)
-    for each in (plain, exact):
-        each.set_attn_implementation(implementation)
+    for item in (plain, exact):
+        item.set_attn_implementation(implementation)
     batch = T5.batch("T5ForConditionalGeneration")
     with torch.no_grad():
-        expected, found = (each(**batch, output_attentions=True) for each in (plain, exact))
+        expected, actual = (item(**batch, output_attentions=True) for item in (plain, exact))
     for name in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
-        for mine, other in zip(found[name], expected[name], strict=True):
+        for mine, other in zip(actual[name], expected[name], strict=True):
             torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
     kwargs = {"num_beams": 3, "output_attentions": True, "return_dict_in_generate": True, "do_sample": False}
-    expected, found = (each.generate(**source(), max_new_tokens=4, **kwargs) for each in (plain, exact))
-    for step, steps in zip(expected.cross_attentions, found.cross_attentions, strict=True):
+    expected, actual = (item.generate(**source(), max_new_tokens=4, **kwargs) for item in (plain, exact))
+    for step, steps in zip(expected.cross_attentions, actual.cross_attentions, strict=True):
         for mine, other in zip(step, steps, strict=True):
             assert mine.shape[0] == 3 * BATCH
             torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
@@ -167,18 +167,18 @@ def test_attention_weights(variant, implementation, form):
 
 @pytest.mark.parametrize("variant", ["mha", "gqa_talking"])
 @IMPLEMENTATIONS
-def test_a_source_without_a_token_gives_what_it_gave(variant, implementation, form):
+def test_fully_masked_source_keeps_its_outputs(variant, implementation, form):
     plain = T5.model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **CROSS)
     batch = T5.batch("T5ForConditionalGeneration")
     batch["attention_mask"][1] = 0
     states, logits = [], []
-    for each in (plain, exact):
-        each.set_attn_implementation(implementation)
-        attention = each.decoder.block[1].layer[1].EncDecAttention
+    for item in (plain, exact):
+        item.set_attn_implementation(implementation)
+        attention = item.decoder.block[1].layer[1].EncDecAttention
         attention.register_forward_hook(lambda module, _, output: states.append(output[0][1]))
         with torch.no_grad():
-            logits.append(each(**batch).logits)
+            logits.append(item(**batch).logits)
     if implementation == "sdpa":  # its masks are booleans, those of eager the lowest number
         assert states[0].abs().max() == 0 == states[1].abs().max()
     assert_close(states[1], states[0])
@@ -188,18 +188,18 @@ def test_a_source_without_a_token_gives_what_it_gave(variant, implementation, fo
 @pytest.mark.parametrize("variant", ["mha", "mqa", "talking"])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("search", ["greedy", "beams"])
-def test_static_caches(variant, ranks, search):
+def test_cached_encoder_outputs_support_static_caches(variant, ranks, search):
     plain = T5.model("T5ForConditionalGeneration", variant)
     exact = with_latents(plain, **RANKS[ranks])
     expected = generated(plain, source(), **SEARCHES[search])
     for _ in range(2):  # the second finds the first one's cache
-        found = generated(exact, source(), cache_implementation="static", **SEARCHES[search])
-        assert found.equal(expected)
+        actual = generated(exact, source(), cache_implementation="static", **SEARCHES[search])
+        assert actual.equal(expected)
 
 
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_gradients(variant, reentrant):
+def test_cached_encoder_outputs_support_gradient_checkpointing(variant, reentrant):
     gradients = []
     for checkpointing in (False, True):
         model = T5.model("T5ForConditionalGeneration", variant, dropout_rate=0.0, **ALL).train()
@@ -215,7 +215,7 @@ def test_checkpointed_gradients(variant, reentrant):
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("automatic", [False, True], ids=["cast", "autocast"])
-def test_half_precision(variant, dtype, automatic, form):
+def test_cached_encoder_outputs_work_in_half_precision(variant, dtype, automatic, form):
     exact = with_latents(T5.model("T5ForConditionalGeneration", variant), **ALL)
     inputs, target = source(), token_ids()
     with torch.no_grad():
@@ -230,8 +230,8 @@ def test_half_precision(variant, dtype, automatic, form):
                 pieces.append(exact(decoder_input_ids=piece, **with_cache(cache), **kwargs).logits)
             tokens = exact.generate(**inputs, max_new_tokens=4, num_beams=2, do_sample=False)
     assert tokens.shape[0] == BATCH
-    found = torch.cat(pieces, dim=1).float()
-    torch.testing.assert_close(found, expected, atol=40 * torch.finfo(dtype).eps * expected.abs().max(), rtol=0)
+    actual = torch.cat(pieces, dim=1).float()
+    torch.testing.assert_close(actual, expected, atol=40 * torch.finfo(dtype).eps * expected.abs().max(), rtol=0)
 
 
 CAUSAL = {"is_decoder": True}
@@ -248,19 +248,19 @@ BERT_FIELDS = {
 @pytest.mark.parametrize("variant", BERT_FIELDS)
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (ALBERT, "AlbertModel")])
 @IMPLEMENTATIONS
-def test_encoders_with_biases(architecture, head, variant, implementation, form):
+def test_encoder_biases_are_kept_by_latents(architecture, head, variant, implementation, form):
     plain = architecture.model(head, **BERT_FIELDS[variant])
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             if name.endswith(("key.bias", "value.bias")):
                 parameter.normal_()
     exact = with_latents(plain, kv_lora_rank=architecture.tiny["hidden_size"])
-    for each in (plain, exact):
-        each.set_attn_implementation(implementation)
+    for item in (plain, exact):
+        item.set_attn_implementation(implementation)
     batch = architecture.batch(head)
     with torch.no_grad():
         assert_close(exact(**batch).last_hidden_state, plain(**batch).last_hidden_state)
-        weights = [each(**batch, output_attentions=True).attentions for each in (exact, plain)]
+        weights = [item(**batch, output_attentions=True).attentions for item in (exact, plain)]
     for mine, other in zip(*weights, strict=True):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
 
@@ -268,15 +268,15 @@ def test_encoders_with_biases(architecture, head, variant, implementation, form)
 @pytest.mark.parametrize("variant", [name for name in BERT_FIELDS if name != "dynamic"])
 @pytest.mark.parametrize("fields", [CAUSAL, CROSSING], ids=["alone", "crossing"])
 @IMPLEMENTATIONS
-def test_a_bert_decoder_with_a_cache(variant, fields, implementation, form):
+def test_bert_decoder_with_latents_decodes_with_a_cache(variant, fields, implementation, form):
     plain = BERT.model("BertLMHeadModel", **BERT_FIELDS[variant], **fields)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             if name.endswith(("key.bias", "value.bias")):
                 parameter.normal_()
     exact = with_latents(plain, kv_lora_rank=48)
-    for each in (plain, exact):
-        each.set_attn_implementation(implementation)
+    for item in (plain, exact):
+        item.set_attn_implementation(implementation)
     ids = token_ids(BATCH, LENGTH)
     memory = {"encoder_hidden_states": torch.randn(BATCH, 5, 48)} if "add_cross_attention" in fields else {}
     with torch.no_grad():

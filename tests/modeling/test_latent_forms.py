@@ -1,4 +1,4 @@
-"""Latent attention of any rank: its two forms against the formula and each other, outputs and gradients."""
+"""Compare the two forms of latent attention with the formula and with each other: outputs and gradients."""
 
 import math
 from types import SimpleNamespace
@@ -35,11 +35,11 @@ VARIANTS = {
 @pytest.mark.parametrize("architecture, head", ROWS, ids=[head for _, head in ROWS])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_the_absorbed_form_has_the_expanded_ones_gradients(architecture, head, variant, implementation, monkeypatch):
+def test_absorbed_and_expanded_forms_have_equal_gradients(architecture, head, variant, implementation, monkeypatch):
     model = architecture.model(head, **RANKS[architecture.name], **VARIANTS[variant]).double()
     model.set_attn_implementation(implementation)
     batch = architecture.batch(head, labels=True)
-    found = {}
+    actual = {}
     for form in (True, False):
         has_m2l = "m2l" in model.config.talking_heads_dynamic
         absorbs = form and not (has_m2l and architecture is not T5)  # then key biases count
@@ -48,15 +48,15 @@ def test_the_absorbed_form_has_the_expanded_ones_gradients(architecture, head, v
         result = model(**batch)
         result.loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found[form] = {"logits": result.logits, **gradients}
-    assert found[True].keys() == found[False].keys()
-    for name, expected in found[False].items():
+        actual[form] = {"logits": result.logits, **gradients}
+    assert actual[True].keys() == actual[False].keys()
+    for name, expected in actual[False].items():
         if name.endswith("key.bias") and "m2l" not in model.config.talking_heads_dynamic:
             # A softmax does not see it: zero, or what rounding leaves. DDP would stop at none.
-            assert found[True][name].abs().max() == 0 and expected.abs().max() < 1e-10
+            assert actual[True][name].abs().max() == 0 and expected.abs().max() < 1e-10
             continue
         assert expected.abs().max() > 1e-8 or "pooler" in name, name
-        torch.testing.assert_close(found[True][name], expected, atol=1e-10, rtol=0, msg=name)
+        torch.testing.assert_close(actual[True][name], expected, atol=1e-10, rtol=0, msg=name)
 
 
 def heads_of(query, key, value, output, implementation=EAGER, **projections):
@@ -82,7 +82,7 @@ def maps_of(key, value, bias):
     torch.manual_seed(3)
     maps = [nn.Linear(RANK, heads * DIM, bias=bias, dtype=torch.float64) for heads in (key, value)]
     with torch.no_grad():
-        for parameter in (parameter for each in maps for parameter in each.parameters()):
+        for parameter in (parameter for item in maps for parameter in item.parameters()):
             parameter.normal_()
     return tuple(maps)
 
@@ -93,7 +93,7 @@ def maps_of(key, value, bias):
 @pytest.mark.parametrize("bias", [False, True], ids=["", "biases"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "a masked row"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_both_forms_are_the_formula(form, implementation, key, value, output, bias, masked, beams, monkeypatch):
+def test_latent_forms_equal_the_formula(form, implementation, key, value, output, bias, masked, beams, monkeypatch):
     monkeypatch.setattr(latent_attention, "absorbs", lambda *_: form)
     torch.manual_seed(0)
     projections = {}
@@ -106,29 +106,29 @@ def test_both_forms_are_the_formula(form, implementation, key, value, output, bi
     if masked:
         mask[1, :, 2] = False
     position_bias = torch.randn(1, 4, 5, KEYS, dtype=torch.float64, requires_grad=True)
-    found, weights = attend_to_latent(
+    actual, weights = attend_to_latent(
         module, query, latent, mask, maps, scaling=0.7, position_bias=position_bias, output_attentions=True
     )
     memory = latent.repeat_interleave(beams, 0)[:, 0]
-    keys, values = (each(memory).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
+    keys, values = (item(memory).unflatten(-1, (-1, DIM)).transpose(1, 2) for item in maps)
     additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
     expected, expected_weights = attention_core(
         query, keys, values, scale=0.7, bias=position_bias, mask=additive, P_w=projections.get("weights_proj")
     )
     torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=0)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), atol=1e-10, rtol=0)
     if masked:
-        assert found[1, 2].abs().max() == 0
+        assert actual[1, 2].abs().max() == 0
     leaves = [query, latent, position_bias, maps[0].weight, *maps[1].parameters()]
-    up = torch.randn_like(found)
+    up = torch.randn_like(actual)
     theirs = torch.autograd.grad((expected.transpose(1, 2) * up).sum(), leaves)
-    for mine, other in zip(torch.autograd.grad((found * up).sum(), leaves), theirs, strict=True):
+    for mine, other in zip(torch.autograd.grad((actual * up).sum(), leaves), theirs, strict=True):
         assert other.abs().max() > 1e-3
         torch.testing.assert_close(mine, other, atol=1e-10, rtol=0)
 
 
-def test_a_keys_bias_counts_where_memories_choose_how_heads_mix():
-    """One query of a long memory, which the absorbed form would attend to for less; it has no key's bias."""
+def test_key_bias_affects_key_side_dynamic_projections():
+    """Check one query of many keys, which the absorbed form without a key bias would compute for less."""
     torch.manual_seed(0)
     projections = {"logits_proj": torch.randn(4, 4, dtype=torch.float64)}
     module, maps = heads_of(4, 4, 4, 4, **projections), maps_of(4, 4, True)
@@ -136,17 +136,17 @@ def test_a_keys_bias_counts_where_memories_choose_how_heads_mix():
     m2l = torch.randn(2, 50, 4, 4, dtype=torch.float64)
     assert latent_attention.absorbs(module, query, latent, maps, {})
     module.dynamic_names = ("m2l",)
-    found, _ = attend_to_latent(module, query, latent, None, maps, scaling=0.7, m2l=m2l)
-    keys, values = (each(latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
+    actual, _ = attend_to_latent(module, query, latent, None, maps, scaling=0.7, m2l=m2l)
+    keys, values = (item(latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2) for item in maps)
     expected, _ = attention_core(query, keys, values, scale=0.7, P_l=projections["logits_proj"], m2l=m2l)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("form", [True, False], ids=["absorbed", "expanded"])
 @pytest.mark.parametrize("implementation", [EAGER, SDPA])
 @pytest.mark.parametrize("talking", [False, True])
-def test_dropped_weights_take_their_share_of_the_value_bias_along(form, implementation, talking, monkeypatch):
-    """Rows of weights sum to one neither after dropout nor after P_w; what is added is the bias times their sum."""
+def test_dropout_scales_the_value_bias(form, implementation, talking, monkeypatch):
+    """Check that outputs add the bias times the sum of weights, which is not one after dropout or P_w."""
     monkeypatch.setattr(latent_attention, "absorbs", lambda *_: form)
     torch.manual_seed(0)
     projections = {"weights_proj": torch.randn(4, 4, dtype=torch.float64)} if talking else {}
@@ -154,7 +154,7 @@ def test_dropped_weights_take_their_share_of_the_value_bias_along(form, implemen
     query, latent = torch.randn(2, 4, 5, DIM).double(), torch.randn(2, 1, KEYS, RANK).double()
     options = {"scaling": DIM**-0.5, "output_attentions": True}
     torch.manual_seed(5)
-    found, weights = attend_to_latent(module, query, latent, None, maps, dropout=0.5, **options)
+    actual, weights = attend_to_latent(module, query, latent, None, maps, dropout=0.5, **options)
     _, kept = attend_to_latent(module, query, latent, None, maps, **options)
     # The mask that this seed draws, as inverted dropout has it.
     torch.manual_seed(5)
@@ -162,29 +162,29 @@ def test_dropped_weights_take_their_share_of_the_value_bias_along(form, implemen
     torch.testing.assert_close(weights, kept * mask, atol=1e-12, rtol=0)
     assert (weights.sum(-1) - 1).abs().max() > 0.1
     values = maps[1](latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2).repeat_interleave(2, dim=1)
-    torch.testing.assert_close(found, (kept * mask @ values).transpose(1, 2), atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, (kept * mask @ values).transpose(1, 2), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_dropout_of_a_model_that_trains(implementation, monkeypatch):
-    """Where value biases ask for the weights, the absorbed form drops as the expanded one under "eager" does."""
+def test_latent_forms_drop_the_same_weights_in_training(implementation, monkeypatch):
+    """Check value biases, for which the absorbed form drops weights like the expanded form under "eager"."""
     model = BERT.model("BertModel", kv_lora_rank=16, num_key_value_heads=4, attention_probs_dropout_prob=0.5).train()
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p != 0.5:
             module.p = 0.0
-    batch, found = BERT.batch("BertModel"), []
+    batch, actual = BERT.batch("BertModel"), []
     for form, name in ((True, implementation), (False, "eager")):
         monkeypatch.setattr(latent_attention, "absorbs", lambda *_, form=form: form)
         model.set_attn_implementation(name)
         torch.manual_seed(0)
-        found.append(model(**batch).last_hidden_state)
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=0)
-    assert (found[0] - model.eval()(**batch).last_hidden_state).abs().max() > 0.1
+        actual.append(model(**batch).last_hidden_state)
+    torch.testing.assert_close(actual[0], actual[1], atol=1e-5, rtol=0)
+    assert (actual[0] - model.eval()(**batch).last_hidden_state).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "gqa_talking"])
 @pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 3]], ids=["single", "several"])
-def test_t5_decodes_with_a_cache_as_without(variant, steps, form):
+def test_latent_t5_decodes_the_same_with_and_without_a_cache(variant, steps, form):
     model = T5.model("T5ForConditionalGeneration", variant, **RANKS["t5"])
     batch = T5.batch("T5ForConditionalGeneration")
     target = batch.pop("decoder_input_ids")
@@ -202,8 +202,8 @@ def test_t5_decodes_with_a_cache_as_without(variant, steps, form):
             assert model.generate(**kwargs, cache_implementation=kind).equal(expected)
 
 
-def test_a_rank_is_chosen_by_its_cost(monkeypatch):
-    """One token of a long memory is attended to in the latent; a whole text makes its keys and values."""
+def test_latent_form_is_chosen_by_cost(monkeypatch):
+    """Check that single tokens attend in the latent, and whole texts compute keys and values."""
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     absorbed = []
     inner = latent_attention._absorbed
@@ -219,7 +219,7 @@ def test_a_rank_is_chosen_by_its_cost(monkeypatch):
     assert absorbed == [1] * 3 * model.config.num_layers
 
 
-def test_one_latent_serves_all_layers(monkeypatch):
+def test_all_layers_share_one_latent(monkeypatch):
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     names = [name for name, _ in model.named_parameters() if "kv_a_proj" in name]
     assert names == ["decoder.cross_kv_a_proj.weight"]
@@ -240,18 +240,18 @@ def test_one_latent_serves_all_layers(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [24, 40])
-def test_the_formula_of_the_paper_in_a_model(rank):
-    """A cross-attention of a model is `heads.latent_attention` with the model's own weights."""
+def test_latent_cross_attention_of_a_model_equals_the_formula(rank):
+    """Compare the cross-attention of a model with `heads.latent_attention` and the weights of the model."""
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=rank).double()
     attention = model.decoder.block[1].layer[1].EncDecAttention
     X, M = torch.randn(2, 5, 40, dtype=torch.float64), torch.randn(2, KEYS, 40, dtype=torch.float64)
     A = model.decoder.cross_kv_a_proj.weight.T if rank < 40 else torch.eye(40, dtype=torch.float64)
     P_q, P_k, P_v = (
-        each.weight.unflatten(0, (12, 8)).transpose(1, 2) for each in (attention.q, attention.k, attention.v)
+        item.weight.unflatten(0, (12, 8)).transpose(1, 2) for item in (attention.q, attention.k, attention.v)
     )
     P_o = attention.o.weight.unflatten(1, (12, 8)).transpose(0, 1)
     with torch.no_grad():
         expected = heads.latent_attention(X, M, A, P_q, P_k, P_v, P_o)
-        found = attention(X, key_value_states=M @ A)[0]
+        actual = attention(X, key_value_states=M @ A)[0]
     assert math.isfinite(expected.sum()) and expected.abs().max() > 1e-3
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)

@@ -1,4 +1,4 @@
-"""Heads and ranks that differ by layer: each attention has its layer's, in memory, on disk and elsewhere."""
+"""Check head counts and ranks that differ between layers: in memory, on disk and in other processes."""
 
 import json
 import re
@@ -67,20 +67,20 @@ def outputs(model, batch):
 
 
 @EVERY_ARCHITECTURE
-def test_each_attention_has_its_layers_values(architecture):
-    model, found = mixed(architecture), []
+def test_attention_modules_use_the_values_of_their_layer(architecture):
+    model, actual = mixed(architecture), []
     for site, path, module in model.named_attentions():
         heads, (key, value) = site.heads(model.config, path), (module.get_submodule(p) for p in (site.key, site.value))
         assert key.out_features == value.out_features == heads.key * heads.head_dim
         assert module.get_submodule(site.core).heads == heads
         own_latent = hasattr(module.get_submodule(site.core), "kv_a_proj")
         assert own_latent == (heads.rank in (16, 20)) and key.in_features == value.in_features
-        found.append((site.name, heads.key, heads.rank, key.in_features))
-    assert found == FOUND[architecture.name]
+        actual.append((site.name, heads.key, heads.rank, key.in_features))
+    assert actual == FOUND[architecture.name]
 
 
 @EVERY_ARCHITECTURE
-def test_saved_and_loaded(architecture, tmp_path):
+def test_per_layer_values_are_saved_and_loaded(architecture, tmp_path):
     model, batch = mixed(architecture), architecture.batch(BASES[architecture.name])
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -90,13 +90,13 @@ def test_saved_and_loaded(architecture, tmp_path):
     again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     torch.testing.assert_close(outputs(again.eval(), batch), outputs(model, batch), atol=1e-6, rtol=0)
-    both = [each.config.to_dict() | {"_name_or_path": ""} for each in (again, model)]
+    both = [item.config.to_dict() | {"_name_or_path": ""} for item in (again, model)]
     assert both[0] == both[1]
     assert type(model.config)(**saved).per_layer_values == saved["per_layer_values"]
 
 
 @EVERY_ARCHITECTURE
-def test_equal_layers_are_a_model_with_one_value(architecture):
+def test_equal_per_layer_values_become_one_value(architecture):
     field = {"num_key_value_heads": 4, "kv_lora_rank": 16}
     count = architecture.config().layer_count("kv_lora_rank")
     config = architecture.config(per_layer_values={name: [value] * count for name, value in field.items()})
@@ -106,7 +106,7 @@ def test_equal_layers_are_a_model_with_one_value(architecture):
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_upstreams_per_layer_config_says_the_same(as_text, tmp_path):
+def test_per_layer_config_of_transformers_agrees(as_text, tmp_path):
     by_layer = {0: {"num_key_value_heads": 4}, 2: {"num_key_value_heads": 1, "kv_lora_rank": 16}}
     by_layer = {str(layer): fields for layer, fields in by_layer.items()} if as_text else by_layer
     expected = {"num_key_value_heads": [4, 12, 1, 12], "kv_lora_rank": [None, None, 16, None]}
@@ -126,7 +126,7 @@ def test_upstreams_per_layer_config_says_the_same(as_text, tmp_path):
     assert lists == {"num_key_value_heads": [2, 2, 2, 6]}
 
 
-def test_a_value_for_all_layers_takes_the_place_of_those_by_layer(tmp_path):
+def test_single_value_replaces_per_layer_values(tmp_path):
     config = T5.config(**MIXED["t5"])
     config.save_pretrained(tmp_path)
     for again in (
@@ -139,7 +139,7 @@ def test_a_value_for_all_layers_takes_the_place_of_those_by_layer(tmp_path):
 
 @pytest.mark.parametrize("variant", ["mha", "talking"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_mixed_t5_generates_with_a_cache_as_without(variant, beams, form):
+def test_per_layer_t5_generates_the_same_with_and_without_a_cache(variant, beams, form):
     model = T5.model("T5ForConditionalGeneration", variant, **MIXED["t5"])
     inputs = T5.batch("T5EncoderModel") | {"max_new_tokens": 7, "num_beams": beams, "do_sample": False}
     expected = model.generate(**inputs, use_cache=False)
@@ -151,7 +151,7 @@ def test_a_mixed_t5_generates_with_a_cache_as_without(variant, beams, form):
     assert own == [(1, 16), (1, 8)]
 
 
-def test_a_mixed_bert_decodes_with_a_cache_as_without():
+def test_per_layer_bert_decodes_the_same_with_and_without_a_cache():
     model = mixed(BERT, "BertLMHeadModel", is_decoder=True)
     ids = token_ids(3, LENGTH)
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_a_mixed_bert_decodes_with_a_cache_as_without():
             torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
 
 
-# (fields of the checkpoint, fields asked for, what the message says of both, the option of the convert command)
+# (fields of the checkpoint, requested fields, the text about both, the option of the convert command)
 T5_REFUSED = [
     ({}, {"cross_kv_lora_rank": 24}, "`cross_kv_lora_rank` must be None .* got 24", 24),
     ({"cross_kv_lora_rank": 40}, {"cross_kv_lora_rank": 24}, "`cross_kv_lora_rank` must be 40 .* got 24", 24),
@@ -196,7 +196,7 @@ T5_REFUSED = [
 
 @pytest.mark.parametrize("held, asked, message, value", T5_REFUSED, ids=str)
 @pytest.mark.parametrize("as_config", [False, True], ids=["keywords", "configuration"])
-def test_another_rank_or_other_layers_name_the_conversion(held, asked, message, value, as_config, tmp_path):
+def test_changed_rank_or_layers_error_names_the_conversion(held, asked, message, value, as_config, tmp_path):
     T5.model("T5ForConditionalGeneration", **held).save_pretrained(tmp_path)
     given = {"config": T5.config(**asked)} if as_config else asked
     with pytest.raises(ValueError, match=message) as error:
@@ -209,14 +209,14 @@ def test_another_rank_or_other_layers_name_the_conversion(held, asked, message, 
 
 
 @pytest.mark.parametrize("asked", [{"kv_lora_rank": 41}, {"cross_kv_lora_rank": 0}, {"encoder_kv_lora_rank": "8"}])
-def test_a_rank_that_no_model_has_is_no_conversion(asked, tmp_path):
+def test_invalid_rank_error_names_no_conversion(asked, tmp_path):
     T5.model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="kv_lora_rank"):
         AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **asked)
 
 
 @pytest.mark.parametrize("held", [{}, {"cross_kv_lora_rank": 40, "kv_lora_rank": 40}], ids=str)
-def test_the_whole_width_is_no_conversion(held, tmp_path):
+def test_full_width_rank_needs_no_conversion(held, tmp_path):
     model = T5.model("T5ForConditionalGeneration", **held)
     model.save_pretrained(tmp_path)
     batch = T5.batch("T5ForConditionalGeneration")
@@ -228,11 +228,11 @@ def test_the_whole_width_is_no_conversion(held, tmp_path):
             {"per_layer_values": {"kv_lora_rank": [40, None]}},
             {"per_layer_config": {0: {"encoder_kv_lora_rank": 40}}},
         ):
-            found = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **asked).eval()
-            torch.testing.assert_close(found(**batch).logits, expected, atol=1e-5, rtol=0)
+            actual = AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, **asked).eval()
+            torch.testing.assert_close(actual(**batch).logits, expected, atol=1e-5, rtol=0)
 
 
-def test_the_layers_of_the_checkpoint_load_without_being_named(tmp_path):
+def test_per_layer_checkpoint_loads_without_arguments(tmp_path):
     model = mixed(BERT)
     model.save_pretrained(tmp_path)
     batch = BERT.batch("BertModel")
@@ -247,8 +247,8 @@ def test_the_layers_of_the_checkpoint_load_without_being_named(tmp_path):
 
 
 @EVERY_ARCHITECTURE
-def test_nothing_is_left_uninitialised(architecture):
-    """Weights that a checkpoint lacks come from memory that holds anything."""
+def test_missing_weights_of_per_layer_models_are_initialized(architecture):
+    """Check weights that a checkpoint lacks, which start in uninitialized memory."""
     config = architecture.config(**MIXED[architecture.name])
     model_class = getattr(hf_attn_variants, f"AttnVariant{BASES[architecture.name]}")
     drawn = []

@@ -1,4 +1,4 @@
-"""Keys and values projected along the length: the formula, models of it, and what is refused."""
+"""Check keys and values that are projected along the length (Linformer): the formula, models and errors."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ENCODER = {f"encoder_{name}" if name == "attention_kernel" else name: value for 
 
 
 @pytest.mark.parametrize("m, groups", [(11, 2), (20, 4), (1, 1)])
-def test_rows_are_the_formula(m, groups):
+def test_length_projection_equals_the_formula(m, groups):
     torch.manual_seed(0)
     module = nn.Linear(1, 1)
     module.heads = AttentionHeads(4, groups, groups, 4, 4, 6, 6)
@@ -31,42 +31,42 @@ def test_rows_are_the_formula(m, groups):
     module.length_proj.data.add_(torch.randn(7, 20), alpha=0.3)
     leaves = [torch.randn(3, heads, m, 6).requires_grad_() for heads in (4, groups, groups)]
     padding = torch.stack([torch.arange(m) < m, torch.arange(m) >= m - 4, torch.arange(m) < 0])
-    exact = [each.detach().double().requires_grad_() for each in (*leaves, module.length_proj)]
+    exact = [item.detach().double().requires_grad_() for item in (*leaves, module.length_proj)]
     expected, weights = linformer_attention(*exact[:3], exact[3][:, :m], scale=0.4, padding=padding)
     mask = padding[:, None, None]
-    found, state = attend_by_kernel(module, *leaves, mask, 0.4)
+    actual, state = attend_by_kernel(module, *leaves, mask, 0.4)
     assert state is None
-    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual.double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
     torch.testing.assert_close(weights_of_kernel(module, *leaves[:2], mask, 0.4).double(), weights, atol=1e-5, rtol=0)
     direction = torch.randn_like(expected)
-    found = torch.autograd.grad((found.transpose(1, 2) * direction).sum(), [*leaves, module.length_proj])
-    for one, other in zip(found, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
+    actual = torch.autograd.grad((actual.transpose(1, 2) * direction).sum(), [*leaves, module.length_proj])
+    for one, other in zip(actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=3e-5 * max(1, other.abs().max()), rtol=0)
 
 
-def test_rows_begin_as_means_of_segments():
+def test_length_projection_starts_as_means_of_segments():
     torch.testing.assert_close(segment_means(2, 5), torch.tensor([[1 / 3] * 3 + [0] * 2, [0] * 3 + [0.5] * 2]))
     assert segment_means(4, 4).equal(torch.eye(4))
 
 
 @pytest.mark.parametrize("architecture", (BERT, ALBERT, *ENCODERS, BART, WHISPER), ids=lambda row: row.name)
-def test_encoders(architecture):
+def test_length_projection_encoders_equal_the_formula(architecture):
     head = next(iter(architecture.heads))
     is_pair = architecture in (BART, WHISPER)
     model = architecture.model(head, "gqa", **(ENCODER if is_pair else LINFORMER))
     batch = architecture.batch(head) | ({"use_cache": False} if is_pair else {})
     with torch.no_grad():
-        found, whole = model(**batch)[0], model(**batch, output_attentions=True)
-        torch.testing.assert_close(found, whole[0], atol=1e-4, rtol=0)
+        actual, whole = model(**batch)[0], model(**batch, output_attentions=True)
+        torch.testing.assert_close(actual, whole[0], atol=1e-4, rtol=0)
         if not is_pair:  # another text in the padding changes nothing
             real = batch["attention_mask"].bool()
             again = batch["input_ids"].masked_fill(~real, 7)
-            torch.testing.assert_close(model(**batch | {"input_ids": again})[0][real], found[real])
+            torch.testing.assert_close(model(**batch | {"input_ids": again})[0][real], actual[real])
     made = [name for name, _ in model.named_parameters() if name.endswith("length_proj")]
     assert made and all(("encoder" in name or architecture not in (BART, WHISPER)) for name in made)
 
 
-def test_it_is_saved_trained_and_exported(tmp_path):
+def test_length_projection_is_saved_trained_and_exported(tmp_path):
     model = BERT.model("BertModel", "gqa", **LINFORMER)
     ids = token_ids(2, 9)
     model(ids).last_hidden_state.square().sum().backward()
@@ -84,7 +84,7 @@ def test_it_is_saved_trained_and_exported(tmp_path):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, attention_kernel_features=5)
 
 
-def test_longer_texts_are_refused():
+def test_texts_longer_than_the_projection_raise_an_error():
     module = nn.Linear(1, 1)
     module.heads = AttentionHeads(1, 1, 1, 1, 1, 2, 2)
     install_kernel(module, Linformer(2, False, 0, length=4))

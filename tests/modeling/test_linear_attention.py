@@ -1,4 +1,4 @@
-"""Attention by kernels, in sums and in chunks: the formulas' outputs and gradients, and no n x m tensor."""
+"""Check linear attention in sums and in chunks: outputs and gradients of the formulas, and memory."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from hf_attn_variants.reference import linear as reference_linear
 pytestmark = pytest.mark.cross_product
 
 HEADS, D, SCALING = 4, 6, 0.4
-# Of rfa sums of weights may be near zero, and what is divided by them far from rounding's usual size.
+# Sums of weights of rfa may be near zero, so that divided values have larger rounding errors.
 TOLERANCE = {"rfa": 3e-4}
 KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa")
 EVERY_KERNEL = pytest.mark.parametrize("name", KERNELS)
@@ -27,7 +27,7 @@ def short_chunks(monkeypatch):
 
 
 def attention(name, groups=2, causal=False, dtype=torch.float32):
-    """A module with a kernel whose parameters are moved off their beginning."""
+    """Return a module with a kernel whose parameters differ from their initial values."""
     torch.manual_seed(0)
     module = nn.Linear(1, 1).to(dtype)
     module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D, D)
@@ -48,7 +48,7 @@ def learned(module):
 
 
 def make_call(n, m, groups=2):
-    """Queries, keys and values that want gradients; padding on either side, and a text of nothing."""
+    """Return queries, keys and values that require gradients, padded on either side or completely."""
     torch.manual_seed(1)
     leaves = [torch.randn(3, heads, length, D) for heads, length in ((HEADS, n), (groups, m), (groups, m))]
     places = torch.arange(m)
@@ -57,7 +57,7 @@ def make_call(n, m, groups=2):
 
 
 def by_formula(module, states, padding, causal=False):
-    """The outputs [b, n, h, d], the weights and what gradients are of, in double precision."""
+    """Return the outputs [b, n, h, d], the weights and the leaves of the gradients, in double precision."""
     exact = [leaf.detach().double().requires_grad_() for leaf in (*states, *learned(module))]
     (Q, K, V), parameters = exact[:3], exact[3:]
     name = module.kernel.name
@@ -82,45 +82,45 @@ def by_formula(module, states, padding, causal=False):
     return output.transpose(1, 2), weights, exact
 
 
-def compare(found, expected, leaves, exact, atol=1e-5):
-    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
+def compare(actual, expected, leaves, exact, atol=1e-5):
+    torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=0)
     direction = torch.randn_like(expected)
-    found = torch.autograd.grad((found * direction.to(found.dtype)).sum(), leaves)
-    for one, other in zip(found, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
+    actual = torch.autograd.grad((actual * direction.to(actual.dtype)).sum(), leaves)
+    for one, other in zip(actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=3 * atol * max(1, other.abs().max()), rtol=0)
 
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("n, m, groups", [(41, 41, 4), (5, 23, 2), (17, 17, 1)])
-def test_sums_are_the_formula(name, n, m, groups):
+def test_linear_attention_in_sums_equals_the_formula(name, n, m, groups):
     module = attention(name, groups)
     leaves, padding = make_call(n, m, groups)
     expected, weights, exact = by_formula(module, leaves, padding)
     mask = padding[:, None, None]
-    found, _ = attend_by_kernel(module, *leaves, mask, SCALING)
-    compare(found, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
+    actual, _ = attend_by_kernel(module, *leaves, mask, SCALING)
+    compare(actual, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
     torch.testing.assert_close(
         weights_of_kernel(module, *leaves[:2], mask, SCALING).double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0
     )
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    assert attend_by_kernel(module, *leaves, added, SCALING)[0].equal(found)
+    assert attend_by_kernel(module, *leaves, added, SCALING)[0].equal(actual)
 
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("n, groups", [(41, 2), (8, 4), (3, 1)])
-def test_chunks_are_the_formula(name, n, groups):
+def test_linear_attention_in_chunks_equals_the_formula(name, n, groups):
     module = attention(name, groups, causal=True)
     leaves, padding = make_call(n, n, groups)
     expected, weights, exact = by_formula(module, leaves, padding, causal=True)
-    found, _ = attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)
-    compare(found, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
-    found = weights_of_kernel(module, *leaves[:2], padding[:, None, None], SCALING)
-    torch.testing.assert_close(found.double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0)
+    actual, _ = attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)
+    compare(actual, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
+    actual = weights_of_kernel(module, *leaves[:2], padding[:, None, None], SCALING)
+    torch.testing.assert_close(actual.double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0)
 
 
 @EVERY_KERNEL
-def test_a_state_goes_on_where_it_ended(name):
-    """Chunks, steps and the whole text; padded on the left."""
+def test_linear_attention_state_continues_from_its_last_token(name):
+    """Check chunks, single steps and the whole text, padded on the left."""
     module = attention(name, causal=True)
     (query, key, value), _ = make_call(30, 30)
     padding = torch.arange(30) >= torch.tensor([0, 3, 14])[:, None]
@@ -131,34 +131,34 @@ def test_a_state_goes_on_where_it_ended(name):
         call = (states[:, :, begin:end] for states in (query, key, value))
         output, state = attend_by_kernel(module, *call, mask, SCALING, state)
         outputs.append(output)
-        sizes.add(sum(each.numel() for each in state if each is not None))
+        sizes.add(sum(item.numel() for item in state if item is not None))
     torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=TOLERANCE.get(name, 1e-5), rtol=0)
     assert len(sizes) == 1
 
 
-def test_the_recurrence_of_long_texts_to_five_digits():
+def test_long_texts_equal_the_recurrence_to_five_digits():
     module = attention("elu", HEADS, causal=True)
     torch.manual_seed(0)
     states = [torch.randn(1, HEADS, 2000, D) for _ in range(3)]
-    phi_q, phi_k = (reference_linear.elu_features(each) for each in states[:2])
+    phi_q, phi_k = (reference_linear.elu_features(item) for item in states[:2])
     S, z = torch.zeros(1, HEADS, D, D), torch.zeros(1, HEADS, D)
     expected, _, _ = reference_linear.kernel_attention_recurrent(phi_q, phi_k, states[2], S, z)
-    found, _ = attend_by_kernel(module, *states, None, SCALING)
-    torch.testing.assert_close(found, expected.transpose(1, 2), atol=1e-5, rtol=0)
+    actual, _ = attend_by_kernel(module, *states, None, SCALING)
+    torch.testing.assert_close(actual, expected.transpose(1, 2), atol=1e-5, rtol=0)
 
 
 @EVERY_KERNEL
-def test_beams_share_a_memory(name):
+def test_beams_share_kernel_sums(name):
     module = attention(name)
     (query, key, value), padding = make_call(2, 23)
     query = torch.randn(6, HEADS, 2, D)
     mask = padding[:, None, None]
-    found, state = attend_by_kernel(module, query, key, value, mask, SCALING)
-    repeated = [each.repeat_interleave(2, 0) for each in (key, value, mask)]
+    actual, state = attend_by_kernel(module, query, key, value, mask, SCALING)
+    repeated = [item.repeat_interleave(2, 0) for item in (key, value, mask)]
     expected, _ = attend_by_kernel(module, query, *repeated, SCALING)
-    torch.testing.assert_close(found, expected)
-    assert attend_by_kernel(module, query, key, value, repeated[2], SCALING)[0].equal(found)
-    assert module.kernel.read_state(module, query, state, SCALING).equal(found)
+    torch.testing.assert_close(actual, expected)
+    assert attend_by_kernel(module, query, key, value, repeated[2], SCALING)[0].equal(actual)
+    assert module.kernel.read_state(module, query, state, SCALING).equal(actual)
     weights = [
         weights_of_kernel(module, query, keys, mask, SCALING) for keys in (key, repeated[0]) for mask in (None,)
     ]
@@ -166,16 +166,16 @@ def test_beams_share_a_memory(name):
 
 
 @EVERY_KERNEL
-def test_large_logits_and_half_precision(name):
-    """Features of favor would be beyond float32's largest number, or all zero."""
+def test_large_logits_stay_finite_in_half_precision(name):
+    """Check FAVOR features, which would overflow float32 or all be zero without a stabilizer."""
     module = attention(name, HEADS)
     (query, key, value), padding = make_call(9, 9, HEADS)
     states = (query * 12, key * 12, value)
     expected, _, _ = by_formula(module, states, padding)
-    found, _ = attend_by_kernel(module, *states, padding[:, None, None], SCALING)
-    torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=0)
-    halves = [each.detach().bfloat16() for each in (query, key, value)]
-    exact, _ = attend_by_kernel(module, *(each.float() for each in halves), None, SCALING)
+    actual, _ = attend_by_kernel(module, *states, padding[:, None, None], SCALING)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=0)
+    halves = [item.detach().bfloat16() for item in (query, key, value)]
+    exact, _ = attend_by_kernel(module, *(item.float() for item in halves), None, SCALING)
     half, state = attend_by_kernel(module, *halves, None, SCALING)
     assert half.dtype == torch.bfloat16 and state.sums.dtype == torch.float32
     torch.testing.assert_close(half.float(), exact, atol=1e-2, rtol=1e-2)
@@ -186,7 +186,7 @@ def test_large_logits_and_half_precision(name):
 
 @EVERY_KERNEL
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_no_tensor_grows_with_the_square_of_the_length(name, causal):
+def test_linear_attention_allocates_no_quadratic_tensor(name, causal):
     module = attention(name, causal=causal)
     sizes = []
     for n in (256, 512):
@@ -200,7 +200,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(name, causal):
 @pytest.mark.thorough
 @EVERY_KERNEL
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-def test_compiled_calls(name, causal):
+def test_linear_attention_can_be_compiled(name, causal):
     module = attention(name, causal=causal)
     leaves, _ = make_call(20, 20)
 
@@ -210,7 +210,7 @@ def test_compiled_calls(name, causal):
     torch.testing.assert_close(torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves), attend(*leaves))
 
 
-def test_masks_of_queries_are_refused():
+def test_query_dependent_masks_with_kernels_raise_an_error():
     key = torch.randn(2, 1, 5, D)
     assert keys_read(torch.ones(2, 1, 1, 5).bool().expand(2, 1, 5, 5), key).shape == (2, 1, 5, 1)
     with pytest.raises(ValueError, match="`attention_kernel`"):

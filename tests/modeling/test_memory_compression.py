@@ -1,4 +1,4 @@
-"""Memory-compressed attention: the formula's outputs and gradients, in the encoders that take it."""
+"""Check memory-compressed attention: outputs and gradients of the formula, in every encoder that supports it."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def prefixed(fields):
 
 @pytest.mark.parametrize("length", [1, 9, 11])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_short_keys_and_values_are_the_formulas(length, groups):
+def test_compressed_keys_and_values_equal_the_formula(length, groups):
     torch.manual_seed(0)
     compression = MemoryCompression(groups, groups, D, D, 3, torch.empty(0))
     leaves = [torch.randn(3, heads, n, D) for heads, n in ((4, 7), (groups, length), (groups, length))]
@@ -36,25 +36,25 @@ def test_short_keys_and_values_are_the_formulas(length, groups):
     expected = reference_patterns.memory_compressed_attention(*exact[:3], *convs, scale=0.4, padding=padding)
     expected = expected.transpose(1, 2)
     key, value, mask = compression(*leaves[1:3], padding[:, None, None])
-    found = fused_attention(leaves[0], key, value, mask, scaling=0.4)
-    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
+    actual = fused_attention(leaves[0], key, value, mask, scaling=0.4)
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     weights = torch.randn_like(expected)
-    gradients = torch.autograd.grad((found * weights.float()).sum(), leaves)
+    gradients = torch.autograd.grad((actual * weights.float()).sum(), leaves)
     for one, other in zip(gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
     whole = padding[:1, None, None]
     assert compression(*(leaf[:1] for leaf in leaves[1:3]), whole)[0].equal(compression(*leaves[1:3], None)[0][:1])
 
 
-HOSTS = [(row, COMPRESSED) for row in (BERT, ALBERT, *ENCODERS)]
-HOSTS += [(row, prefixed(COMPRESSED)) for row in (*ENCODER_DECODERS[:-1], WHISPER)]
-HOSTS += [
+CASES = [(row, COMPRESSED) for row in (BERT, ALBERT, *ENCODERS)]
+CASES += [(row, prefixed(COMPRESSED)) for row in (*ENCODER_DECODERS[:-1], WHISPER)]
+CASES += [
     (row, prefixed(COMPRESSED) | {"position_embedding_type": "sinusoidal"}) for row in (T5, ENCODER_DECODERS[-1])
 ]
 
 
-@pytest.mark.parametrize("architecture, fields", HOSTS, ids=[row.name for row, _ in HOSTS])
-def test_a_host_reads_fewer_keys_and_nothing_of_padding(architecture, fields):
+@pytest.mark.parametrize("architecture, fields", CASES, ids=[row.name for row, _ in CASES])
+def test_compressed_encoder_attends_to_fewer_keys_without_padding(architecture, fields):
     model = architecture.model(next(iter(architecture.heads)), "gqa", **fields).eval()
     stack = model.get_encoder() if "encoder_attention_pattern" in fields else model
     named = [name for name, _ in model.named_parameters() if ".compression." in name]
@@ -74,7 +74,7 @@ def test_a_host_reads_fewer_keys_and_nothing_of_padding(architecture, fields):
 
 
 @pytest.mark.parametrize("fields", [{"score_function": "additive"}, {}], ids=["additive", ""])
-def test_it_composes_with_talking_heads_and_scores(fields):
+def test_compression_works_with_talking_heads_and_scores(fields):
     model, ids, mask = (
         BERT.model("BertModel", "gqa_talking", **COMPRESSED, **fields),
         token_ids(2, 30),
@@ -82,18 +82,18 @@ def test_it_composes_with_talking_heads_and_scores(fields):
     )
     mask[1, 20:] = 0
     with torch.no_grad():
-        found = model(ids, attention_mask=mask)[0]
+        actual = model(ids, attention_mask=mask)[0]
         model.set_attn_implementation("eager")
-        torch.testing.assert_close(model(ids, attention_mask=mask)[0], found, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model(ids, attention_mask=mask)[0], actual, atol=1e-5, rtol=0)
 
 
-def test_a_checkpoint_loads_as_means_and_is_saved(tmp_path):
+def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
     BERT.upstream_model("BertModel").save_pretrained(tmp_path / "plain")
     model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(2, LENGTH)
     model = model_class.from_pretrained(tmp_path / "plain", **COMPRESSED).eval()
     conv = model.encoder.layer[1].attention.self.compression.key_conv
     mean = torch.eye(4).repeat(3, 1) / 3
-    assert all(each.equal(mean) for each in conv.detach())
+    assert all(item.equal(mean) for item in conv.detach())
     with torch.no_grad():
         conv.add_(torch.randn_like(conv))
         expected = model(ids)[0]
@@ -107,7 +107,7 @@ def test_a_checkpoint_loads_as_means_and_is_saved(tmp_path):
         torch.testing.assert_close(one(ids)[0], plain(ids)[0])
 
 
-def test_no_conversion():
+def test_compression_is_not_a_conversion():
     for model, fields in (
         (BERT.model("BertModel"), COMPRESSED),
         (BERT.model("BertModel", **COMPRESSED), {"num_key_value_heads": 3}),
@@ -116,7 +116,7 @@ def test_no_conversion():
             hf_attn_variants.convert(model, **fields)
 
 
-def test_masks_it_cannot_follow_are_refused():
+def test_unsupported_masks_with_compression_raise_an_error():
     model, ids = BERT.model("BertModel", **COMPRESSED), token_ids(2, LENGTH)
     with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
         model(ids, attention_mask=torch.ones(2, 1, LENGTH, LENGTH).tril().bool())

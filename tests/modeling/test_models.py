@@ -1,4 +1,4 @@
-"""What every head of every architecture must do, for each variant."""
+"""Check the common behavior of every head of every architecture, for each variant."""
 
 import copy
 from types import SimpleNamespace
@@ -30,9 +30,9 @@ HEADS_WITH_VARIANTS = pytest.mark.parametrize(
 )
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
-# One head of each architecture stands for the others where only the attention matters.
+# One head per architecture is enough if only the attention matters.
 BASE = BASE_HEADS
-# Files that travel with an architecture, beside those of all.
+# Shipped files of an architecture, in addition to the common ones.
 FAMILY_FILES = {"bert": ["bert_family.py"], "t5": ["t5_family.py"]}
 
 
@@ -49,7 +49,7 @@ def assert_same(ours, theirs, atol=1e-6):
 
 @EVERY_HEAD
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking", "dynamic"])
-def test_a_training_step_reaches_every_parameter(architecture, head, variant):
+def test_training_step_gives_every_parameter_a_gradient(architecture, head, variant):
     model = architecture.model(head, variant).train()
     batch = architecture.batch(head, labels=True)
     result = model(**batch, use_cache=False)
@@ -68,7 +68,7 @@ def test_a_training_step_reaches_every_parameter(architecture, head, variant):
 
 
 @HEADS_WITH_VARIANTS
-def test_eager_and_sdpa_agree(architecture, head, variant):
+def test_eager_and_sdpa_give_equal_outputs(architecture, head, variant):
     model = architecture.model(head, variant)
     batch = architecture.batch(head)
     assert model.config._attn_implementation == SDPA
@@ -85,7 +85,7 @@ def test_eager_and_sdpa_agree(architecture, head, variant):
 
 @pytest.mark.thorough
 @HEADS_WITH_VARIANTS
-def test_save_and_load(architecture, head, variant, tmp_path):
+def test_saved_model_loads_with_equal_outputs(architecture, head, variant, tmp_path):
     model = architecture.model(head, variant)
     model.save_pretrained(tmp_path)
     layers = ("attention", "base", "fields", "mechanisms", "ops")
@@ -101,7 +101,7 @@ def test_save_and_load(architecture, head, variant, tmp_path):
 @pytest.mark.thorough
 @HEADS_WITH_VARIANTS
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_output_attentions(architecture, head, variant, implementation):
+def test_output_attentions_returns_weights_of_all_layers(architecture, head, variant, implementation):
     model = architecture.model(head, variant)
     model.set_attn_implementation(implementation)
     batch = architecture.batch(head)
@@ -133,7 +133,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(architecture, head, var
     batch = architecture.batch(head, labels=True)
     gradients = []
     for checkpointing in (False, True):
-        # In training mode but without dropout, which would draw anew.
+        # In training mode without dropout, which would differ between calls.
         model = architecture.model(head, variant).train()
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -162,7 +162,7 @@ def test_resizing_embeddings_keeps_ties(architecture, head):
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(architecture, variant, dtype):
+def test_model_runs_in_half_precision(architecture, variant, dtype):
     model = architecture.model(BASE[architecture.name], variant)
     batch = architecture.batch(BASE[architecture.name])
     exact = outputs(model, batch).last_hidden_state
@@ -173,8 +173,8 @@ def test_half_precision(architecture, variant, dtype):
 
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_number_of_parameters(architecture, variant):
-    """Exactly what heads and ranks say: k key and value heads, h_v output heads, latents, projections across heads."""
+def test_parameter_count_equals_the_formula(architecture, variant):
+    """Check the count by heads and ranks: key/value heads, output heads, latents, and projections across heads."""
     head = BASE[architecture.name]
     plain, model = architecture.model(head), architecture.model(head, variant)
     config, difference, latents = model.config, 0, {}
@@ -202,8 +202,8 @@ def test_number_of_parameters(architecture, variant):
     assert plain.num_parameters() - model.num_parameters() == difference
 
 
-def test_a_site_reads_its_own_query_heads():
-    """Encoder and decoder may differ in them."""
+def test_attention_module_uses_the_head_count_of_its_place():
+    """Check encoders and decoders with unequal head counts."""
     counts = {"num_key_value_heads": 8, "encoder_num_key_value_heads": 4}
     values = {"num_key_value_heads": 2, "encoder_num_key_value_heads": 4, "kv_lora_rank": 16, "cross_kv_lora_rank": 64}
     config = SimpleNamespace(
@@ -231,17 +231,17 @@ def test_a_site_reads_its_own_query_heads():
 
 
 def position_bias_difference(plain, model):
-    """A relative position bias has one column for each softmax head."""
+    """Return the difference in parameters: a relative position bias has one column per softmax head."""
     size = [
-        sum(parameter.numel() for name, parameter in each.named_parameters() if "relative_attention_bias" in name)
-        for each in (plain, model)
+        sum(parameter.numel() for name, parameter in item.named_parameters() if "relative_attention_bias" in name)
+        for item in (plain, model)
     ]
     return size[0] - size[1]
 
 
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_every_projection_across_heads_is_alive(architecture, variant):
+def test_every_talking_heads_projection_affects_outputs(architecture, variant):
     model = architecture.model(BASE[architecture.name], variant)
     batch = architecture.batch(BASE[architecture.name])
     before = outputs(model, batch).last_hidden_state
@@ -258,14 +258,14 @@ def test_every_projection_across_heads_is_alive(architecture, variant):
 
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_the_same_seed_gives_the_same_model(architecture, variant):
+def test_same_seed_gives_the_same_model(architecture, variant):
     first, second = (architecture.model(BASE[architecture.name], variant).state_dict() for _ in range(2))
     assert all(second[name].equal(tensor) for name, tensor in first.items())
     assert all(tensor.isfinite().all() for tensor in first.values())
 
 
 @EVERY_ARCHITECTURE
-def test_an_upstream_configuration_is_refused_with_advice(architecture):
+def test_transformers_configuration_raises_an_error_with_advice(architecture):
     model_class = getattr(hf_attn_variants, f"AttnVariant{BASE[architecture.name]}")
     with pytest.raises(ValueError, match="from_upstream"):
         model_class(architecture.upstream_config_class(**architecture.tiny))
@@ -274,7 +274,7 @@ def test_an_upstream_configuration_is_refused_with_advice(architecture):
 @pytest.mark.thorough
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|eager"])
-def test_a_kernel_that_would_ignore_talking_heads_is_refused(architecture, implementation):
+def test_implementation_without_talking_heads_raises_an_error(architecture, implementation):
     head = BASE[architecture.name]
     with pytest.raises(ValueError, match="talking_heads="):
         architecture.model(head, "talking", attn_implementation=implementation)
@@ -293,7 +293,7 @@ def test_a_kernel_that_would_ignore_talking_heads_is_refused(architecture, imple
 @pytest.mark.parametrize("variant", ["gqa", "gqa_talking"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("as_dict", [False, True])
-def test_upstreams_names_written_into_the_configuration_are_ours(architecture, variant, implementation, as_dict):
+def test_attention_implementation_names_resolve_to_ours(architecture, variant, implementation, as_dict):
     head = BASE[architecture.name]
     model, batch = architecture.model(head, variant), architecture.batch(head)
     expected = outputs(model, batch).last_hidden_state
@@ -305,7 +305,7 @@ def test_upstreams_names_written_into_the_configuration_are_ours(architecture, v
 
 
 @EVERY_ARCHITECTURE
-def test_a_trained_mask_gets_its_gradient_under_talking_heads(architecture):
+def test_trainable_mask_gets_a_gradient_with_talking_heads(architecture):
     head = BASE[architecture.name]
     batch = architecture.batch(head)
     length = batch["input_ids"].shape[1]
@@ -321,22 +321,22 @@ def test_a_trained_mask_gets_its_gradient_under_talking_heads(architecture):
 
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize("variant", ["gqa", "talking", "latent"])
-def test_shapes_on_the_meta_device(architecture, variant):
+def test_model_computes_shapes_on_the_meta_device(architecture, variant):
     head = BASE[architecture.name]
     # Upstream looks at the values of a mask.
     batch = {name: tensor for name, tensor in architecture.batch(head).items() if "mask" not in name}
     expected = outputs(architecture.model(head, variant), batch).last_hidden_state.shape
     model = architecture.model(head, variant).to("meta")
-    found = outputs(model, {name: tensor.to("meta") for name, tensor in batch.items()}).last_hidden_state
-    assert found.is_meta and found.shape == expected
+    actual = outputs(model, {name: tensor.to("meta") for name, tensor in batch.items()}).last_hidden_state
+    assert actual.is_meta and actual.shape == expected
 
 
 @pytest.mark.thorough
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize(
-    "variant", ["gqa", *(pytest.param(each, marks=pytest.mark.slow) for each in ("mqa", "latent"))]
+    "variant", ["gqa", *(pytest.param(item, marks=pytest.mark.slow) for item in ("mqa", "latent"))]
 )
-def test_flex_attention_runs_grouped_heads(architecture, variant):
+def test_flex_attention_supports_grouped_heads(architecture, variant):
     upstream = architecture.upstream_model(BASE[architecture.name])
     upstream.set_attn_implementation("flex_attention")
     batch = architecture.batch(BASE[architecture.name])
@@ -356,7 +356,7 @@ def test_flex_attention_runs_grouped_heads(architecture, variant):
 @pytest.mark.slow
 @EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_compiled_without_graph_breaks(architecture, variant):
+def test_model_compiles_without_graph_breaks(architecture, variant):
     model = architecture.model(BASE[architecture.name], variant)
     batch = architecture.batch(BASE[architecture.name])
     expected = outputs(model, batch).last_hidden_state
@@ -366,7 +366,7 @@ def test_compiled_without_graph_breaks(architecture, variant):
 
 
 @EVERY_ARCHITECTURE
-def test_auto_classes_find_the_registered_models(architecture):
+def test_auto_classes_load_the_registered_models(architecture):
     for auto_class, name in architecture.config_class.auto_classes.items():
         model = getattr(transformers, auto_class).from_config(architecture.config("gqa"))
         assert type(model).__name__ == name

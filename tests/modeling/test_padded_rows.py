@@ -1,4 +1,4 @@
-"""A row gives the same alone and in a padded batch, whatever pattern or kernel: what counts tokens counts its own."""
+"""Check that rows give the same outputs in padded batches: patterns and kernels count only real tokens."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ PATTERNS = {
     "sliding_window": {"attention_window": 4},
     "sliding_window, dilated": {"attention_window": 4, "attention_dilation": 2},
 }
-# Those of encoders alone.
+# Patterns of encoders only.
 LEARNED = {
     "memory_compressed": {"attention_block_size": 3},
     "transient_global": {"attention_window": 4, "attention_block_size": 3},
@@ -36,7 +36,7 @@ KERNELS = {
 }
 COUNTING = ("random_blocks", "fixed", "local_blocks", *LEARNED)
 LENGTH = 23
-# Where each row's text begins and ends: padding on the left, on the right, on both sides.
+# The begin and the end of each row's text: padded on the left, on the right and on both sides.
 SIDES = {
     "left": ((0, 23), (8, 23), (19, 23)),
     "right": ((0, 23), (0, 12), (0, 4)),
@@ -63,7 +63,7 @@ def fields_of(name, prefix="", **more):
 
 
 def without_positions(model):
-    """Have a model's own positions say nothing: those that count from the row's beginning differ in upstream's too."""
+    """Remove a model's own positions, because those that count from the row's beginning differ in Transformers too."""
     with torch.no_grad():
         for name, module in model.named_modules():
             if "position" in name and hasattr(module, "weight") and "relative" not in name:
@@ -81,7 +81,7 @@ def padded(side):
 
 
 def check_rows(states_of, side, atol=2e-5):
-    """Each row's states in the batch are those of the row alone."""
+    """Check that the states of each row in the batch equal those of the single row."""
     ids, mask = padded(side)
     with torch.no_grad():
         together = states_of(ids, mask)
@@ -106,38 +106,38 @@ def check_encoder(encoder, side):
 
 
 ENCODER_CASES = [
-    *((name, host, {}) for name in PATTERNS for host in ("roberta", "t5")),
-    *((name, host, {"num_global_tokens": 2}) for name in PATTERNS for host in ("bert", "t5")),
+    *((name, architecture, {}) for name in PATTERNS for architecture in ("roberta", "t5")),
+    *((name, architecture, {"num_global_tokens": 2}) for name in PATTERNS for architecture in ("bert", "t5")),
     ("memory_compressed", "roberta", {}),
     ("transient_global", "t5", {}),
     *((name, "roberta", {}) for name in KERNELS),
     *(("local_blocks", row.name, {}) for row in (*ARCHITECTURES, *ENCODERS, *ENCODER_DECODERS)),
     *(("linformer", row.name, {}) for row in (BERT, *ENCODERS)),
 ]
-ENCODER_IDS = [f"{name}-{host}-{'-'.join(more)}" for name, host, more in ENCODER_CASES]
+ENCODER_IDS = [f"{name}-{architecture}-{'-'.join(more)}" for name, architecture, more in ENCODER_CASES]
 
 
-@pytest.mark.parametrize("name, host, more", ENCODER_CASES, ids=ENCODER_IDS)
+@pytest.mark.parametrize("name, architecture, more", ENCODER_CASES, ids=ENCODER_IDS)
 @EVERY_SIDE
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
-def test_an_encoders_row_is_alone_what_it_is_in_a_batch(name, host, more, side, in_blocks, request):
+def test_encoder_row_is_the_same_alone_and_in_a_batch(name, architecture, more, side, in_blocks, request):
     if in_blocks:
         request.getfixturevalue("short_blocks")
-    row = ROWS[host]
+    row = ROWS[architecture]
     check_encoder(encoder_of(row, **fields_of(name, prefix_of(row), **more)), side)
 
 
 @pytest.mark.parametrize("variant", ["talking", "latent"])
 @pytest.mark.parametrize("name", ["random_blocks", "fixed, split", "local_blocks", "sliding_window"])
-@pytest.mark.parametrize("host", ["bert", "t5"])
-def test_so_it_is_with_talking_heads_and_latents(name, host, variant, short_blocks):
-    row = ROWS[host]
+@pytest.mark.parametrize("architecture", ["bert", "t5"])
+def test_talking_heads_and_latent_rows_are_the_same_in_a_batch(name, architecture, variant, short_blocks):
+    row = ROWS[architecture]
     more = {"num_global_tokens": 1}
     check_encoder(encoder_of(row, variant, **fields_of(name, prefix_of(row), **more)), "both")
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "fixed"])
-def test_global_tokens_of_a_mask_are_the_rows_own(name):
+def test_global_attention_mask_applies_per_row(name):
     encoder = encoder_of(BERT, **fields_of(name, num_global_tokens=1))
     ids, mask = padded("both")
     is_global = (torch.rand(mask.shape) < 0.2).long() * mask
@@ -149,7 +149,7 @@ def test_global_tokens_of_a_mask_are_the_rows_own(name):
             torch.testing.assert_close(together[row, begin:end], alone[0], atol=2e-5, rtol=0)
 
 
-def test_weights_stand_where_the_tokens_are():
+def test_returned_weights_are_at_the_positions_of_the_tokens():
     encoders = [
         (encoder_of(BERT, **fields_of("fixed", num_global_tokens=1)), 0),
         (encoder_of(BERT, **fields_of("sliding_window", num_global_tokens=1)), 0),
@@ -171,19 +171,19 @@ def test_weights_stand_where_the_tokens_are():
 DECODERS = {"bert": "BertLMHeadModel", "roberta": "RobertaForCausalLM", "bart": "BartForCausalLM"}
 DECODERS |= {"t5": "T5ForConditionalGeneration", "whisper": "WhisperForConditionalGeneration"}
 DECODER_CASES = [
-    *((name, host) for name in PATTERNS for host in ("bert", "t5")),
+    *((name, architecture) for name in PATTERNS for architecture in ("bert", "t5")),
     *((name, "bert") for name in KERNELS if name != "linformer"),
-    *(("local_blocks", host) for host in DECODERS),
+    *(("local_blocks", architecture) for architecture in DECODERS),
 ]
 
 
-def decoder_of(host, name, **more):
-    row = ROWS[host]
-    return row, without_positions(row.model(DECODERS[host], "gqa", **fields_of(name), **more))
+def decoder_of(architecture, name, **more):
+    row = ROWS[architecture]
+    return row, without_positions(row.model(DECODERS[architecture], "gqa", **fields_of(name), **more))
 
 
 def source_of(row, rows):
-    """The encoder's inputs, the same for each row."""
+    """Return the encoder's inputs, equal for each row."""
     torch.manual_seed(2)
     inputs = {name: value[:1] for name, value in row.batch(next(iter(row.heads))).items()}
     if not prefix_of(row) or "encoder_outputs" in inputs:
@@ -193,35 +193,41 @@ def source_of(row, rows):
 
 
 def calls(row, head, ids, mask):
-    """Keywords of a decoder's forward pass."""
+    """Return the keywords of a decoder's forward pass."""
     if head.endswith("ForConditionalGeneration"):
         return source_of(row, len(ids)) | {"decoder_input_ids": ids, "decoder_attention_mask": mask}
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("name, host", DECODER_CASES, ids=[f"{name}-{host}" for name, host in DECODER_CASES])
+@pytest.mark.parametrize(
+    "name, architecture", DECODER_CASES, ids=[f"{name}-{architecture}" for name, architecture in DECODER_CASES]
+)
 @EVERY_SIDE
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["", "blocks"])
-def test_a_decoders_row_is_alone_what_it_is_in_a_batch(name, host, side, in_blocks, request):
+def test_decoder_row_is_the_same_alone_and_in_a_batch(name, architecture, side, in_blocks, request):
     if in_blocks:
         request.getfixturevalue("short_blocks")
-    row, model = decoder_of(host, name)
+    row, model = decoder_of(architecture, name)
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
-        check_rows(lambda ids, mask: model(**calls(row, DECODERS[host], ids, mask), use_cache=False).logits, side)
+        check_rows(
+            lambda ids, mask: model(**calls(row, DECODERS[architecture], ids, mask), use_cache=False).logits, side
+        )
 
 
-@pytest.mark.parametrize("name, host", DECODER_CASES, ids=[f"{name}-{host}" for name, host in DECODER_CASES])
-def test_a_row_generates_alone_what_it_generates_in_a_batch(name, host, short_blocks):
-    row, model = decoder_of(host, name)
+@pytest.mark.parametrize(
+    "name, architecture", DECODER_CASES, ids=[f"{name}-{architecture}" for name, architecture in DECODER_CASES]
+)
+def test_row_generates_the_same_alone_and_in_a_batch(name, architecture, short_blocks):
+    row, model = decoder_of(architecture, name)
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 9, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     ids, mask = padded("left")
-    if prefix_of(row) and "CausalLM" not in DECODERS[host]:  # else `generate` puts it before the padding
+    if prefix_of(row) and "CausalLM" not in DECODERS[architecture]:  # else `generate` puts it before the padding
         ids[torch.arange(3), mask.argmax(1)] = model.config.decoder_start_token_id
 
     def generated(ids, mask):
-        result = model.generate(**calls(row, DECODERS[host], ids, mask), **options)
+        result = model.generate(**calls(row, DECODERS[architecture], ids, mask), **options)
         return result.sequences[:, -9:], torch.stack(result.scores, 1)
 
     tokens, scores = generated(ids, mask)
@@ -233,19 +239,19 @@ def test_a_row_generates_alone_what_it_generates_in_a_batch(name, host, short_bl
 
 
 @pytest.mark.parametrize("name", ["random_blocks", "fixed", "local_blocks"])
-def test_more_padding_on_the_right_moves_nothing(name):
+def test_more_right_padding_changes_no_output(name):
     encoder = encoder_of(BERT, **fields_of(name))
     ids = token_ids(2, 12)
     mask = torch.ones_like(ids)
-    longer = (torch.nn.functional.pad(each, (0, 20)) for each in (ids, mask))
+    longer = (torch.nn.functional.pad(item, (0, 20)) for item in (ids, mask))
     with torch.no_grad():
         expected = encoder(ids, attention_mask=mask).last_hidden_state
         ids, mask = longer
-        found = encoder(ids, attention_mask=mask).last_hidden_state[:, :12]
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        actual = encoder(ids, attention_mask=mask).last_hidden_state[:, :12]
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
-def test_no_tensor_grows_with_the_square_of_the_length_under_left_padding():
+def test_left_padding_allocates_no_quadratic_tensor():
     sizes = []
     for n in (1024, 2048):
         fields = fields_of("sliding_window", "encoder_", num_global_tokens=1)
@@ -263,7 +269,7 @@ def test_no_tensor_grows_with_the_square_of_the_length_under_left_padding():
     assert sizes[2] <= 2.1 * sizes[0] and sizes[3] <= 2.1 * sizes[1]
 
 
-# By default a pattern of blocks, whose masks are cut anew, and one that makes other keys.
+# The default cases are a pattern of blocks with other masks, and one that computes other keys.
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
@@ -274,7 +280,7 @@ def test_no_tensor_grows_with_the_square_of_the_length_under_left_padding():
         pytest.param("sliding_window", marks=pytest.mark.slow),
     ],
 )
-def test_a_compiled_or_exported_encoder_counts_alike(name):
+def test_compiled_and_exported_encoders_count_only_real_tokens(name):
     more = {"num_global_tokens": 1} if name == "sliding_window" else {}
     encoder = encoder_of(ROWS["roberta"], **fields_of(name, **more))
     ids, mask = padded("left")
@@ -283,8 +289,8 @@ def test_a_compiled_or_exported_encoder_counts_alike(name):
         sizes = {"input_ids": {1: torch.export.Dim.AUTO}, "attention_mask": {1: torch.export.Dim.AUTO}}
         inputs = {"input_ids": ids, "attention_mask": mask}
         program = torch.export.export(encoder, (), kwargs=inputs, dynamic_shapes=sizes)
-        found = program.module()(**inputs).last_hidden_state
-        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+        actual = program.module()(**inputs).last_hidden_state
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
         compiled = torch.compile(encoder, backend="eager", fullgraph=True)
-        found = compiled(ids, attention_mask=mask).last_hidden_state
-        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+        actual = compiled(ids, attention_mask=mask).last_hidden_state
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)

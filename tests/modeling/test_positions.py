@@ -1,4 +1,4 @@
-"""Sinusoidal positions: the formula's, in every host that takes them, for any length, and with a cache."""
+"""Check sinusoidal positions: the formula, every architecture that supports them, any length, and caches."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ WRITERS = {"t5": "T5ForConditionalGeneration", "umt5": "UMT5ForConditionalGenera
 
 
 @pytest.mark.parametrize("width", [1, 7, 40])
-def test_sinusoids_are_the_formula(width):
+def test_sinusoids_equal_the_formula(width):
     expected = sinusoidal_positions(30, width)
     torch.testing.assert_close(sinusoids(torch.arange(30)[None], width)[0].double(), expected, atol=1e-6, rtol=0)
     far = torch.tensor([[20_000]])
@@ -39,7 +39,7 @@ def base(architecture, head, **fields):
 
 
 @EVERY_ENCODER
-def test_an_encoder_is_the_plain_one_whose_table_holds_the_formula(architecture):
+def test_encoder_with_sinusoids_equals_a_plain_one_with_that_table(architecture):
     head = next(iter(architecture.heads))
     model, plain = base(architecture, head, **SINUSOIDAL), base(architecture, head)
     names = plain.state_dict().keys() - model.state_dict().keys()
@@ -51,16 +51,16 @@ def test_an_encoder_is_the_plain_one_whose_table_holds_the_formula(architecture)
     ids, mask = token_ids(), torch.ones(BATCH, LENGTH).long()
     ids[1, :4], mask[1, :4] = model.config.pad_token_id, 0  # on the left, where RoBERTa begins to count behind it
     with torch.no_grad():
-        found, expected = (each(input_ids=ids, attention_mask=mask).last_hidden_state for each in (model, plain))
-        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+        actual, expected = (item(input_ids=ids, attention_mask=mask).last_hidden_state for item in (model, plain))
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
         states, positions = torch.randn(BATCH, LENGTH, table.shape[1]), torch.arange(LENGTH).flip(0)[None] + first
         for inputs in ({"inputs_embeds": states}, {"input_ids": ids, "position_ids": positions}):
-            found, expected = (each(**inputs).last_hidden_state for each in (model, plain))
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            actual, expected = (item(**inputs).last_hidden_state for item in (model, plain))
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
 @EVERY_ENCODER
-def test_a_text_may_be_of_any_length(architecture):
+def test_sinusoidal_positions_support_any_length(architecture):
     head = next(iter(architecture.heads))
     model, longer = base(architecture, head, **SINUSOIDAL), base(architecture, head, max_position_embeddings=300)
     longer.load_state_dict(model.state_dict(), strict=False)
@@ -74,7 +74,7 @@ def test_a_text_may_be_of_any_length(architecture):
 
 
 @BOTH_T5S
-def test_t5_is_the_plain_one_without_a_bias_that_reads_the_formula_in_its_inputs(architecture):
+def test_t5_with_sinusoids_adds_them_to_its_inputs_without_a_bias(architecture):
     head = WRITERS[architecture.name]
     model, plain = architecture.model(head, "gqa", **SINUSOIDAL), architecture.model(head, "gqa")
     assert not [name for name in model.state_dict() if "relative" in name]
@@ -90,16 +90,16 @@ def test_t5_is_the_plain_one_without_a_bias_that_reads_the_formula_in_its_inputs
     placed[2] = torch.cat([added[:1].expand(4, -1), added[: LENGTH - 4]])  # behind padding
     words = plain.get_input_embeddings()
     with torch.no_grad():
-        found = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets).logits
+        actual = model(input_ids=ids, attention_mask=mask, decoder_input_ids=targets).logits
         inputs = {"inputs_embeds": words(ids) + placed, "decoder_inputs_embeds": words(targets) + added}
-        torch.testing.assert_close(found, plain(**inputs, attention_mask=mask).logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual, plain(**inputs, attention_mask=mask).logits, atol=1e-5, rtol=0)
         short = model.encoder(ids[2:, 4:]).last_hidden_state
         torch.testing.assert_close(model.encoder(ids[2:], mask[2:])[0][:, 4:], short, atol=1e-5, rtol=0)
 
 
 @BOTH_T5S
 @pytest.mark.parametrize("fields", [{}, {"attention_pattern": "sliding_window", "attention_window": 4}], ids=str)
-def test_positions_follow_the_cache(architecture, fields):
+def test_sinusoidal_positions_continue_after_the_cache(architecture, fields):
     model = architecture.model(WRITERS[architecture.name], "gqa", **SINUSOIDAL, **fields)
     batch = architecture.batch(WRITERS[architecture.name])
     ids = batch.pop("decoder_input_ids")
@@ -109,7 +109,7 @@ def test_positions_follow_the_cache(architecture, fields):
         with torch.no_grad():
             whole = model(**batch, decoder_input_ids=ids, **given, use_cache=False).logits
             for begin, end in ((0, 3), (3, 7), (7, 8), (8, 9)):
-                seen = {name: each[:, :end] for name, each in given.items()}
+                seen = {name: item[:, :end] for name, item in given.items()}
                 result = model(
                     **batch, decoder_input_ids=ids[:, begin:end], **seen, **with_cache(cache), use_cache=True
                 )
@@ -118,15 +118,15 @@ def test_positions_follow_the_cache(architecture, fields):
 
 
 @BOTH_T5S
-def test_generation_with_a_cache_is_that_without(architecture):
+def test_sinusoidal_models_generate_the_same_with_and_without_a_cache(architecture):
     model = architecture.model(WRITERS[architecture.name], "gqa", **SINUSOIDAL)
     batch = {
-        name: each for name, each in architecture.batch(WRITERS[architecture.name]).items() if "decoder" not in name
+        name: item for name, item in architecture.batch(WRITERS[architecture.name]).items() if "decoder" not in name
     }
     for search in ({}, {"num_beams": 3}):
         options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False} | search
-        found = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
-        assert found[0].equal(found[1])
+        actual = [model.generate(**batch, **options, use_cache=use_cache) for use_cache in (True, False)]
+        assert actual[0].equal(actual[1])
     static = StaticCache(model.config, 16)
     ids = token_ids()
     with torch.no_grad():
@@ -135,37 +135,37 @@ def test_generation_with_a_cache_is_that_without(architecture):
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-5, rtol=0)
 
 
-def test_berts_decoder_continues_beyond_its_table():
+def test_bert_decoder_generates_beyond_its_position_table():
     model = BERT.model("BertLMHeadModel", "gqa", **SINUSOIDAL)
     ids = token_ids(2, 30)  # of 32 positions
     options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    found = [model.generate(ids, **options, use_cache=use_cache) for use_cache in (True, False)]
-    assert found[0].equal(found[1]) and found[0].shape == (2, 38)
+    actual = [model.generate(ids, **options, use_cache=use_cache) for use_cache in (True, False)]
+    assert actual[0].equal(actual[1]) and actual[0].shape == (2, 38)
 
 
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (T5, "T5Model")], ids=["bert", "t5"])
-def test_a_checkpoint_with_learned_positions_loads_and_says_what_is_lost(architecture, head, tmp_path, said):
+def test_loading_sinusoids_warns_that_learned_positions_are_dropped(architecture, head, tmp_path, logged):
     architecture.upstream_model(head).save_pretrained(tmp_path / "plain")
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
     model = model_class.from_pretrained(tmp_path / "plain", **SINUSOIDAL)
-    assert "was trained with learned positions. Sinusoidal positions replace them" in said.text
-    said.clear()
+    assert "was trained with learned positions. Sinusoidal positions replace them" in logged.text
+    logged.clear()
     model.save_pretrained(tmp_path / "sinusoidal")
     again = model_class.from_pretrained(tmp_path / "sinusoidal")
-    assert "positions" not in said.text and again.config.position_embedding_type == "sinusoidal"
+    assert "positions" not in logged.text and again.config.position_embedding_type == "sinusoidal"
     batch = architecture.batch(head)
     with torch.no_grad():
         assert again.eval()(**batch)[0].equal(model.eval()(**batch)[0])
 
 
-def test_a_checkpoint_with_talking_heads_loads_with_a_pattern(tmp_path):
+def test_talking_heads_checkpoint_loads_with_a_pattern(tmp_path):
     BERT.model("BertModel", "talking").save_pretrained(tmp_path)
     window = {"attention_pattern": "sliding_window", "attention_window": 4}
     model = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path, **window)
     assert model.config.attention_window == 4 and model.config.talking_heads == "both"
 
 
-def test_absolute_stays_accepted(tmp_path):
+def test_absolute_position_type_is_accepted(tmp_path):
     for architecture in (BERT, ENCODER_DECODERS[0]):
         config = architecture.config("mha", position_embedding_type="absolute")
         config.save_pretrained(tmp_path / architecture.name)
@@ -174,7 +174,7 @@ def test_absolute_stays_accepted(tmp_path):
         type(config).from_upstream(config.to_dict() | {"position_embedding_type": "relative_key_query"})
 
 
-def test_no_conversion_and_no_plain_form(tmp_path):
+def test_sinusoids_support_neither_conversion_nor_plain_export(tmp_path):
     model = BERT.model("BertModel", **SINUSOIDAL)
     with pytest.raises(ValueError, match="`position_embedding_type`"):
         hf_attn_variants.convert(BERT.model("BertModel"), **SINUSOIDAL)

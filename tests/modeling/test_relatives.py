@@ -1,4 +1,4 @@
-"""The relatives of BERT and BART, Whisper among them: their heads are upstream's, whatever the variant."""
+"""Compare the heads of BERT's and BART's relatives, including Whisper, with Transformers for each variant."""
 
 import json
 
@@ -25,7 +25,7 @@ GENERATES = pytest.mark.parametrize("architecture", ENCODER_DECODERS, ids=lambda
 
 
 def exact_ranks(architecture):
-    """Every latent that the architecture can have, as wide as its input."""
+    """Return every latent of the architecture, as wide as its input."""
     return dict.fromkeys(architecture.config_class.rank_fields(), 48)
 
 
@@ -45,8 +45,8 @@ def same_outputs(ours, theirs, batch, atol=ATOL):
 
 @pytest.mark.thorough
 @EVERY_HEAD
-def test_heads_are_upstreams(architecture, head, tmp_path):
-    """Outputs by both implementations, with padding, and gradients; from a checkpoint of upstream's."""
+def test_every_head_equals_transformers(architecture, head, tmp_path):
+    """Compare outputs of both implementations, with padding, and gradients, from a checkpoint of Transformers."""
     upstream = architecture.upstream_model(head)
     upstream.save_pretrained(tmp_path)
     ours, exact = (
@@ -72,7 +72,7 @@ def test_heads_are_upstreams(architecture, head, tmp_path):
 
 @pytest.mark.thorough
 @EVERY_ARCHITECTURE
-def test_identical_heads_convert_without_loss(architecture, tmp_path):
+def test_identical_heads_convert_without_changing_outputs(architecture, tmp_path):
     head = next(iter(architecture.heads))
     model = architecture.model(head, "mha")
     counts = dict.fromkeys(architecture.config_class.kv_heads_fields(), 2)
@@ -90,7 +90,7 @@ def test_identical_heads_convert_without_loss(architecture, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_auto_class_loads_elsewhere(tmp_path):
+def test_every_auto_class_loads_in_another_process(tmp_path):
     made = []
     for row in RELATIVES:
         variant = "by layer" if row in (*ENCODER_DECODERS, WHISPER) else "gqa"
@@ -108,7 +108,7 @@ def test_every_auto_class_loads_elsewhere(tmp_path):
     "search", [{"num_beams": 1}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}]
 )
 @pytest.mark.parametrize("padding", ["right", "left"])
-def test_tokens_are_upstreams(architecture, search, padding, tmp_path):
+def test_generated_tokens_equal_transformers(architecture, search, padding, tmp_path):
     head = list(architecture.heads)[1]
     upstream = architecture.upstream_model(head)
     upstream.save_pretrained(tmp_path)
@@ -132,8 +132,8 @@ def test_tokens_are_upstreams(architecture, search, padding, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", [*ENCODER_DECODERS, WHISPER], ids=lambda row: row.name)
-def test_a_low_rank_decodes_with_a_cache_as_without(architecture):
-    """Value biases count, whatever the form: nearly all weights of these stacks have them."""
+def test_low_rank_latents_decode_the_same_with_and_without_a_cache(architecture):
+    """Check architectures with value biases, in both forms."""
     head = list(architecture.heads)[1]
     ranks = {"cross_kv_lora_rank": 7, "kv_lora_rank": 5, "encoder_kv_lora_rank": 6}
     model = architecture.model(head, num_key_value_heads=4, encoder_num_key_value_heads=2, **ranks)
@@ -149,7 +149,7 @@ def test_a_low_rank_decodes_with_a_cache_as_without(architecture):
 
 
 @EVERY_ARCHITECTURE
-def test_fewer_heads_than_the_checkpoint_has_name_the_conversion(architecture, tmp_path):
+def test_fewer_heads_error_names_the_conversion(architecture, tmp_path):
     head = next(iter(architecture.heads))
     architecture.upstream_model(head).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"attn-variants convert .* --num_key_value_heads 2 "):
@@ -158,7 +158,7 @@ def test_fewer_heads_than_the_checkpoint_has_name_the_conversion(architecture, t
         loaded(architecture, head, tmp_path, kv_lora_rank=6)
 
 
-def test_talking_heads_need_equal_stacks():
+def test_talking_heads_need_equal_heads_in_encoder_and_decoder():
     config = ENCODER_DECODERS[0].config(talking_heads="both", encoder_attention_heads=12)
     model = hf_attn_variants.AttnVariantBartModel(config).eval()
     plain = hf_attn_variants.AttnVariantBartModel(ENCODER_DECODERS[0].config(encoder_attention_heads=12)).eval()

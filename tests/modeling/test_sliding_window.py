@@ -1,4 +1,4 @@
-"""Attention in windows, in blocks and under a mask: the formula's outputs and gradients, and no n x m tensor."""
+"""Check windows in blocks and under a mask: outputs and gradients of the formula, and memory."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def reach_of(window, dilation=1, global_tokens=0, causal=False):
 
 
 def make_call(n, groups=2, biased=False, dtype=torch.float32):
-    """Queries, keys, values and a bias by distance that want gradients; padding on either side."""
+    """Return queries, keys, values and a bias by distance that require gradients, padded on either side."""
     torch.manual_seed(0)
     leaves = [torch.randn(3, heads, n, D, dtype=dtype) for heads in (HEADS, groups, groups)]
     leaves += [torch.randn(1, HEADS, 1, 2 * n - 1, dtype=dtype)] if biased else []
@@ -45,10 +45,10 @@ def make_call(n, groups=2, biased=False, dtype=torch.float32):
     return [leaf.requires_grad_() for leaf in leaves], padding
 
 
-def compare(found, expected, leaves, exact, atol):
-    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
+def compare(actual, expected, leaves, exact, atol):
+    torch.testing.assert_close(actual.double(), expected, atol=atol, rtol=0)
     weights = torch.randn_like(expected)
-    found_gradients = torch.autograd.grad((found * weights.to(found.dtype)).sum(), leaves)
+    found_gradients = torch.autograd.grad((actual * weights.to(actual.dtype)).sum(), leaves)
     for one, other in zip(found_gradients, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
         torch.testing.assert_close(one.double(), other, atol=atol * max(1, other.abs().max()), rtol=0)
 
@@ -64,28 +64,28 @@ def by_formula(leaves, fields, padding):
 
 @EVERY_WINDOW
 @pytest.mark.parametrize("n, groups, biased", [(41, 4, False), (41, 2, True), (64, 1, True)])
-def test_blocks_are_the_formula(fields, n, groups, biased):
+def test_window_blocks_equal_the_formula(fields, n, groups, biased):
     leaves, padding = make_call(n, groups, biased)
     expected, exact = by_formula(leaves, fields, padding)
     bias = leaves[3] if biased else None
     key_range, mask = reach_of(**fields), padding[:, None, None]
     assert fills_blocks(key_range, leaves[0], leaves[1], mask)
-    found = talking_heads_attention(*leaves[:3], mask, bias, scaling=0.4, key_range=key_range)
-    compare(found, expected, leaves, exact, 1e-5)
+    actual = talking_heads_attention(*leaves[:3], mask, bias, scaling=0.4, key_range=key_range)
+    compare(actual, expected, leaves, exact, 1e-5)
 
 
 @EVERY_WINDOW
-def test_the_mask_of_full_attention_is_the_formula(fields):
+def test_window_mask_equals_the_formula(fields):
     leaves, padding = make_call(23, biased=True)
     expected, exact = by_formula(leaves, fields, padding)
     mask, bias = as_full_attention(reach_of(**fields), *leaves[:2], padding[:, None, None], leaves[3])
-    found, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
-    compare(found, expected, leaves, exact, 1e-5)
+    actual, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
+    compare(actual, expected, leaves, exact, 1e-5)
     added = torch.zeros(padding.shape).masked_fill(~padding, torch.finfo(torch.float32).min)[:, None, None]
     mask, bias = as_full_attention(reach_of(**fields), *leaves[:2], added, leaves[3])
     again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
     read = (sliding_window_mask(fields, 23) & padding[:, None]).any(-1)  # where nothing is, weights are uniform
-    torch.testing.assert_close(again[read], found[read])
+    torch.testing.assert_close(again[read], actual[read])
 
 
 def sliding_window_mask(fields, n):
@@ -95,22 +95,22 @@ def sliding_window_mask(fields, n):
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("fields", [WINDOWS["causal"], WINDOWS["causal, dilated"]], ids=["causal", "dilated"])
 @pytest.mark.parametrize("queries", [1, 5, 30])
-def test_the_last_queries_of_a_longer_memory(fields, queries, biased):
-    """A decoder's step, and several tokens after a cache: the keys' last positions are the queries'."""
+def test_windows_align_queries_with_the_last_keys(fields, queries, biased):
+    """Check a decoder step, and several tokens after a cache: the queries have the last positions of the keys."""
     leaves, padding = make_call(60, biased=biased)
     expected, _ = by_formula(leaves, fields, padding)
     query, key, value = leaves[0][:, :, -queries:], *leaves[1:3]
     key_range, bias, mask = reach_of(**fields), leaves[3] if biased else None, padding[:, None, None]
-    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, key_range=key_range)
-    torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
-    # What a cache has kept of the memory; the mask is of all tokens, the bias of all distances.
+    actual = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, key_range=key_range)
+    torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
+    # The keys in the cache; the mask covers all tokens, and the bias all distances.
     key, value = (states[:, :, -(key_range.before + queries) :] for states in (key, value))
-    found = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, key_range=key_range)
-    torch.testing.assert_close(found.double(), expected[:, -queries:], atol=1e-5, rtol=0)
+    actual = talking_heads_attention(query, key, value, mask, bias, scaling=0.4, key_range=key_range)
+    torch.testing.assert_close(actual.double(), expected[:, -queries:], atol=1e-5, rtol=0)
 
 
 @EVERY_WINDOW
-def test_heads_that_talk_in_windows(fields):
+def test_talking_heads_in_windows_equal_the_formula(fields):
     leaves, padding = make_call(41, groups=4, biased=True)
     mixes = [torch.randn(HEADS, 3).requires_grad_(), torch.randn(3, HEADS).requires_grad_()]
     leaves[3] = torch.randn(1, 3, 1, 81).requires_grad_()
@@ -121,15 +121,15 @@ def test_heads_that_talk_in_windows(fields):
     expected, _ = attention_core(
         *exact[:3], scale=0.4, P_l=exact[4], P_w=exact[5], bias=exact[3][:, :, 0, distance + 40], mask=mask
     )
-    found = talking_heads_attention(
+    actual = talking_heads_attention(
         *leaves[:3], padding[:, None, None], leaves[3], scaling=0.4, key_range=reach_of(**fields),
         logits_proj=mixes[0], weights_proj=mixes[1],
     )  # fmt: skip
-    compare(found, expected.transpose(1, 2), [*leaves, *mixes], exact, 1e-5)
+    compare(actual, expected.transpose(1, 2), [*leaves, *mixes], exact, 1e-5)
 
 
 @pytest.mark.parametrize("fields", [{"window": 82}, {"window": 41 * 2, "causal": True}], ids=["", "causal"])
-def test_a_window_wider_than_the_text_is_full_attention(fields):
+def test_window_wider_than_the_text_equals_full_attention(fields):
     leaves, padding = make_call(41)
     key_range, mask = reach_of(**fields), padding[:, None, None]
     assert not fills_blocks(key_range, leaves[0], leaves[1], mask)
@@ -140,14 +140,14 @@ def test_a_window_wider_than_the_text_is_full_attention(fields):
         )  # left to the kernel's `is_causal`
     else:
         assert as_full_attention(key_range, *leaves[:2], mask, None)[0].equal(mask)
-    found = talking_heads_attention(*leaves[:3], mask, scaling=0.4, key_range=key_range)
+    actual = talking_heads_attention(*leaves[:3], mask, scaling=0.4, key_range=key_range)
     expected, _ = attention_with_weights(*leaves[:3], mask, scaling=0.4, is_causal=key_range.is_causal)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @EVERY_WINDOW
 @pytest.mark.parametrize("n, m", [(1, 1), (7, 7), (41, 41), (96, 96), (5, 41)])
-def test_blocks_read_every_key_of_their_windows_once(fields, n, m):
+def test_window_blocks_read_every_key_once(fields, n, m):
     key_range = reach_of(**fields)
     if n < m and not key_range.is_causal:
         pytest.skip("an encoder's queries are as many as its keys")
@@ -160,7 +160,7 @@ def test_blocks_read_every_key_of_their_windows_once(fields, n, m):
     assert read.max() == 1 and not (allowed & (read == 0)).any()
 
 
-def test_dropout_drops_weights_and_keeps_their_mean():
+def test_window_dropout_keeps_the_mean_of_weights():
     leaves, padding = make_call(64)
     call = {"scaling": 0.4, "key_range": reach_of(6, global_tokens=1)}
     mask = padding[:, None, None]
@@ -177,7 +177,7 @@ def test_dropout_drops_weights_and_keeps_their_mean():
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch, biased):
+def test_windows_allocate_no_quadratic_tensor(monkeypatch, biased):
     monkeypatch.setitem(blocked_attention.BLOCK_ELEMENTS, "cpu", 2**12)
     sizes = []
     for n in (256, 512):
@@ -192,7 +192,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch, biased):
     assert sizes[1] <= 2 * sizes[0] and sizes[1] == 3 * HEADS * 512 * D  # the queries
 
 
-def test_compiled_and_half_precision_calls():
+def test_windows_support_compilation_and_half_precision():
     leaves, padding = make_call(64)
     key_range, mask = reach_of(6, global_tokens=1), padding[:, None, None]
     exact = talking_heads_attention(*leaves[:3], mask, scaling=0.4, key_range=key_range)
@@ -206,7 +206,7 @@ def test_compiled_and_half_precision_calls():
     assert half.dtype == torch.bfloat16 and functional.mse_loss(half.float(), exact) < 1e-4
 
 
-def test_an_encoders_window_refuses_a_prefix():
+def test_encoder_window_with_a_prefix_raises_an_error():
     query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 8, 4)
     with pytest.raises(ValueError, match="`attention_pattern`"):
         as_full_attention(reach_of(2), query, key, None, None)

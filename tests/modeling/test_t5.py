@@ -1,4 +1,4 @@
-"""What only T5 has: mT5, relative positions, head counts of the encoder and the decoder, and sequence generation."""
+"""Check the features of T5: mT5, relative positions, head counts of encoder and decoder, and generation."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGen
 
 pytestmark = pytest.mark.cross_product
 
-# What latents keep: test_latent_cache.py.
+# test_latent_cache.py checks the caches of latents.
 CACHED = [name for name in VARIANTS if name not in ("dynamic", "latent")]
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 FLAVOURS = {
@@ -29,7 +29,7 @@ SEARCHES = {"greedy": {}, "beams": {"num_beams": 3}, "beams returned": {"num_bea
 
 
 def upstream_pair(flavour, folder, implementation):
-    """A plain model with weights that are not at their initial values, and ours loaded from its checkpoint."""
+    """Return a plain model with weights that are not initial values, and ours, loaded from its checkpoint."""
     model_class, config_class, fields = FLAVOURS[flavour]
     torch.manual_seed(0)
     upstream = model_class(config_class(**T5.tiny, **fields)).eval()
@@ -48,7 +48,7 @@ def upstream_pair(flavour, folder, implementation):
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", MASKS)
-def test_multi_head_equals_upstream(flavour, implementation, padding, tmp_path):
+def test_multi_head_t5_equals_transformers(flavour, implementation, padding, tmp_path):
     upstream, ours = upstream_pair(flavour, tmp_path, implementation)
     inputs = text_inputs() | {"attention_mask": MASKS[padding]()}
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_multi_head_equals_upstream(flavour, implementation, padding, tmp_path):
         assert ours.generate(**kwargs).equal(upstream.generate(**kwargs)), search
 
 
-def test_sampling_equals_upstream(tmp_path):
+def test_sampled_tokens_equal_transformers(tmp_path):
     drawn = []
     for model in upstream_pair("t5", tmp_path, "sdpa"):
         torch.manual_seed(5)
@@ -76,7 +76,7 @@ def text_inputs_of_seed(seed=2):
 
 
 @pytest.mark.parametrize("flavour, scaled", [("t5", True), ("v1.1", False), ("mt5", False)])
-def test_whether_decoder_outputs_are_scaled_survives_every_way_in(flavour, scaled, tmp_path):
+def test_scale_decoder_outputs_survives_every_way_of_loading(flavour, scaled, tmp_path):
     _, config_class, fields = FLAVOURS[flavour]
     upstream = config_class(**T5.tiny, **fields)
     upstream.save_pretrained(tmp_path)
@@ -93,7 +93,7 @@ def test_whether_decoder_outputs_are_scaled_survives_every_way_in(flavour, scale
     assert configs[3].num_key_value_heads == 3
 
 
-def test_an_untied_output_layer_loads_untied(tmp_path):
+def test_untied_output_layer_stays_untied(tmp_path):
     upstream = T5.upstream_model("T5ForConditionalGeneration", tie_word_embeddings=False)
     upstream.lm_head.weight = torch.nn.Parameter(torch.randn(VOCABULARY, 40))
     upstream.config.tie_word_embeddings = False
@@ -110,7 +110,7 @@ def test_an_untied_output_layer_loads_untied(tmp_path):
     assert again.lm_head.weight.equal(upstream.lm_head.weight) and not again.lm_head.weight.equal(again.shared.weight)
 
 
-def test_encoder_and_decoder_have_head_counts_of_their_own():
+def test_encoder_and_decoder_have_separate_head_counts():
     model = T5.model("T5Model", num_key_value_heads=2, encoder_num_key_value_heads=6)
     rows = {(site.name, module.k.out_features, module.v.out_features) for site, _, module in model.named_attentions()}
     assert rows == {("encoder", 48, 48), ("decoder", 16, 16), ("cross", 16, 16)}
@@ -121,7 +121,7 @@ def test_encoder_and_decoder_have_head_counts_of_their_own():
         T5.config("weights", encoder_num_key_value_heads=6)
 
 
-def test_the_position_bias_is_added_to_the_softmax_heads():
+def test_position_bias_is_added_to_the_softmax_heads():
     model = T5.model("T5Model", "gqa_talking")
     attention = model.encoder.block[0].layer[0].SelfAttention
     assert attention.relative_attention_bias.weight.shape == (8, model.config.num_softmax_heads)
@@ -181,7 +181,7 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps,
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "mqa", "talking", "gqa_talking"])
-def test_static_cache(variant):
+def test_static_cache_generates_the_same_tokens_with_t5(variant):
     model = T5.model("T5ForConditionalGeneration", variant)
     batch = T5.batch("T5ForConditionalGeneration")
     target = batch.pop("decoder_input_ids")
@@ -200,14 +200,14 @@ def test_static_cache(variant):
 
 @pytest.mark.parametrize("variant", CACHED)
 @pytest.mark.parametrize("search", SEARCHES)
-def test_generate_with_and_without_cache(variant, search):
+def test_t5_generates_the_same_with_and_without_cache(variant, search):
     model = T5.model("T5ForConditionalGeneration", variant)
     kwargs = {**text_inputs(), **SEARCHES[search], "max_new_tokens": 7, "do_sample": False}
     assert model.generate(**kwargs).equal(model.generate(**kwargs, use_cache=False))
 
 
 @pytest.mark.parametrize("search", ["greedy", "beams"])
-def test_generate_from_encoder_outputs(search):
+def test_t5_generates_from_encoder_outputs(search):
     model = T5.model("T5ForConditionalGeneration", "gqa")
     inputs = text_inputs()
     kwargs = {**SEARCHES[search], "attention_mask": inputs["attention_mask"], "max_new_tokens": 7, "do_sample": False}
@@ -217,7 +217,7 @@ def test_generate_from_encoder_outputs(search):
     assert reused.equal(model.generate(input_ids=inputs["input_ids"], **kwargs))
 
 
-def test_beams_leave_their_shared_memory_where_it_is():
+def test_beam_search_does_not_move_shared_encoder_outputs():
     model = T5.model("T5ForConditionalGeneration", "mqa")
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with torch.no_grad():
@@ -230,8 +230,8 @@ def test_beams_leave_their_shared_memory_where_it_is():
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "talking"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(variant, side):
-    """T5's positions are relative: a source padded on either side gives what the source alone gives."""
+def test_source_padding_changes_no_output(variant, side):
+    """Check that a source that is padded on either side gives the outputs of the source without padding."""
     model = T5.model("T5ForConditionalGeneration", variant)
     ids, target, padding = token_ids(1, 5), token_ids(1, 4), torch.zeros(1, 3, dtype=torch.long)
     parts = (padding, ids) if side == "left" else (ids, padding)
@@ -242,19 +242,19 @@ def test_padding_changes_nothing(variant, side):
     torch.testing.assert_close(result, plain, atol=1e-5, rtol=0)
 
 
-def test_memory_side_dynamic_projections_keep_no_cache(tmp_path):
+def test_t5_key_side_dynamic_projections_disable_the_cache(tmp_path):
     model = T5.model("T5ForConditionalGeneration", "dynamic")
     with pytest.raises(ValueError, match="`use_cache` must be False"):
         model.generate(**text_inputs(), max_new_tokens=3, use_cache=True)
     model.save_pretrained(tmp_path)
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"use_cache": True}))
-    for found in (model, type(model).from_pretrained(tmp_path)):
-        assert found.generate(**text_inputs(), max_new_tokens=3).shape == (BATCH, 4)
-        assert cache_of(found(**text_inputs(), labels=token_ids())) is None
+    for actual in (model, type(model).from_pretrained(tmp_path)):
+        assert actual.generate(**text_inputs(), max_new_tokens=3).shape == (BATCH, 4)
+        assert cache_of(actual(**text_inputs(), labels=token_ids())) is None
 
 
-def test_query_side_dynamic_projections_work_with_a_cache():
+def test_t5_query_side_dynamic_projections_support_the_cache():
     model = T5.model("T5ForConditionalGeneration", "talking", talking_heads_dynamic=["x2l", "x2w"])
     kwargs = {**text_inputs(), "max_new_tokens": 6, "do_sample": False}
     assert model.generate(**kwargs).equal(model.generate(**kwargs, use_cache=False))
@@ -284,14 +284,14 @@ def test_checkpointed_gradients_reach_the_position_bias(variant, reentrant):
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-7, rtol=1e-4)
 
 
-def test_the_implementation_reaches_encoder_and_decoder():
+def test_attention_implementation_applies_to_encoder_and_decoder():
     model = T5.model("T5ForSequenceClassification", "gqa")
     model.set_attn_implementation("eager")
     names = {module.config._attn_implementation for _, _, module in model.named_attentions()}
     assert len(names) == 1 and "eager" in names.pop()
 
 
-def test_the_base_model_loads_from_a_full_checkpoint(tmp_path):
+def test_base_model_loads_from_a_checkpoint_with_a_head(tmp_path):
     model = T5.model("T5ForConditionalGeneration", "gqa")
     model.save_pretrained(tmp_path)
     base = AttnVariantT5Model.from_pretrained(tmp_path).eval()
@@ -304,7 +304,7 @@ def test_the_base_model_loads_from_a_full_checkpoint(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["mha", "mqa", "talking"])
-def test_a_compiled_step_with_a_static_cache(variant):
+def test_compiled_step_with_a_static_cache_gives_equal_logits(variant):
     model = T5.model("T5ForConditionalGeneration", variant)
     kwargs = {**text_inputs(), "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**kwargs)
@@ -314,7 +314,7 @@ def test_a_compiled_step_with_a_static_cache(variant):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{}, {"cross_kv_lora_rank": 256}, {"cross_kv_lora_rank": 256, "kv_lora_rank": 256}])
-def test_a_real_checkpoint_translates_as_upstream(ranks, shared_data):
+def test_real_checkpoint_translates_like_transformers(ranks, shared_data):
     folder = shared_data / "checkpoints" / "t5-mini-multi30k-en-de"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     text = gzip.decompress((shared_data / "multi30k" / "val.en.gz").read_bytes()).decode().splitlines()[:16]

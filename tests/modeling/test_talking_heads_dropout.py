@@ -1,4 +1,4 @@
-"""Dropout of talking-heads weights: single weights, the same ones in both passes."""
+"""Check dropout of talking-heads weights: it drops single weights, the same ones in both passes."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_drops_single_weights(backend):
+def test_talking_heads_dropout_drops_single_weights(backend):
     device, dropout = device_of(backend), 0.25
     query, key, _, _, logits_proj, weights_proj = make_inputs(n=6, m=80, device=device)
     # Values that show the weights themselves.
@@ -29,7 +29,7 @@ def test_dropout_drops_single_weights(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_drops_the_same_in_both_passes(backend):
+def test_talking_heads_dropout_is_the_same_in_both_passes(backend):
     inputs = make_inputs("all different", device=device_of(backend))
     query, key, value, _, logits_proj, weights_proj = inputs
 
@@ -52,7 +52,7 @@ def test_dropout_drops_the_same_in_both_passes(backend):
 
 
 @pytest.mark.parametrize("batches", [1, B])
-def test_dropout_drops_the_same_when_the_number_of_threads_changes_before_the_backward_pass(set_threads, batches):
+def test_talking_heads_dropout_does_not_depend_on_the_number_of_threads(set_threads, batches):
     query, key, value, _, logits_proj, weights_proj = make_inputs(n=12, dtype=torch.float64)
     value = value[:batches].detach().requires_grad_()
     set_threads(3)
@@ -67,7 +67,7 @@ def test_dropout_drops_the_same_when_the_number_of_threads_changes_before_the_ba
     torch.testing.assert_close((value.grad * value).sum(), (d_output * output).sum())
 
 
-def test_checkpointing_repeats_the_dropout():
+def test_gradient_checkpointing_repeats_the_dropout():
     inputs = make_inputs()
     query, key, value, _, logits_proj, weights_proj = inputs
 

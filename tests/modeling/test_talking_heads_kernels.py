@@ -1,7 +1,7 @@
-"""The talking-heads kernels against the specification: outputs and every gradient, over masks, biases and head counts.
+"""Compare the talking-heads kernels with the specification: outputs and all gradients, by mask, bias and head count.
 
-The Triton kernels run on a GPU, or on a CPU through Triton's interpreter (`test_talking_heads_triton.py`): slowly, so
-over fewer cases.
+The Triton kernels run on a GPU, or on a CPU in Triton's interpreter (`test_talking_heads_triton.py`). The interpreter
+is slow, so it runs fewer cases.
 """
 
 import itertools
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 @pytest.mark.parametrize("kind, bias", MASKS_AND_BIASES, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_equals_the_specification_over_masks_and_biases(backend, kind, bias):
+def test_kernels_equal_the_specification_for_all_masks_and_biases(backend, kind, bias):
     device = device_of(backend)
     mask, causal, added = make_mask(kind, device=device)
     compare(backend, make_inputs("gqa", bias, device=device), mask, causal, added)
@@ -50,20 +50,20 @@ def test_equals_the_specification_over_masks_and_biases(backend, kind, bias):
 
 @pytest.mark.parametrize("heads, mixes", HEADS_AND_MIXES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_equals_the_specification_over_head_counts(backend, heads, mixes):
+def test_kernels_equal_the_specification_for_all_head_counts(backend, heads, mixes):
     compare(backend, make_inputs(heads, mixes=mixes, device=device_of(backend)))
 
 
 @pytest.mark.parametrize("n, m, kind", LENGTHS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_equals_the_specification_over_lengths(backend, n, m, kind):
+def test_kernels_equal_the_specification_for_all_lengths(backend, n, m, kind):
     device = device_of(backend)
     mask, causal, added = make_mask(kind, n=n, m=m, device=device)
     compare(backend, make_inputs("all different", n=n, m=m, device=device), mask, causal, added)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_heads_in_several_blocks_of_keys(backend):
+def test_kernels_equal_the_specification_for_many_heads_in_blocks(backend):
     compare(backend, make_inputs("more than thirty-two", n=2, m=70, device=device_of(backend)))
 
 
@@ -72,7 +72,7 @@ def test_many_heads_in_several_blocks_of_keys(backend):
     "kind, bias", list(zip(MASKS, itertools.cycle([None, (1, 12, M), (1, 1, M)]), strict=False)), ids=str
 )
 @pytest.mark.parametrize("batches, threads", [(1, 2), (1, 3), (1, 5), (2, 2), (2, 3)])
-def test_equals_the_specification_in_blocks_for_several_threads(monkeypatch, batches, threads, kind, bias):
+def test_kernels_equal_the_specification_in_blocks_with_threads(monkeypatch, batches, threads, kind, bias):
     # The blocks are those of so many threads, whichever number computes them: real ones would wait for each other.
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     inputs = make_inputs("gqa", bias, n=12)
@@ -82,14 +82,14 @@ def test_equals_the_specification_in_blocks_for_several_threads(monkeypatch, bat
     compare("blocked", inputs, mask, causal, added)
 
 
-def test_equals_the_specification_with_several_threads(set_threads):
+def test_kernels_equal_the_specification_with_several_threads(set_threads):
     set_threads(3)
     compare("blocked", [t[:1].detach().requires_grad_() for t in make_inputs(n=12)[:3]] + [None] * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_half_precision_stays_within_its_rounding(backend, dtype):
+def test_kernels_in_half_precision_are_within_rounding(backend, dtype):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("the interpreter's tl.dot reads bfloat16 as integers")
     device = device_of(backend)
@@ -101,7 +101,7 @@ def test_half_precision_stays_within_its_rounding(backend, dtype):
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("n", [1024, 1500, 3000])
 @pytest.mark.parametrize("kind", [None, "causal padding"])
-def test_long_rows_on_a_gpu(monkeypatch, kind, n):
+def test_kernels_equal_the_specification_for_long_rows_on_a_gpu(monkeypatch, kind, n):
     # One block of keys for a row, and several.
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**24)
     mask, causal, added = make_mask(kind, n=n, m=n, device="cuda")
@@ -110,7 +110,7 @@ def test_long_rows_on_a_gpu(monkeypatch, kind, n):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_that_may_attend_to_nothing(backend):
+def test_kernels_handle_fully_masked_rows(backend):
     device = device_of(backend)
     query, key, value, _, logits_proj, weights_proj = make_inputs(device=device)
     projections = {"scaling": 1.0, "logits_proj": logits_proj, "weights_proj": weights_proj, "backend": backend}
@@ -128,7 +128,7 @@ def test_rows_that_may_attend_to_nothing(backend):
 
 @pytest.mark.parametrize("kind", ["rows", "additive", "causal"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_gradients_by_finite_differences(kind, dropout):
+def test_kernel_gradients_equal_finite_differences(kind, dropout):
     inputs = make_inputs("all different", (1, 3, 4), n=3, m=4, dtype=torch.float64)
     mask, causal, _ = make_mask(kind, h=5, n=3, m=4)
     if kind == "additive":
@@ -144,7 +144,7 @@ def test_gradients_by_finite_differences(kind, dropout):
     assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
-def test_autocast_takes_the_low_precision_and_keeps_the_parameters_in_theirs():
+def test_autocast_lowers_inputs_and_keeps_parameter_precision():
     inputs = make_inputs()
     query, key, value, _, logits_proj, weights_proj = inputs
     call = {"scaling": 0.3, "logits_proj": logits_proj, "weights_proj": weights_proj}
@@ -158,7 +158,7 @@ def test_autocast_takes_the_low_precision_and_keeps_the_parameters_in_theirs():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiles_into_one_graph():
+def test_kernels_compile_into_one_graph():
     inputs = make_inputs("gqa", (1, N, M))
 
     def attend(query, key, value, bias, logits_proj, weights_proj):
@@ -176,7 +176,7 @@ def test_compiles_into_one_graph():
 @pytest.mark.skipif(INTERPRETED, reason="takes the interpreter long")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.filterwarnings("ignore")
-def test_the_custom_op_describes_itself(backend):
+def test_custom_op_passes_opcheck(backend):
     device = device_of(backend)
     query, key, value, bias, logits_proj, weights_proj = make_inputs("own value heads", (1, N, M), device=device)
     seed = torch.tensor([7], device=device)
@@ -188,7 +188,7 @@ def test_the_custom_op_describes_itself(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_float16_dot_products_do_not_overflow(backend):
+def test_kernels_do_not_overflow_in_float16(backend):
     device = device_of(backend)
     states = torch.full((1, 2, 3, 64), 40.0, dtype=torch.float16, device=device)  # q k = 102,400, beyond float16
     query, key = (states.clone().requires_grad_() for _ in range(2))
@@ -201,7 +201,7 @@ def test_float16_dot_products_do_not_overflow(backend):
 
 
 @pytest.mark.parametrize("b, n, m", [(0, 3, 3), (2, 0, 3), (2, 3, 0)])
-def test_empty_inputs_give_zeros(b, n, m):
+def test_kernels_return_zeros_for_empty_inputs(b, n, m):
     query, key, value = (torch.randn(b, 2, size, 4, requires_grad=True) for size in (n, m, m))
     proj = torch.eye(2, requires_grad=True)
     output = talking_heads_attention(query, key, value, scaling=1.0, dropout=0.1, logits_proj=proj)
@@ -209,7 +209,7 @@ def test_empty_inputs_give_zeros(b, n, m):
     assert output.shape == (b, n, 2, 4) and not output.any() and not proj.grad.any()
 
 
-def test_no_tensor_grows_with_n_times_m(monkeypatch):
+def test_kernels_allocate_no_quadratic_tensor(monkeypatch):
     monkeypatch.setitem(blocked_attention.BLOCK_ELEMENTS, "cpu", 2**12)
     query, key, value, _, logits_proj, weights_proj = (
         None if t is None else t.detach() for t in make_inputs(n=256, m=256)
@@ -221,7 +221,7 @@ def test_no_tensor_grows_with_n_times_m(monkeypatch):
     assert largest.numel <= max(2**12, query.numel()) < 4 * 256 * 256
 
 
-def test_the_backend_is_chosen_and_checked():
+def test_kernel_backend_is_selected_and_validated():
     query, key, value, *_ = make_inputs(dtype=torch.float64)
     with pytest.raises(ValueError, match="`backend`"):
         talking_heads_attention(query, key, value, scaling=1.0, backend="fast")
@@ -234,7 +234,7 @@ def test_the_backend_is_chosen_and_checked():
 
 
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the kernels may be chosen")
-def test_the_blocked_path_serves_where_triton_does_not(monkeypatch):
+def test_blocked_kernels_run_without_triton(monkeypatch):
     monkeypatch.setitem(backend_choice.BACKENDS, "triton", (None, None))
     compare("auto", make_inputs("gqa"))
     assert not backend_choice._agreed

@@ -1,6 +1,6 @@
-"""When the Triton kernels serve a talking-heads call, and the kernel tests once more through Triton's interpreter.
+"""Check when the Triton kernels serve a talking-heads call, and run the kernel tests in Triton's interpreter.
 
-The interpreter needs another process, because the variable that asks for it is read when Triton is imported.
+The interpreter needs another process, because Triton reads its environment variable when it is imported.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.mark.skipif(triton_attention.triton is None, reason="needs Triton")
-def test_chunks_are_as_few_as_the_workspace_allows(monkeypatch):
+def test_triton_uses_as_few_chunks_as_the_workspace_allows(monkeypatch):
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**10)
     for rows in (1, 31, 512, 4096, 5000):
         for fitting in (1, 33, 48, 512, 1000):
@@ -46,7 +46,7 @@ def test_chunks_are_as_few_as_the_workspace_allows(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize("kind, mixes", [("heads", "both"), ("causal padding", "logits"), ("additive", "weights")])
-def test_triton_is_chosen_where_it_agrees(monkeypatch, kind, mixes):
+def test_triton_is_used_after_an_agreeing_trial(monkeypatch, kind, mixes):
     device = device_of("triton")
     used = _count_calls(monkeypatch)
     mask, causal, added = make_mask(kind, device=device)
@@ -57,7 +57,7 @@ def test_triton_is_chosen_where_it_agrees(monkeypatch, kind, mixes):
 
 
 @needs_triton
-def test_triton_is_tried_without_a_backward_pass_where_none_will_come(monkeypatch):
+def test_triton_trial_skips_the_backward_pass_in_inference(monkeypatch):
     used = _count_calls(monkeypatch)
     query, key, value, *_ = make_inputs(device=device_of("triton"))
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_triton_is_tried_without_a_backward_pass_where_none_will_come(monkeypatc
 
 
 @needs_triton
-def test_triton_tries_do_not_move_the_random_numbers(monkeypatch):
+def test_triton_trials_keep_the_random_state(monkeypatch):
     query, key, value, *_ = make_inputs(device=device_of("triton"))
     outputs = []
     for _ in range(2):  # with a trial, and without one
@@ -79,7 +79,7 @@ def test_triton_tries_do_not_move_the_random_numbers(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize("failure", ["raises", "is wrong", "is not a number", "wrong gradient"])
-def test_triton_is_not_used_where_it_fails(monkeypatch, failure):
+def test_triton_is_not_used_after_a_failure(monkeypatch, failure):
     forward, backward = backend_choice.BACKENDS["triton"]
 
     def failing_forward(operands):
@@ -108,7 +108,7 @@ def test_triton_is_not_used_where_it_fails(monkeypatch, failure):
 
 @needs_triton
 @pytest.mark.skipif(CUDA, reason="the interpreter's tl.dot reads bfloat16 as integers: a kernel that is really wrong")
-def test_triton_is_not_used_where_the_interpreter_gets_bfloat16_wrong():
+def test_triton_interpreter_is_not_used_for_bfloat16():
     inputs = make_inputs("gqa", (1, N, M), dtype=torch.bfloat16)
     mask, causal, added = make_mask("rows")
     compare("auto", inputs, mask, causal, added, tolerance=2e-2)
@@ -116,7 +116,7 @@ def test_triton_is_not_used_where_the_interpreter_gets_bfloat16_wrong():
 
 
 @needs_triton
-def test_triton_is_not_used_where_it_forgets_one_key(monkeypatch):
+def test_triton_is_not_used_if_it_skips_one_key(monkeypatch):
     forward, backward = backend_choice.BACKENDS["triton"]
 
     def forgetting(operands):
@@ -144,7 +144,7 @@ def test_triton_is_not_used_where_it_forgets_one_key(monkeypatch):
 
 
 @needs_triton
-def test_triton_is_asked_whichever_switch_for_tf32_was_used(monkeypatch):
+def test_triton_trial_accepts_every_tf32_setting(monkeypatch):
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("torch has one switch only")
     before = torch.backends.cuda.matmul.fp32_precision
@@ -159,8 +159,8 @@ def test_triton_is_asked_whichever_switch_for_tf32_was_used(monkeypatch):
 
 @pytest.mark.skipif(triton_attention.triton is None, reason="needs Triton")
 @pytest.mark.parametrize("n", [17, 100, 128, 512])
-def test_triton_compiles_the_code_that_it_was_tried_with(monkeypatch, n):
-    """What Triton specialises a launch for is the same in the trial and in the call, whatever the length."""
+def test_triton_call_uses_the_specialization_of_the_trial(monkeypatch, n):
+    """Check that the trial and the call specialize a launch equally, whatever the length."""
     launches = []
 
     def record(call, kernel, pointers, batch, row, memory, settings):
@@ -184,7 +184,7 @@ def test_triton_compiles_the_code_that_it_was_tried_with(monkeypatch, n):
 
 @needs_triton
 @pytest.mark.filterwarnings("ignore")
-def test_triton_is_chosen_in_a_compiled_graph(monkeypatch):
+def test_triton_is_used_in_a_compiled_graph(monkeypatch):
     used = _count_calls(monkeypatch)
     inputs = make_inputs("gqa", device=device_of("triton"))
     inputs = [t for t in inputs if t is not None]
@@ -202,7 +202,7 @@ def test_triton_is_chosen_in_a_compiled_graph(monkeypatch):
 
 
 def _count_calls(monkeypatch):
-    """Counts what goes to the Triton kernels, trials included."""
+    """Count the calls of the Triton kernels, including trials."""
     counts = {"forward": 0, "backward": 0}
 
     def counted(name, function):
@@ -220,7 +220,7 @@ def _count_calls(monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="is that process")
-def test_triton_through_its_interpreter():
+def test_talking_heads_kernels_pass_in_the_triton_interpreter():
     if importlib.util.find_spec("triton") is None:
         pytest.skip("needs triton")
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", "triton"]
@@ -234,8 +234,8 @@ def test_triton_through_its_interpreter():
 
 @pytest.mark.thorough
 @pytest.mark.skipif(INTERPRETED, reason="once is enough")
-def test_loads_where_there_is_no_triton():
-    # The package stands in empty: what is asked is whether these files load, and its models take long to.
+def test_package_loads_without_triton():
+    # An empty package replaces the real one, because only these files are loaded here.
     code = (
         "import sys, types; sys.modules['triton'] = None\n"
         "package = sys.modules['hf_attn_variants'] = types.ModuleType('hf_attn_variants')\n"

@@ -1,4 +1,4 @@
-"""Talking heads by place: the encoder's, the decoder's and cross-attention's, each alone, together and by layer."""
+"""Check talking heads per place (encoder, decoder, cross-attention): separately, together and per layer."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BART, UMT5 = ENCODER_DECODERS[0], ENCODER_DECODERS[-1]
 PAIRS = {"t5": T5, "umt5": UMT5, "bart": BART, "whisper": WHISPER}
 BOTH, LOGITS, WEIGHTS = {"logits_proj", "weights_proj"}, {"logits_proj"}, {"weights_proj"}
-# What is given, and which projections the attentions of each site then have; by layer a list of them.
+# The given fields, and the projections of each attention module, as a list if layers differ.
 CASES = {
     "cross alone": ({"cross_talking_heads": "both"}, {"cross": BOTH}),
     "encoder alone": ({"encoder_talking_heads": "logits"}, {"encoder": LOGITS}),
@@ -79,14 +79,14 @@ def made(row, case, **more):
 
 
 def projections(module):
-    return {name: each for name, each in module.named_parameters(recurse=False) if name.endswith("_proj")}
+    return {name: item for name, item in module.named_parameters(recurse=False) if name.endswith("_proj")}
 
 
 def with_the_formula(monkeypatch, model):
-    """Have a model's attentions computed by the reference, from their inputs, parameters and nothing else of ours."""
+    """Let the reference compute a model's attentions from their inputs and parameters."""
 
     def note(module, args, kwargs):
-        tensors = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 3]
+        tensors = [item for item in args if isinstance(item, torch.Tensor) and item.dim() == 3]
         states = kwargs.get("hidden_states", tensors[0] if tensors else None)
         memory = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
         memory = tensors[1] if memory is None and len(tensors) > 1 else memory
@@ -101,7 +101,7 @@ def with_the_formula(monkeypatch, model):
             mask = mask.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(m - n + 1), -torch.inf)
         own = projections(module)
         P = {f"P_{name[0]}": own.pop(f"{name}_proj") for name in ("logits", "weights") if f"{name}_proj" in own}
-        terms = {name[:3]: torch.einsum("bld,dij->blij", module.seen[name[0]], each) for name, each in own.items()}
+        terms = {name[:3]: torch.einsum("bld,dij->blij", module.seen[name[0]], item) for name, item in own.items()}
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         output, weights = attention_core(query, key, value, scale=scale, bias=position_bias, mask=mask, **P, **terms)
         return output.transpose(1, 2), weights
@@ -113,12 +113,12 @@ def with_the_formula(monkeypatch, model):
 
 
 def learned(model, batch):
-    """The logits of a model, and the gradient of each of its parameters."""
+    """Return the logits of a model, and the gradient of each of its parameters."""
     model.zero_grad()
     result = model(**batch, use_cache=False)
     result.loss.backward()
     return result.logits.detach(), {
-        name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad
+        name: item.grad.clone() for name, item in model.named_parameters() if item.requires_grad
     }
 
 
@@ -147,7 +147,7 @@ def padded(row, side):
 
 @EVERY_PAIR
 @EVERY_CASE
-def test_a_place_has_its_own_projections_and_is_the_formula(row, case, monkeypatch):
+def test_each_place_equals_the_formula_with_its_own_projections(row, case, monkeypatch):
     model = made(row, case).double()
     for site, path, module in model.named_attentions():
         expected = CASES[case][1].get(site.name, set())
@@ -158,7 +158,7 @@ def test_a_place_has_its_own_projections_and_is_the_formula(row, case, monkeypat
 
 @pytest.mark.parametrize("row", [T5, BART], ids=["t5", "bart"])
 @pytest.mark.parametrize("case", ["each its own", "dynamic"])
-def test_rows_that_are_padded_on_the_left_are_the_formula(row, case, monkeypatch):
+def test_left_padded_rows_equal_the_formula(row, case, monkeypatch):
     equals_the_formula(made(row, case).double(), padded(row, "left"), monkeypatch)
 
 
@@ -171,7 +171,7 @@ def test_rows_that_are_padded_on_the_left_are_the_formula(row, case, monkeypatch
         ({"per_layer_values": {"cross_talking_heads": ["logits", None]}}, {"cross": [LOGITS, set()]}),
     ],
 )
-def test_a_bert_decoder_has_them_in_cross_attention_too(fields, expected, monkeypatch):
+def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected, monkeypatch):
     model = BERT.model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, **fields).double()
     for site, path, module in model.named_attentions():
         wanted = expected.get(site.name, set())
@@ -182,11 +182,11 @@ def test_a_bert_decoder_has_them_in_cross_attention_too(fields, expected, monkey
     equals_the_formula(model, batch, monkeypatch)
 
 
-def test_an_encoder_has_them_in_some_layers(monkeypatch):
+def test_encoder_supports_talking_heads_in_some_layers(monkeypatch):
     lists = {"talking_heads": [None, "both"], "num_softmax_heads": [None, 8], "num_value_heads": [12, 6]}
     model = BERT.model("BertForMaskedLM", talking_heads_init="random", per_layer_values=lists).double()
     first, second = (projections(module.get_submodule("self")) for _, _, module in model.named_attentions())
-    assert not first and {name: (*each.shape,) for name, each in second.items()} == {
+    assert not first and {name: (*item.shape,) for name, item in second.items()} == {
         "logits_proj": (12, 8),
         "weights_proj": (8, 6),
     }
@@ -200,7 +200,7 @@ def source_of(row):
 
 @EVERY_PAIR
 @EVERY_CASE
-def test_decoding_with_a_cache_is_the_full_forward(row, case):
+def test_per_place_decoding_with_a_cache_equals_the_full_forward(row, case):
     model, batch, ids = made(row, case), source_of(row), token_ids(3, LENGTH)
     with torch.no_grad():
         whole = model(**batch, decoder_input_ids=ids, use_cache=False).logits
@@ -214,20 +214,22 @@ def test_decoding_with_a_cache_is_the_full_forward(row, case):
 @pytest.mark.parametrize("row", [T5, BART], ids=["t5", "bart"])
 @pytest.mark.parametrize("case", ["cross alone", "encoder alone", "decoder alone", "dynamic"])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generation_is_the_same_with_each_cache(row, case, beams):
+def test_per_place_generation_is_the_same_with_each_cache(row, case, beams):
     model, batch = made(row, case), source_of(row)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": beams}
     plain = model.generate(**batch, **options, use_cache=False)
     cached = model.generate(**batch, **options, return_dict_in_generate=True)
     assert torch.equal(cached.sequences, plain)
     rows = {layer.keys.shape[0] for layer in cache_of(cached).cross_attention_cache.layers}
-    assert rows == {3 * beams if case in ("cross alone", "dynamic") else 3}  # a sentence once, where no heads talk
+    assert rows == {
+        3 * beams if case in ("cross alone", "dynamic") else 3
+    }  # one row per sentence without talking heads
     assert torch.equal(model.generate(**batch, **options, cache_implementation="static"), plain)
 
 
 @EVERY_PAIR
 @pytest.mark.parametrize("place", ["cross", "encoder"])
-def test_an_identity_changes_nothing_on_a_plain_checkpoint(row, place, tmp_path):
+def test_identity_projections_change_no_output_of_a_plain_checkpoint(row, place, tmp_path):
     upstream = row.upstream_model(head_of(row))
     upstream.save_pretrained(tmp_path)
     model_class = getattr(hf_attn_variants, f"AttnVariant{head_of(row)}")
@@ -236,17 +238,17 @@ def test_an_identity_changes_nothing_on_a_plain_checkpoint(row, place, tmp_path)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     batch = row.batch(head_of(row))
     with torch.no_grad():
-        logits, expected = (each.eval()(**batch, use_cache=False).logits for each in (model, upstream))
+        logits, expected = (item.eval()(**batch, use_cache=False).logits for item in (model, upstream))
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
     assert sum("logits_proj" in name for name, _ in model.named_parameters()) == 2
 
 
-def test_what_a_checkpoint_lacks_elsewhere_is_said(tmp_path):
-    """Of heads that talk already a missing projection is no new one."""
+def test_missing_projections_of_a_place_give_a_warning(tmp_path):
+    """Check that a projection is only new if no place of the checkpoint has talking heads."""
     made(T5, "cross alone").save_pretrained(tmp_path)
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     model = model_class.from_pretrained(tmp_path)
-    state = {name: each for name, each in model.state_dict().items() if "layer.1.EncDecAttention.logits" not in name}
+    state = {name: item for name, item in model.state_dict().items() if "layer.1.EncDecAttention.logits" not in name}
     model.save_pretrained(tmp_path / "lacking", state_dict=state)
     _, info = model_class.from_pretrained(tmp_path / "lacking", encoder_talking_heads="both", output_loading_info=True)
     assert {name.split(".")[0] for name in info["missing_keys"]} == {"decoder"} and len(info["missing_keys"]) == 2
@@ -255,7 +257,7 @@ def test_what_a_checkpoint_lacks_elsewhere_is_said(tmp_path):
 @pytest.mark.thorough
 @EVERY_PAIR
 @EVERY_CASE
-def test_a_configuration_is_saved_and_read_as_it_is(row, case, tmp_path):
+def test_per_place_configuration_survives_a_round_trip(row, case, tmp_path):
     model = made(row, case)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
@@ -284,7 +286,7 @@ def test_fields_of_places_are_stored_only_if_they_are_set(row):
         ]
 
 
-def test_a_place_uses_only_its_own_fields_if_one_of_them_is_given():
+def test_place_uses_only_its_own_fields_if_one_of_them_is_given():
     whole = {"talking_heads": "both", "talking_heads_init": "random", "talking_heads_dynamic": ["x2l"]}
     config = T5.config(**whole, num_softmax_heads=8, cross_talking_heads="both")
     of_all = TalkingHeads("both", 8, 12, "random", ("x2l",))
@@ -303,7 +305,7 @@ def test_a_place_uses_only_its_own_fields_if_one_of_them_is_given():
     )
 
 
-def test_other_things_stand_beside_heads_that_talk_elsewhere():
+def test_talking_heads_of_a_place_allow_other_mechanisms_elsewhere():
     config = T5.config(
         cross_talking_heads="both", encoder_attention_pattern="sliding_window", encoder_attention_window=4
     )
@@ -316,7 +318,7 @@ def test_other_things_stand_beside_heads_that_talk_elsewhere():
     assert not T5.config(**latent, cross_kv_lora_rank=16).use_cache
 
 
-def test_terms_of_a_latent_are_made_without_a_cache():
+def test_key_side_terms_with_a_latent_disable_the_cache():
     fields = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"], "cross_kv_lora_rank": 16}
     model, batch = T5.model(head_of(T5), **fields), source_of(T5)
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 3
@@ -324,7 +326,7 @@ def test_terms_of_a_latent_are_made_without_a_cache():
         model(**batch, decoder_input_ids=token_ids(3, 2), use_cache=True)
 
 
-def test_a_checkpoint_keeps_the_heads_that_it_has(tmp_path):
+def test_loading_cannot_change_the_talking_heads_of_a_checkpoint(tmp_path):
     made(T5, "cross alone").save_pretrained(tmp_path)
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     for fields, message in (
@@ -342,7 +344,7 @@ def test_a_checkpoint_keeps_the_heads_that_it_has(tmp_path):
     ]
 
 
-def test_fields_are_taken_from_upstreams_configuration_and_back():
+def test_per_place_fields_convert_from_and_to_transformers_configurations():
     upstream = T5Config(**T5.tiny)
     config = T5.config_class.from_upstream(upstream, cross_talking_heads="both")
     again = T5.config_class.from_upstream(config, encoder_talking_heads="logits")

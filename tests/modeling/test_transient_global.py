@@ -1,4 +1,4 @@
-"""Transient-global attention: the formula's, and LongT5's own encoder with its weights under our names."""
+"""Check transient-global attention: the formula, and LongT5's encoder with its weights under our names."""
 
 import math
 
@@ -42,10 +42,10 @@ def by_distance(attention, embedding, distances):
 
 @pytest.mark.parametrize("fields", [{}, {"position_embedding_type": "sinusoidal"}], ids=["bias", "sinusoids"])
 @pytest.mark.parametrize("variant", ["mha", "gqa"])
-def test_an_attention_is_the_formula(variant, fields, rows):
+def test_transient_global_attention_equals_the_formula(variant, fields, rows):
     attention = encoder(variant, **fields).block[0].layer[0].SelfAttention
     states = torch.randn(4, 23, 40, requires_grad=True)
-    found = attention(states, mask=padding().bool()[:, None, None])[0]
+    actual = attention(states, mask=padding().bool()[:, None, None])[0]
     exact = states.detach().double().requires_grad_()
     heads = [getattr(attention, name).weight.detach().double() for name in "qkv"]
     heads = [weight.unflatten(0, (-1, 8)).transpose(1, 2) for weight in heads]
@@ -53,22 +53,22 @@ def test_an_attention_is_the_formula(variant, fields, rows):
     if not fields:
         tables = (attention.relative_attention_bias.weight, attention.global_relative_attention_bias.weight)
         distances = (torch.arange(-22, 23), torch.arange(-4, 5))
-        tables = [by_distance(attention, *each) for each in zip([t.detach() for t in tables], distances, strict=True)]
+        tables = [by_distance(attention, *item) for item in zip([t.detach() for t in tables], distances, strict=True)]
         options = {"bias": tables[0], "block_bias": tables[1]}
     weights, losses = torch.randn(4, 23, 40, dtype=torch.float64), []
     for row, length in enumerate(LENGTHS):
         call = {"window": 6, "block": 4, "length": length, **options}
         made = transient_global_attention(exact[row], *heads, gamma, **call)
         expected = made.flatten(1) @ attention.o.weight.detach().double().T
-        torch.testing.assert_close(found[row, :length].double(), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(actual[row, :length].double(), expected, atol=1e-5, rtol=0)
         losses.append((expected * weights[row, :length]).sum())
     (expected,) = torch.autograd.grad(sum(losses), exact)
-    (gradient,) = torch.autograd.grad((found * weights.float() * padding()[..., None]).sum(), states)
+    (gradient,) = torch.autograd.grad((actual * weights.float() * padding()[..., None]).sum(), states)
     torch.testing.assert_close(gradient.double(), expected, atol=1e-5 * max(1, expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("length", [23, 24, 3])
-def test_longt5s_encoder_is_the_same(length, rows):
+def test_transient_global_encoder_equals_longt5(length, rows):
     torch.manual_seed(0)
     sizes = {name: value for name, value in T5.tiny.items() if name != "initializer_factor"}
     config = transformers.LongT5Config(
@@ -84,23 +84,23 @@ def test_longt5s_encoder_is_the_same(length, rows):
     ours.load_state_dict(state)
     ids, mask = token_ids(4, length), padding(length)
     with torch.no_grad():
-        found, expected = (model(ids, attention_mask=mask).last_hidden_state for model in (ours, theirs))
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
+        actual, expected = (model(ids, attention_mask=mask).last_hidden_state for model in (ours, theirs))
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["mha", "gqa", "talking", "gqa_talking"])
 @pytest.mark.parametrize("more", [{}, {"score_function": "additive"}], ids=["", "additive"])
-def test_blocks_are_the_weights_that_are_asked_for(variant, more, monkeypatch):
+def test_transient_global_blocks_equal_the_returned_weights(variant, more, monkeypatch):
     monkeypatch.setattr(transient_global, "SUMMARY_ROWS", 5)
     model = encoder(variant, **more)
     ids, mask = token_ids(4, 23), padding()
-    found = model(ids, attention_mask=mask)[0]
+    actual = model(ids, attention_mask=mask)[0]
     asked = model(ids, attention_mask=mask, output_attentions=True)
-    torch.testing.assert_close(found[mask.bool()], asked[0][mask.bool()], atol=1e-5, rtol=0)
+    torch.testing.assert_close(actual[mask.bool()], asked[0][mask.bool()], atol=1e-5, rtol=0)
     assert asked.attentions[0].shape[-2:] == (23, 5 + 23)
     gradients = [
         torch.autograd.grad(output[mask.bool()].square().sum(), list(model.parameters()), allow_unused=True)
-        for output in (found, asked[0])
+        for output in (actual, asked[0])
     ]
     for one, other in zip(*gradients, strict=True):
         assert (one is None) == (other is None)
@@ -108,7 +108,7 @@ def test_blocks_are_the_weights_that_are_asked_for(variant, more, monkeypatch):
             torch.testing.assert_close(one, other, atol=1e-5 * max(1, other.abs().max()), rtol=0)
 
 
-def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch):
+def test_transient_global_attention_allocates_no_quadratic_tensor(monkeypatch):
     monkeypatch.setattr(transient_global, "SUMMARY_ROWS", 16)
     model, sizes = encoder("gqa", encoder_attention_block_size=64), []
     for length in (512, 1024):
@@ -118,7 +118,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(monkeypatch):
     assert sizes[1] <= 2 * sizes[0]
 
 
-def test_a_t5_checkpoint_loads_with_it_and_is_saved(tmp_path):
+def test_t5_checkpoint_loads_with_transient_global_attention_and_is_saved(tmp_path):
     T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "plain")
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     model = model_class.from_pretrained(tmp_path / "plain", **SUMMARIES).eval()
@@ -137,7 +137,7 @@ def test_a_t5_checkpoint_loads_with_it_and_is_saved(tmp_path):
     assert again.generate(**batch, **options).equal(model.generate(**batch, **options))
 
 
-def test_masks_it_cannot_follow_and_conversions_are_refused():
+def test_unsupported_masks_and_conversions_with_transient_global_raise():
     model = encoder()
     with pytest.raises(ValueError, match="mask must be a boolean padding mask"):
         model(token_ids(2, 9), attention_mask=torch.ones(2, 1, 9, 9).tril().bool())

@@ -1,4 +1,4 @@
-"""The multi-head variant, loaded from upstream's own checkpoint, is upstream's model to rounding."""
+"""Check that the multi-head variant, loaded from a Transformers checkpoint, equals the Transformers model."""
 
 import re
 
@@ -38,7 +38,7 @@ def assert_same_outputs(ours, theirs):
 @EVERY_HEAD
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_multi_head_equals_upstream(architecture, head, implementation, padded, tmp_path):
+def test_multi_head_equals_transformers(architecture, head, implementation, padded, tmp_path):
     upstream = saved_upstream(architecture, head, tmp_path)
     ours = load_variant(architecture, head, tmp_path)
     batch = architecture.batch(head, labels=True)
@@ -52,7 +52,7 @@ def test_multi_head_equals_upstream(architecture, head, implementation, padded, 
 
 @EVERY_HEAD
 @pytest.mark.parametrize("variant", ["talking", "dynamic"])
-def test_identity_projections_equal_upstream(architecture, head, variant, tmp_path):
+def test_identity_projections_equal_transformers(architecture, head, variant, tmp_path):
     upstream = saved_upstream(architecture, head, tmp_path)
     ours = load_variant(architecture, head, tmp_path, variant)
     batch = architecture.batch(head, labels=True)
@@ -61,7 +61,7 @@ def test_identity_projections_equal_upstream(architecture, head, variant, tmp_pa
 
 
 @EVERY_HEAD
-def test_multi_head_gradients_equal_upstream(architecture, head, tmp_path):
+def test_multi_head_gradients_equal_transformers(architecture, head, tmp_path):
     upstream = saved_upstream(architecture, head, tmp_path)
     ours = load_variant(architecture, head, tmp_path)
     batch = architecture.batch(head, labels=True)
@@ -87,7 +87,7 @@ def test_loading_without_a_configuration_gives_the_multi_head_variant(architectu
 @EVERY_HEAD
 @pytest.mark.parametrize("variant", ["gqa", "mqa", "gqa_talking"])
 @pytest.mark.parametrize("ignore_mismatched_sizes", [False, True])
-def test_fewer_heads_than_the_checkpoint_has_names_the_conversion(
+def test_loading_fewer_heads_error_names_the_conversion(
     architecture, head, variant, ignore_mismatched_sizes, tmp_path
 ):
     saved_upstream(architecture, head, tmp_path)
@@ -111,7 +111,7 @@ def test_fewer_heads_than_the_checkpoint_has_names_the_conversion(
     ],
 )
 @pytest.mark.parametrize("ignore_mismatched_sizes", [False, True])
-def test_learned_heads_are_not_dropped_silently(saved, fields, name, ignore_mismatched_sizes, tmp_path):
+def test_dropping_learned_projections_raises_an_error(saved, fields, name, ignore_mismatched_sizes, tmp_path):
     BERT.model("BertModel", saved).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         hf_attn_variants.AttnVariantBertModel.from_pretrained(
@@ -119,14 +119,14 @@ def test_learned_heads_are_not_dropped_silently(saved, fields, name, ignore_mism
         )
 
 
-def test_a_plain_t5_has_a_position_bias_of_as_many_heads(tmp_path):
+def test_plain_t5_needs_a_position_bias_with_equal_heads(tmp_path):
     T5.model("T5ForConditionalGeneration", "mha").save_pretrained(tmp_path)
     config = T5.config(talking_heads="both", talking_heads_init="random", num_softmax_heads=24)
     with pytest.raises(ValueError, match="`num_softmax_heads` must be 12"):
         hf_attn_variants.AttnVariantT5ForConditionalGeneration.from_pretrained(tmp_path, config=config)
 
 
-def test_weights_without_a_configuration_load_into_the_one_given(tmp_path):
+def test_weights_without_a_configuration_load_into_the_given_one(tmp_path):
     model = BERT.model("BertModel", "gqa")
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").unlink()
@@ -146,7 +146,7 @@ def test_weights_without_a_configuration_load_into_the_one_given(tmp_path):
     ],
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
-def test_loading_an_upstream_checkpoint_says_what_is_so_once(architecture, variant, expected, said, tmp_path):
+def test_loading_a_transformers_checkpoint_warns_once(architecture, variant, expected, logged, tmp_path):
     head = next(iter(architecture.heads))
     saved_upstream(architecture, head, tmp_path)
     # A plain checkpoint has as many softmax and value heads as query heads.
@@ -154,40 +154,40 @@ def test_loading_an_upstream_checkpoint_says_what_is_so_once(architecture, varia
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
     config = architecture.config_class.from_pretrained(tmp_path, **fields)
     for arguments in ({"config": config}, fields):
-        said.clear()
+        logged.clear()
         _, info = model_class.from_pretrained(tmp_path, **arguments, output_loading_info=True)
         assert info["missing_keys"] == set()
-        for text, message in zip(expected, said.messages, strict=True):
+        for text, message in zip(expected, logged.messages, strict=True):
             assert text in message and str(tmp_path) in message
 
 
-def test_what_is_really_missing_is_reported_as_upstream_does(said, tmp_path):
+def test_missing_weights_are_reported_as_in_transformers(logged, tmp_path):
     saved_upstream(BERT, "BertModel", tmp_path)
     model_class = hf_attn_variants.AttnVariantBertForSequenceClassification
     _, info = model_class.from_pretrained(tmp_path, talking_heads="both", output_loading_info=True)
     assert info["missing_keys"] == {"classifier.weight", "classifier.bias"}
-    assert ["LOAD REPORT" in message for message in said.messages] == [True, False]
+    assert ["LOAD REPORT" in message for message in logged.messages] == [True, False]
 
 
-def test_a_talking_heads_checkpoint_that_lacks_its_projections_is_reported(said, tmp_path):
+def test_missing_talking_heads_projections_are_reported(logged, tmp_path):
     model = BERT.model("BertModel", "talking")
     kept = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_proj")}
     model.save_pretrained(tmp_path, state_dict=kept)
     _, info = type(model).from_pretrained(tmp_path, config=BERT.config("talking"), output_loading_info=True)
     assert info["missing_keys"] == {name for name in model.state_dict() if name.endswith("_proj")} != set()
-    assert [message for message in said.messages if "has no talking heads" in message] == []
-    assert any("MISSING" in message for message in said.messages)
+    assert [message for message in logged.messages if "has no talking heads" in message] == []
+    assert any("MISSING" in message for message in logged.messages)
 
 
-def test_another_architectures_checkpoint_still_warns(said, tmp_path):
+def test_checkpoint_of_another_architecture_gives_a_warning(logged, tmp_path):
     ALBERT.upstream_model("AlbertModel").config.save_pretrained(tmp_path)
     hf_attn_variants.AttnVariantBertConfig.from_pretrained(tmp_path)
-    assert any("model of type `albert`" in message for message in said.messages)
+    assert any("model of type `albert`" in message for message in logged.messages)
 
 
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_bert_decoder_with_cross_attention_equals_upstream(implementation, side, tmp_path):
+def test_bert_decoder_with_cross_attention_equals_transformers(implementation, side, tmp_path):
     fields = {"is_decoder": True, "add_cross_attention": True}
     upstream = saved_upstream(BERT, "BertLMHeadModel", tmp_path, **fields)
     ours = load_variant(BERT, "BertLMHeadModel", tmp_path, **fields)

@@ -22,13 +22,13 @@ from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariant
 from hf_attn_variants.modeling.transformers_internals import Arguments, UpstreamChanged
 from hf_attn_variants.modeling.variant_names import MODEL_FOLDERS
 
-HOSTS = (*ARCHITECTURES, *RELATIVES)
-EVERY_HOST = pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
-ROWS = {row.name: row for row in HOSTS}
+ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
+EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ALL_ARCHITECTURES, ids=lambda row: row.name)
+ROWS = {row.name: row for row in ALL_ARCHITECTURES}
 
 
 class Layer(nn.Module):
-    """Stands for an attention of upstream's."""
+    """A stand-in for an attention module of Transformers."""
 
     def forward(self, hidden_states, mask=None, cache=None, **kwargs):
         return hidden_states, None
@@ -45,7 +45,7 @@ class OtherOrder(nn.Module):
         return pair
 
 
-def test_arguments_are_found_by_role_in_any_order_and_by_former_names():
+def test_arguments_are_read_by_role_in_any_order_and_under_former_names():
     arguments = Arguments(Layer, ("cache", "states", "mask"), returns=2)
     assert arguments.names == ("cache", "hidden_states", "mask")
     assert arguments.read(("h",), {"cache": "c"}) == ["c", "h", None]
@@ -67,7 +67,7 @@ def test_the_folders_of_models_are_those_of_the_configurations():
     assert sorted(MODEL_FOLDERS) == sorted(config_class.upstream_model_types[0] for config_class in CONFIG_CLASSES)
 
 
-def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
+def test_changed_method_error_names_the_method_and_a_workaround():
     with pytest.raises(UpstreamChanged, match="memory_store, but none of cache, past_key_values") as caught:
         Arguments(RenamedLayer, ("states", "cache"))
     message = str(caught.value)
@@ -95,27 +95,27 @@ def test_a_changed_method_is_refused_by_name_in_one_line_with_the_ways_out():
         from transformers.models.t5.modeling_t5 import T6Attention  # noqa: F401
 
 
-def test_the_checks_take_a_fraction_of_what_tiny_models_take():
-    """Of all hosts together (5 to 7 ms); the best of several times, for the machine may be busy."""
+def test_upstream_checks_are_fast():
+    """Check the time for all architectures (5 to 7 ms), the best of several runs."""
     from hf_attn_variants.modeling.attention import attention_mixin
 
     begin = time.perf_counter()
     classes = [
-        each
-        for row in HOSTS
-        for each in row.model(next(iter(row.heads))).modules()
-        if isinstance(each, attention_mixin.AttentionVariantMixin)
+        item
+        for row in ALL_ARCHITECTURES
+        for item in row.model(next(iter(row.heads))).modules()
+        if isinstance(item, attention_mixin.AttentionVariantMixin)
     ]
-    classes = list({type(each): None for each in classes})
+    classes = list({type(item): None for item in classes})
     building = time.perf_counter() - begin
-    assert len(classes) >= len(HOSTS)
+    assert len(classes) >= len(ALL_ARCHITECTURES)
 
     def check():
         transformers_internals.check_models()
         transformers_internals.check_caches()
-        for each in classes:
-            owner = transformers_internals.upstream_class(each, attention_mixin.AttentionVariantMixin)
-            Arguments(owner, each.roles, returns=each.returns)
+        for item in classes:
+            owner = transformers_internals.upstream_class(item, attention_mixin.AttentionVariantMixin)
+            Arguments(owner, item.roles, returns=item.returns)
             transformers_internals.check_attention_function(owner)
 
     took = []
@@ -126,14 +126,14 @@ def test_the_checks_take_a_fraction_of_what_tiny_models_take():
     assert min(took) < building / 4, (took, building)
 
 
-@EVERY_HOST
-def test_every_model_of_a_host_has_its_auto_class_and_no_other_is_named(host):
-    base = getattr(hf_attn_variants, host.config_class.auto_classes["AutoModel"])
+@EVERY_ARCHITECTURE
+def test_every_model_has_an_auto_class_and_every_name_exists(architecture):
+    base = getattr(hf_attn_variants, architecture.config_class.auto_classes["AutoModel"])
     models = {name for name in sys.modules[base.__module__].__all__ if not name.endswith("PreTrainedModel")}
-    assert set(host.config_class.auto_classes.values()) == models
+    assert set(architecture.config_class.auto_classes.values()) == models
 
 
-def test_auto_classes_follow_upstreams_table_as_far_as_a_host_has_the_class(monkeypatch):
+def test_auto_classes_agree_with_transformers(monkeypatch):
     heads = ("Model", "ForConditionalGeneration")
     monkeypatch.setitem(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "m2m_100", "M2M100ForConditionalGeneration")
     monkeypatch.setitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "m2m_100", "M2M100ForCausalLM")
@@ -147,13 +147,13 @@ def test_auto_classes_follow_upstreams_table_as_far_as_a_host_has_the_class(monk
         configuration_attn_variants._auto_classes("m2m_100", "M2M100", heads)
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_an_argument_that_attention_does_not_know_is_refused(host, implementation):
-    """Upstream swallows it: packed sequences would be read as one text."""
-    head = next(iter(host.heads))
-    for fields in ({}, dict.fromkeys(host.config_class.rank_fields(), 16)):
-        model, batch = host.model(head, **fields), host.batch(head)
+def test_unknown_attention_argument_raises_an_error(architecture, implementation):
+    """Check packed sequences, which Transformers would attend to as one text."""
+    head = next(iter(architecture.heads))
+    for fields in ({}, dict.fromkeys(architecture.config_class.rank_fields(), 16)):
+        model, batch = architecture.model(head, **fields), architecture.batch(head)
         model.set_attn_implementation(implementation)
         with torch.no_grad():
             expected = model(**batch)[0]
@@ -165,16 +165,16 @@ def test_an_argument_that_attention_does_not_know_is_refused(host, implementatio
 
 @pytest.mark.parametrize("name", ["bart", "whisper", "t5", "umt5"])
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 4}, {"kv_lora_rank": 16, "cross_kv_lora_rank": 16}])
-def test_a_stack_alone_is_what_it_is_in_the_model(name, fields):
-    host = ROWS[name]
-    head = next(iter(host.heads))
-    model = host.model(head, **fields)
+def test_encoder_and_decoder_are_the_same_alone_and_in_the_model(name, fields):
+    architecture = ROWS[name]
+    head = next(iter(architecture.heads))
+    model = architecture.model(head, **fields)
     for stack in (model.encoder, model.decoder):
         alone = type(stack)(stack.config).eval()
         if "embed_tokens" in dict(stack.named_modules()):
             alone.set_input_embeddings(stack.get_input_embeddings())
         alone.load_state_dict(stack.state_dict())
-        given = host.batch(head)
+        given = architecture.batch(head)
         inputs = {"input_ids": token_ids()} if "input_features" not in given or stack is model.decoder else given
         inputs = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
         if stack is model.decoder:
@@ -183,17 +183,17 @@ def test_a_stack_alone_is_what_it_is_in_the_model(name, fields):
             assert torch.equal(alone(**inputs)[0], stack(**inputs)[0])
 
 
-def test_a_layer_that_shows_the_latent_has_a_dtype():
-    host = ROWS["t5"]
-    model = host.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
+def test_latent_projection_exposes_a_dtype():
+    architecture = ROWS["t5"]
+    model = architecture.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{transformers_internals.cache_name(): cache})
     assert {layer.dtype for layer in cache.cross_attention_cache.layers[1:]} == {torch.float32}
 
 
-def test_umt5_scales_as_the_checkpoint_says_under_every_release():
-    host = ROWS["umt5"]
-    plain = host.upstream_config_class(**host.tiny).to_dict()
+def test_umt5_output_scaling_follows_the_checkpoint():
+    architecture = ROWS["umt5"]
+    plain = architecture.upstream_config_class(**architecture.tiny).to_dict()
     plain.pop("scale_decoder_outputs", None)
     configs = {}
     for tied in (True, False):
@@ -211,7 +211,7 @@ def test_umt5_scales_as_the_checkpoint_says_under_every_release():
     torch.testing.assert_close(unscaled, scaled * configs[True].d_model ** 0.5)
 
 
-def test_a_saved_configuration_needs_the_number_of_its_format(tmp_path):
+def test_saved_configuration_needs_its_format_number(tmp_path):
     row = ROWS["bert"]
     config = row.config()
     config_class, values = type(config), config.to_dict()
@@ -234,11 +234,11 @@ def test_a_saved_configuration_needs_the_number_of_its_format(tmp_path):
     plain = {name: value for name, value in without.items() if name != "model_type"}
     for stored in (plain, plain | {"model_type": "bert"}):
         (tmp_path / "config.json").write_text(json.dumps(stored))
-        for found in (config_class.from_dict(stored), config_class.from_pretrained(tmp_path)):
-            assert found.attn_variants_format == 5
+        for result in (config_class.from_dict(stored), config_class.from_pretrained(tmp_path)):
+            assert result.attn_variants_format == 5
 
 
-def test_versions_are_compared_by_minor():
+def test_versions_are_compared_by_minor_release():
     assert [
         transformers_trial.is_newer(version, "5.24") for version in ("5.24.3", "5.9.0", "5.25.0.dev0", "6.0.0rc1")
     ] == [
@@ -251,31 +251,31 @@ def test_versions_are_compared_by_minor():
 
 @pytest.fixture
 def newer(monkeypatch):
-    """As if the installed transformers had not been run yet."""
+    """Pretend that the installed Transformers is newer than the tested releases."""
     monkeypatch.setattr(transformers_trial.transformers, "__version__", "5.99.0")
     monkeypatch.setattr(transformers_trial, "_tried", {})
 
 
-@EVERY_HOST
-def test_under_a_newer_release_a_host_is_tried_once(host, newer, tmp_path):
-    head = next(iter(host.heads))
+@EVERY_ARCHITECTURE
+def test_newer_release_runs_one_trial_per_architecture(architecture, newer, tmp_path):
+    head = next(iter(architecture.heads))
     torch.manual_seed(0)
-    model = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
-    assert transformers_trial._tried == {host.config_class.model_type: None}
+    model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
+    assert transformers_trial._tried == {architecture.config_class.model_type: None}
     torch.manual_seed(0)
-    again = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
+    again = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other)  # the trial drew no random number
 
 
-@EVERY_HOST
-def test_under_a_newer_release_another_meaning_is_refused(host, newer, monkeypatch):
-    """Names and signatures stay, and what comes of them does not: no check but this one sees it."""
+@EVERY_ARCHITECTURE
+def test_newer_release_with_other_outputs_raises_an_error(architecture, newer, monkeypatch):
+    """Check a change of outputs under the same names and signatures, which only the trial detects."""
     from hf_attn_variants.modeling.attention import attention_interface
 
     exact = attention_interface.fused_attention
     monkeypatch.setattr(attention_interface, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
-    head = next(iter(host.heads))
+    head = next(iter(architecture.heads))
     for _ in range(2):  # whoever catches the first error gets the second
         with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ for a whole text differ"):
-            getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head))
+            getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))

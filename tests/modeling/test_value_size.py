@@ -1,4 +1,4 @@
-"""Values of another size than keys: by the formula, beside every other field, in caches; counted and refused."""
+"""Check values of another size than keys: the formula, other fields, caches, counts and errors."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import torch
 from architectures import ARCHITECTURES, BERT, T5, token_ids
 from fixtures.caches import cache_of, with_cache
 from fixtures.decoding import at_once, decoder_batch, in_steps
-from fixtures.field_values import FIELDS, beside_field, of_host, value_of
+from fixtures.field_values import FIELDS, required_fields, tiny_config_values, value_of
 from relatives import RELATIVES
 from torch import nn
 
@@ -44,9 +44,9 @@ def batch_of(row, side):
 
 
 def outputs_and_gradients(model, batch):
-    """A model's last hidden states where tokens are, and the gradients of their weighted sum."""
+    """Return a model's last hidden states of real tokens, and the gradients of their weighted sum."""
     model.zero_grad()
-    floats = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
+    floats = {name: item.double() if item.is_floating_point() else item for name, item in batch.items()}
     output = model(**floats, use_cache=False)[0]
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == output.shape[:2]:
@@ -69,13 +69,13 @@ def heads_of(states, size):
 
 
 def by_the_formula(module, maps, states, mask, memory, bias):
-    """Outputs of all heads, one at a time (`attention_core`), of maps, inputs and a mask."""
+    """Return the outputs of all heads, one at a time (`attention_core`), from projections, inputs and a mask."""
     config, is_cross = module.config, memory is not None
     memory = states if memory is None else memory
     if hasattr(module, "kv_a_proj"):
         memory = memory @ module.kv_a_proj.weight.T
     query, key, value = (
-        nn.functional.linear(x, each.weight, each.bias) for x, each in zip((states, memory, memory), maps, strict=True)
+        nn.functional.linear(x, item.weight, item.bias) for x, item in zip((states, memory, memory), maps, strict=True)
     )
     query = heads_of(query, query.shape[-1] // module.heads.query)
     key, value = heads_of(key, query.shape[-1]), heads_of(value, config.value_head_dim)
@@ -91,7 +91,7 @@ def by_the_formula(module, maps, states, mask, memory, bias):
 
 
 def with_the_formula(monkeypatch):
-    """Have every attention be computed by the formula; return the sizes of values that it met."""
+    """Let the formula compute every attention; return the value sizes that occurred."""
     sizes = []
 
     def attend_by_maps(self, maps, states, mask, dropout, encoder_outputs=None, cache=None, **options):
@@ -116,41 +116,41 @@ def with_the_formula(monkeypatch):
 @pytest.mark.parametrize("heads", [None, 4, 1], ids=["mha", "gqa", "mqa"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
-def test_a_host_attends_by_the_formula(row, size, heads, side, latent, monkeypatch):
+def test_value_sizes_of_every_architecture_equal_the_formula(row, size, heads, side, latent, monkeypatch):
     fields = dict.fromkeys(row.config_class.kv_heads_fields(), heads)
     fields |= dict.fromkeys(row.config_class.rank_fields() if latent else (), 16)
     model = row.model(first_head(row), value_head_dim=size, **fields).double()
     batch = batch_of(row, side)
-    found = [outputs_and_gradients(model, batch)]
+    actual = [outputs_and_gradients(model, batch)]
     model.set_attn_implementation("eager")
-    found.append(outputs_and_gradients(model, batch))
+    actual.append(outputs_and_gradients(model, batch))
     model.set_attn_implementation("sdpa")
     sizes = with_the_formula(monkeypatch)
     expected = outputs_and_gradients(model, batch)
-    assert sizes and all(each % size == 0 for each in sizes)
-    for output, gradients in found:
+    assert sizes and all(item % size == 0 for item in sizes)
+    for output, gradients in actual:
         assert_near(output, expected[0])
         assert gradients.keys() == expected[1].keys()
         for name, gradient in gradients.items():
             assert_near(gradient, expected[1][name], name)
 
 
-# Beside every other field: values of few numbers are values of as many as keys, the others zeros
+# With every other field, small values equal values as wide as keys that are padded with zeros
 
 
 def padded(tensor, axis, heads, size):
-    """A tensor whose axis has a few numbers of each head, with zeros up to `size` of them."""
+    """Return a tensor with an axis of a few values per head, filled with zeros up to `size`."""
     split = tensor.unflatten(axis, (heads, -1))
     missing = split.new_zeros(*split.shape[: axis + 1], size - split.shape[axis + 1], *split.shape[axis + 2 :])
     return torch.cat([split, missing], axis + 1).flatten(axis, axis + 1)
 
 
 def widened(model, states):
-    """The states of the model whose values are as wide as keys, and whose attentions read zeros there."""
+    """Return the state of the model with values as wide as keys, filled with zeros."""
     states, config = dict(states), model.config
     for site, path, module in model.named_attentions():
         heads, d = site.heads(config, path), config.attention_head_dim(site.kv_heads_field)
-        root = next(name for name, each in model.named_modules() if each is module) + "."
+        root = next(name for name, item in model.named_modules() if item is module) + "."
         for part in ("weight", "bias"):
             if (name := f"{root}{site.value}.{part}") in states:
                 states[name] = padded(states[name], 0, heads.value, d)
@@ -163,22 +163,22 @@ def widened(model, states):
     return states
 
 
-def assert_is_its_twin(row, fields, side):
+def assert_equals_counterpart(row, fields, side):
     model = row.model(first_head(row), **fields, value_head_dim=SMALL).double()
-    twin = row.model(first_head(row), **fields).double()
-    twin.load_state_dict(widened(model, model.state_dict()))
+    counterpart = row.model(first_head(row), **fields).double()
+    counterpart.load_state_dict(widened(model, model.state_dict()))
     batch = batch_of(row, side)
     output, gradients = outputs_and_gradients(model, batch)
-    expected, others = outputs_and_gradients(twin, batch)
+    expected, others = outputs_and_gradients(counterpart, batch)
     assert_near(output, expected)
-    # The twin's zeros have gradients of their own, which are no parameters of the model. A key's bias has none where a
-    # latent is read in the absorbed form, which may be chosen for one of the two alone.
-    kept = widened(model, {name: torch.ones_like(each) for name, each in model.state_dict().items()})
-    parameters = [dict(each.named_parameters()) for each in (model, twin)]
+    # The padded zeros of the counterpart have gradients without a parameter in the model. A key bias has none if a
+    # latent uses the absorbed form, which may be chosen for only one of the models.
+    kept = widened(model, {name: torch.ones_like(item) for name, item in model.state_dict().items()})
+    parameters = [dict(item.named_parameters()) for item in (model, counterpart)]
     for name in gradients.keys() | others.keys():
         one, other = (
-            found.get(name, torch.zeros_like(own[name]))
-            for found, own in zip((gradients, others), parameters, strict=True)
+            actual.get(name, torch.zeros_like(own[name]))
+            for actual, own in zip((gradients, others), parameters, strict=True)
         )
         assert_near(one.flatten(), other[kept[name].bool()], name)
 
@@ -186,17 +186,17 @@ def assert_is_its_twin(row, fields, side):
 @EVERY_ROW
 @pytest.mark.parametrize("field", [name for name in FIELDS if name != "value_head_dim"])
 @pytest.mark.parametrize("side", SIDES)
-def test_beside_another_field_it_is_zeros_in_the_last_numbers(row, field, side):
+def test_value_size_with_another_field_equals_zero_padded_values(row, field, side):
     if field not in row.config_class.variant_fields():
         return
-    fields = of_host(row, **beside_field(field) | {field: value_of(row, field)})
+    fields = tiny_config_values(row, **required_fields(field) | {field: value_of(row, field)})
     try:
         row.config(**fields)
     except ValueError as error:
         with pytest.raises(ValueError, match=re.escape(str(error))):
             row.config(**fields, value_head_dim=SMALL)
         return
-    assert_is_its_twin(row, fields, side)
+    assert_equals_counterpart(row, fields, side)
 
 
 SINUSOIDS = {"position_embedding_type": "sinusoidal"}
@@ -213,9 +213,9 @@ MECHANISMS = {
 
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.parametrize("side", SIDES)
-def test_beside_what_has_parameters_or_formulas_of_its_own(name, side):
+def test_value_size_works_with_kernels_scores_and_compression(name, side):
     row, fields = MECHANISMS[name]
-    assert_is_its_twin(ROW[row], fields, side)
+    assert_equals_counterpart(ROW[row], fields, side)
 
 
 # Decoding
@@ -235,7 +235,7 @@ def decoder(name, size, **fields):
 @EVERY_DECODER
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("heads", [None, 4, 1], ids=["mha", "gqa", "mqa"])
-def test_a_cache_gives_what_the_whole_text_does_and_keeps_values_of_their_size(name, size, heads):
+def test_cached_values_keep_their_size_and_outputs(name, size, heads):
     model = decoder(name, size, num_key_value_heads=heads)
     batch = decoder_batch(ROW[name], DECODERS[name])
     steps, cache = in_steps(model, batch)
@@ -261,9 +261,9 @@ GENERATIONS = {
 @EVERY_DECODER
 @pytest.mark.parametrize("kind", GENERATIONS)
 @pytest.mark.parametrize("beams", [1, 3])
-def test_generation_with_a_cache_is_that_without(name, kind, beams):
+def test_value_size_generates_the_same_with_and_without_a_cache(name, kind, beams):
     row = ROW[name]
-    fields = of_host(row, **GENERATIONS[kind])
+    fields = tiny_config_values(row, **GENERATIONS[kind])
     if fields.get("cross_kv_lora_rank"):
         if "cross_kv_lora_rank" not in row.config_class.variant_fields():
             return
@@ -274,13 +274,13 @@ def test_generation_with_a_cache_is_that_without(name, kind, beams):
     options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
     if "input_ids" in batch and name in ("bert", "roberta", "electra"):
         batch = {"input_ids": token_ids(2, 4)}
-    found = model.generate(**batch, **options, use_cache=True)
-    assert found.equal(model.generate(**batch, **options, use_cache=False))
+    actual = model.generate(**batch, **options, use_cache=True)
+    assert actual.equal(model.generate(**batch, **options, use_cache=False))
     if kind in ("mqa", "talking", "latent", "shared memory"):
-        assert found.equal(model.generate(**batch, **options, cache_implementation="static"))
+        assert actual.equal(model.generate(**batch, **options, cache_implementation="static"))
 
 
-def test_cross_attention_of_a_decoder_that_reads_states():
+def test_value_size_applies_to_cross_attention_of_a_decoder():
     fields = {"is_decoder": True, "add_cross_attention": True, "num_key_value_heads": 4}
     model = BERT.model("BertLMHeadModel", value_head_dim=SMALL, **fields).double()
     plain = BERT.model("BertLMHeadModel", **fields).double()
@@ -296,11 +296,11 @@ def test_cross_attention_of_a_decoder_that_reads_states():
     assert_near(torch.cat([first.logits, second.logits], 1), expected)
 
 
-# Counting, saving, refusing
+# Counts, saved models and errors
 
 
 @EVERY_ROW
-def test_it_is_counted(row):
+def test_value_size_changes_parameter_and_cache_counts(row):
     few, plain = (row.model(first_head(row), value_head_dim=size) for size in (SMALL, None))
     width, numbers, tokens = few.config.hidden_size, 0, 0
     for site, _, module in few.named_attentions():
@@ -312,18 +312,18 @@ def test_it_is_counted(row):
     assert attention_parameters(plain) - attention_parameters(few) == numbers
     assert sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in few.parameters()) == numbers
     if tokens:
-        sizes = [sum(kv_cache_bytes_per_token(each, 4).values()) for each in (plain, few)]
+        sizes = [sum(kv_cache_bytes_per_token(item, 4).values()) for item in (plain, few)]
         assert sizes[0] - sizes[1] == 4 * tokens
         assert kv_cache_bytes(plain, 4, 7, 7) - kv_cache_bytes(few, 4, 7, 7) == 4 * 7 * tokens
 
 
-def test_flops_cards_and_tables_say_it(tmp_path):
+def test_value_size_appears_in_flops_cards_and_tables(tmp_path):
     model = T5.model("T5ForConditionalGeneration", value_head_dim=SMALL)
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     late = ("value_head_dim", "per_layer_values")
     configs = (config, {name: value for name, value in config.items() if name not in late})
-    table, plain = (cost_table(each, length=16, source_length=16) for each in configs)
+    table, plain = (cost_table(item, length=16, source_length=16) for item in configs)
     assert [row.name for row in table.rows] == [
         f"{name} + values of {SMALL}" for name in ("MHA", "GQA-6", "GQA-4", "GQA-3", "GQA-2", "MQA")
     ]
@@ -333,14 +333,14 @@ def test_flops_cards_and_tables_say_it(tmp_path):
     # Each token's self-attention, and of a decoder's its cross-attention: maps of 40 numbers to values and back, and
     # weighted sums of 16 tokens; what cross-attention makes of a token of the encoder is the encoder's.
     expected = {"encoder": saved * (3 * 40 + 16), "decoder": saved * (3 * 40 + 2 * 16)}
-    found = {stack: one.flops_per_token[stack] - table.rows[0].flops_per_token[stack] for stack in expected}
-    assert found == expected
+    actual = {stack: one.flops_per_token[stack] - table.rows[0].flops_per_token[stack] for stack in expected}
+    assert actual == expected
     text = str(model_card(tmp_path, "me/x"))
     assert f"| size of a value head | {SMALL} |" in text and f"value heads of size {SMALL}" in text
 
 
 @EVERY_ROW
-def test_saved_and_loaded_and_absent_where_it_says_nothing(row, tmp_path):
+def test_value_size_is_saved_only_if_it_differs(row, tmp_path):
     model, batch = row.model(first_head(row), value_head_dim=SMALL), batch_of(row, "right")
     model.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
@@ -357,7 +357,7 @@ def test_saved_and_loaded_and_absent_where_it_says_nothing(row, tmp_path):
         assert type(config).from_dict(values).value_head_dim is None
 
 
-def test_a_new_output_map_of_a_t5_is_drawn_for_what_it_reads():
+def test_t5_output_projection_is_initialized_for_the_value_size():
     fields = {"d_model": 64, "num_heads": 8, "d_kv": 16, "d_ff": 64, "num_layers": 1, "initializer_factor": 1.0}
     torch.manual_seed(0)
     model = type(T5.model("T5Model"))(T5.config_class(**T5.tiny | fields, value_head_dim=64))
@@ -366,7 +366,7 @@ def test_a_new_output_map_of_a_t5_is_drawn_for_what_it_reads():
         assert module.v.weight.std().item() == pytest.approx(64**-0.5, rel=0.05)
 
 
-def test_it_is_of_models_from_scratch(tmp_path):
+def test_conversion_to_another_value_size_raises_an_error(tmp_path):
     source = BERT.upstream_model("BertModel")
     with pytest.raises(ValueError, match="`value_head_dim`"):
         convert(source, num_key_value_heads=4, value_head_dim=SMALL)

@@ -1,4 +1,4 @@
-"""Whisper's own generation with a variant inside: languages, prompts, segments, timestamps of words, beams."""
+"""Check Whisper's generation with each variant: languages, prompts, segments, word timestamps and beams."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def same(ours, theirs):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
-def test_transcripts_are_upstreams(checkpoint, way):
+def test_transcripts_equal_transformers(checkpoint, way):
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
     expected = transcribed(upstream, **WAYS[way])
     for fields in ({}, {"cross_kv_lora_rank": 48}, EXACT):
@@ -78,8 +78,8 @@ def test_transcripts_are_upstreams(checkpoint, way):
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"long": True}], ids=str)
-def test_times_of_words_are_upstreams(checkpoint, way):
-    """They are read off the weights of cross-attention, which both forms of a latent give."""
+def test_word_timestamps_equal_transformers(checkpoint, way):
+    """Check word timestamps, which both forms of a latent compute from cross-attention weights."""
     options = way | {"return_token_timestamps": True, "return_timestamps": True}
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
     expected = transcribed(upstream, **options)
@@ -92,7 +92,7 @@ KERNELS = [{"attention_kernel": "elu"}, {"attention_kernel": "hybrid", "attentio
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=["elu", "hybrid"])
 @pytest.mark.parametrize("way", ["greedy", "beams"])
-def test_all_outputs_of_a_decoder_that_keeps_sums(checkpoint, kernel, way):
+def test_kernel_decoder_returns_all_outputs(checkpoint, kernel, way):
     model = loaded(checkpoint, **kernel)
     tokens = transcribed(model, **WAYS[way])
     outputs = transcribed(model, **WAYS[way], return_dict_in_generate=True, output_scores=True)
@@ -103,8 +103,8 @@ def test_all_outputs_of_a_decoder_that_keeps_sums(checkpoint, kernel, way):
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.17"), reason="upstream's own WhisperForCausalLM cannot assist there"
 )
-def test_an_assistant_may_be_a_variant(checkpoint):
-    """The decoder alone, which reads the encoder's outputs of the model that it assists."""
+def test_variant_can_be_an_assistant_model(checkpoint):
+    """Check an assistant with only a decoder, which uses the encoder outputs of the assisted model."""
     upstream = transformers.WhisperForConditionalGeneration.from_pretrained(checkpoint).eval()
     features = WHISPER.batch(HEAD)["input_features"][:1]
     expected = upstream.generate(features, max_new_tokens=8)
@@ -113,8 +113,8 @@ def test_an_assistant_may_be_a_variant(checkpoint):
         same(loaded(checkpoint, **fields).generate(features, max_new_tokens=8, assistant_model=assistant), expected)
 
 
-def test_beams_read_one_memory(checkpoint):
-    """Of a sentence, as of other hosts; samples are sentences to Whisper, which reads the audio for each."""
+def test_beams_share_encoder_outputs(checkpoint):
+    """Check beams per sentence; Whisper counts samples as sentences and encodes the audio for each."""
     for fields, layers in (({}, 2), (EXACT, 1)):
         model, kept = loaded(checkpoint, **fields), []
         decoder = model.model.decoder
@@ -136,18 +136,18 @@ def test_beams_read_one_memory(checkpoint):
     ],
     ids=str,
 )
-def test_what_is_kept_of_a_position_of_audio(fields, numbers):
-    """Keys and values of two layers, or one latent for both."""
+def test_cache_size_per_audio_position_is_counted(fields, numbers):
+    """Check keys and values of two layers, or one latent for both."""
     batch = WHISPER.batch(HEAD)
     with torch.no_grad():
         cache = cache_of(WHISPER.model(HEAD, **fields)(**batch, use_cache=True)).cross_attention_cache
-    storages = [each.untyped_storage() for layer in cache.layers for each in (layer.keys, layer.values)]
-    kept = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    storages = [item.untyped_storage() for layer in cache.layers for item in (layer.keys, layer.values)]
+    kept = sum({item.data_ptr(): item.nbytes() for item in storages}.values())
     assert kept == len(batch["input_features"]) * WINDOW // 2 * numbers * 4
 
 
-def test_talking_heads():
-    """As the identity they change nothing; at random, implementations and steps with a cache agree."""
+def test_whisper_supports_talking_heads():
+    """Check identity projections, and for random ones, both implementations and decoding with a cache."""
     fields = {"encoder_attention_heads": 12, "talking_heads": "both"}
     model = WHISPER.model(HEAD, "gqa", **fields)
     plain = WHISPER.model(HEAD, "gqa", encoder_attention_heads=12)

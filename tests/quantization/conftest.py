@@ -1,4 +1,4 @@
-"""Let `quantize` take the small layers of tiny models, and inputs with outliers."""
+"""Let `quantize` accept the small layers of tiny models, and inputs with outliers."""
 
 import pytest
 

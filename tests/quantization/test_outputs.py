@@ -1,4 +1,4 @@
-"""What models of int8 maps put out: what the same rounding makes of float32, in every host and variant."""
+"""Compare the outputs of int8 models with the same rounding in float32, for every architecture and variant."""
 
 import copy
 import gc
@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from architectures import VARIANTS
-from fixtures.hosts import HOSTS, PAIRS, make, tensors
 from fixtures.rounded_maps import rounded_model, rounded_weight, worst_error
+from fixtures.tested_architectures import ALL_ARCHITECTURES, PAIRS, make, tensors
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 from torch._dynamo.utils import counters
 
@@ -18,9 +18,9 @@ from hf_attn_variants.quantization import int8_weight, packed_linear
 from hf_attn_variants.quantization.int8_weight import Int8Weight, least_seconds
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_bfloat16
 
-T5 = next(host for host in HOSTS if host.name == "t5")
-BERT = next(host for host in HOSTS if host.name == "bert")
-# Fields beside `VARIANTS`, for T5; None in the place of a number is d_model.
+T5 = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "t5")
+BERT = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "bert")
+# Fields of T5 in addition to `VARIANTS`; None instead of a number is d_model.
 MORE = {
     "exact": {"cross_kv_lora_rank": 40},
     "hedgehog": {"attention_kernel": "hedgehog", "encoder_attention_kernel": "hedgehog"}
@@ -52,15 +52,15 @@ def paths_of(model, kind):
 
 @torch.no_grad()
 def assert_as_rounded(float32, batch):
-    """Compare a model in int8 with the same rounding in float32, and both with float32 itself."""
+    """Compare an int8 model with the same rounding in float32, and both with float32."""
     made = quantize(copy.deepcopy(float32))
     paths = paths_of(made, Int8Linear)
     assert paths
     exact = tensors(float32(**batch))
     rounded = tensors(rounded_model(float32, paths, paths_of(made, Bfloat16Linear))(**batch))
-    found = tensors(made(**batch))
-    assert found.keys() == exact.keys()
-    for name, value in found.items():
+    actual = tensors(made(**batch))
+    assert actual.keys() == exact.keys()
+    for name, value in actual.items():
         # The order of a sum moves an input over an edge of its grid now and then: less than rounding itself does.
         error, step = (value - rounded[name]).abs(), (rounded[name] - exact[name]).abs()
         assert error.max() <= 1.2 * step.max() and error.median() <= 0.25 * step.median() + 1e-6, name
@@ -69,20 +69,20 @@ def assert_as_rounded(float32, batch):
 
 @pytest.mark.cross_product
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
-@pytest.mark.parametrize("host", HOSTS, ids=lambda row: row.name)
-def test_each_host(host, variant):
-    head = list(host.heads)[1]
-    assert_as_rounded(make(host, head, variant), host.batch(head))
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES, ids=lambda row: row.name)
+def test_int8_architectures_equal_the_rounded_reference(architecture, variant):
+    head = list(architecture.heads)[1]
+    assert_as_rounded(make(architecture, head, variant), architecture.batch(head))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_variant(variant):
-    for host, head in ((T5, "T5ForConditionalGeneration"), (BERT, "BertForMaskedLM")):
-        assert_as_rounded(host.model(head, variant), host.batch(head))
+def test_int8_variants_equal_the_rounded_reference(variant):
+    for architecture, head in ((T5, "T5ForConditionalGeneration"), (BERT, "BertForMaskedLM")):
+        assert_as_rounded(architecture.model(head, variant), architecture.batch(head))
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_each_mechanism(name, way):
+def test_int8_mechanisms_equal_the_rounded_reference(name, way):
     head = "T5ForConditionalGeneration"
     assert_as_rounded(T5.model(head, **MORE[name]), T5.batch(head))
 
@@ -90,7 +90,7 @@ def test_each_mechanism(name, way):
 @pytest.mark.cross_product
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("shared", ["no", "before", "after"])
-def test_upstreams_own(name, shared):
+def test_int8_transformers_models_equal_the_rounded_reference(name, shared):
     model = tiny_model(name)
     batch = source_batch(name) | {"decoder_input_ids": torch.arange(4, 19).view(3, 5)}
     if shared == "before":
@@ -101,13 +101,13 @@ def test_upstreams_own(name, shared):
         torch.testing.assert_close(share_memory(model)(**batch).logits, expected)
 
 
-def test_a_map_is_within_half_a_step(way):
+def test_int8_layer_error_is_within_half_a_step(way):
     generator = torch.Generator().manual_seed(3)
     for rows, width, size, bias in ((1, 64, 48, True), (7, 33, 65, False), (200, 512, 16, True)):
         linear = torch.nn.Linear(width, size, bias=bias)
         with torch.no_grad():
             linear.weight.copy_(torch.randn(size, width, generator=generator))
-            linear.weight[0] *= 100  # a scale a row: the others are none the worse
+            linear.weight[0] *= 100  # one scale per row, so the other rows do not change
             linear.weight[1] = 0
         states = torch.randn(3, rows, width, generator=generator)
         made = Int8Linear(linear)(states)
@@ -117,7 +117,7 @@ def test_a_map_is_within_half_a_step(way):
         assert made.shape == (3, rows, size) and made.dtype == torch.float32
 
 
-def test_a_large_weight_is_rounded_as_a_small_one_is(monkeypatch):
+def test_rounding_does_not_depend_on_the_weight_scale(monkeypatch):
     weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(0))
     weight[5] = 0.0
     whole = Int8Weight.from_float32(weight)
@@ -130,7 +130,7 @@ def test_a_large_weight_is_rounded_as_a_small_one_is(monkeypatch):
     assert torch.equal(whole.numbers(), numbers) and whole.numbers() is not numbers
 
 
-def test_a_token_does_not_depend_on_the_others(way):
+def test_int8_token_does_not_depend_on_other_tokens(way):
     made, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(5, 20, 64)
     states[3] *= 1e4
     together = made(states)
@@ -139,8 +139,8 @@ def test_a_token_does_not_depend_on_the_others(way):
 
 
 @pytest.mark.parametrize("bits", int8_weight.LEVELS)
-def test_all_paths_return_the_same_bits(bits):
-    """So the fastest one may differ between two runs."""
+def test_int8_paths_are_bitwise_equal(bits):
+    """Check that the fastest path may differ between two runs."""
     generator = torch.Generator().manual_seed(0)
     weight = Int8Weight.from_float32(torch.randn(48, 70, generator=generator))
     states, bias = torch.randn(300, 70, generator=generator), torch.randn(48, generator=generator)
@@ -150,11 +150,11 @@ def test_all_paths_return_the_same_bits(bits):
     paths = int8_weight._correct_paths(torch.backends.quantized.engine, bits)
     for rows in (1, 5, 300):
         made = [path(weight.numbers(), weight._scales)(states[:rows], bias, bits) for path in paths]
-        assert all(torch.equal(each, made[0]) for each in made)
+        assert all(torch.equal(item, made[0]) for item in made)
 
 
-def test_the_plan_takes_a_fast_path():
-    """A reference kernel takes hundreds of times as long, as oneDNN's with signed inputs does without AMX."""
+def test_int8_plan_selects_a_fast_path():
+    """Check that no reference kernel is used, which takes hundreds of times as long."""
     plan = int8_weight.current_plan()
     linear, states = torch.nn.Linear(384, 384), torch.randn(64, 384)
     packed = Int8Linear(linear)
@@ -164,7 +164,7 @@ def test_the_plan_takes_a_fast_path():
     assert str(plan).startswith(plan.paths[0].name)
 
 
-def test_a_path_that_fails_or_is_wrong_is_left_out(monkeypatch):
+def test_failing_or_wrong_int8_path_is_not_used(monkeypatch):
     class Wrong(int8_weight.OneDnnProduct):
         def multiply(self, numbers, bits):
             return super().multiply(numbers, bits) / 2
@@ -174,22 +174,22 @@ def test_a_path_that_fails_or_is_wrong_is_left_out(monkeypatch):
             raise RuntimeError("no such operator")
 
     monkeypatch.setattr(int8_weight, "PATHS", (Wrong, Gone, int8_weight.EngineProduct))
-    found = int8_weight._correct_paths.__wrapped__(torch.backends.quantized.engine, 7)
-    assert found == (int8_weight.EngineProduct,)
+    actual = int8_weight._correct_paths.__wrapped__(torch.backends.quantized.engine, 7)
+    assert actual == (int8_weight.EngineProduct,)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_a_token_that_is_not_finite_stays_so_alone(value, rows, way):
+def test_nonfinite_token_affects_only_itself(value, rows, way):
     made, states = Int8Linear(torch.nn.Linear(64, 48)), torch.randn(rows, 64)
     expected = made(states)
     states[rows - 1, 5] = value
-    found = made(states)
-    assert not found[-1].isfinite().any()
-    assert torch.equal(found[:-1], expected[:-1])
+    actual = made(states)
+    assert not actual[-1].isfinite().any()
+    assert torch.equal(actual[:-1], expected[:-1])
 
 
-def test_what_only_overflows_in_16_bits_is_right(way):
+def test_values_beyond_16_bits_do_not_overflow(way):
     linear = torch.nn.Linear(64, 48, bias=False)
     with torch.no_grad():
         linear.weight.fill_(1.0)
@@ -200,7 +200,7 @@ def test_what_only_overflows_in_16_bits_is_right(way):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_map_in_bfloat16(bias):
+def test_bfloat16_layer_equals_its_reference(bias):
     if not has_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear = torch.nn.Linear(70, 48, bias=bias)
@@ -225,8 +225,8 @@ def test_a_map_in_bfloat16(bias):
 
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
-def test_whoever_asks_first_packs_for_all(way, cls):
-    """In inference mode, where tensors are of another kind, and in threads at once."""
+def test_packed_weights_are_shared_by_threads_and_modes(way, cls):
+    """Check inference mode, whose tensors are of another kind, and simultaneous threads."""
     if cls is Bfloat16Linear and not has_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear, few, many = torch.nn.Linear(64, 48), torch.randn(3, 64), torch.randn(40, 64)
@@ -234,25 +234,25 @@ def test_whoever_asks_first_packs_for_all(way, cls):
     with torch.inference_mode():
         expected = made(few), made(many)
         inside = copy.deepcopy(made)
-    for each in (made, inside, copy.deepcopy(made)):
-        assert torch.equal(each(few), expected[0]) and torch.equal(each(many), expected[1])
+    for item in (made, inside, copy.deepcopy(made)):
+        assert torch.equal(item(few), expected[0]) and torch.equal(item(many), expected[1])
     fresh = cls(linear)
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda place: fresh((few, many)[place % 2]), range(32)))
-    assert all(torch.equal(each, expected[place % 2]) for place, each in enumerate(found))
+        actual = list(threads.map(lambda place: fresh((few, many)[place % 2]), range(32)))
+    assert all(torch.equal(item, expected[place % 2]) for place, item in enumerate(actual))
 
 
 @pytest.mark.parametrize("cls", [Int8Linear, Bfloat16Linear])
-def test_compiled_it_is_the_same_in_one_graph(way, cls):
+def test_compiled_int8_model_is_one_graph_with_equal_outputs(way, cls):
     if cls is Bfloat16Linear and not has_bfloat16():
         pytest.skip("this processor has no bfloat16")
     linear, states = torch.nn.Linear(64, 48), torch.randn(3, 64)
     made = cls(linear)
     others = [cls(torch.nn.Linear(64, 48)), copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
     maps = torch.nn.Sequential(*others[:1], torch.nn.ReLU(), cls(torch.nn.Linear(48, 8)))
-    for each in (made, *others, maps):
+    for item in (made, *others, maps):
         with torch.no_grad():
-            torch.testing.assert_close(torch.compile(each, fullgraph=True)(states), each(states))
+            torch.testing.assert_close(torch.compile(item, fullgraph=True)(states), item(states))
     half = torch.compile(made, fullgraph=True)(states.bfloat16())
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half, made(states.bfloat16()))
@@ -261,7 +261,7 @@ def test_compiled_it_is_the_same_in_one_graph(way, cls):
 
 
 @torch.no_grad()
-def test_one_graph_serves_the_maps_of_all_layers():
+def test_compiled_int8_layers_share_one_graph():
     torch._dynamo.reset()
     counters.clear()
     states = torch.randn(3, 64)
@@ -270,7 +270,7 @@ def test_one_graph_serves_the_maps_of_all_layers():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_map_that_is_gone_takes_no_memory():
+def test_deleted_int8_layer_frees_its_memory():
     known = len(packed_linear._linears)
     made = Int8Linear(torch.nn.Linear(64, 48))
     assert len(packed_linear._linears) == known + 1
@@ -282,7 +282,7 @@ def test_a_map_that_is_gone_takes_no_memory():
 @pytest.mark.thorough
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["t5", "marian", "whisper"])
-def test_a_compiled_step_is_one_graph_that_writes_the_same(kind):
+def test_compiled_int8_step_generates_equal_tokens(kind):
     model, batch = quantize(share_memory(tiny_model(kind))), source_batch(kind)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "cache_implementation": "static", "do_sample": False}
     options |= {"return_timestamps": False} if kind == "whisper" else {}
@@ -294,7 +294,7 @@ def test_a_compiled_step_is_one_graph_that_writes_the_same(kind):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 1e3])
-def test_a_token_that_comes_alone_is_rounded_as_beside_others(bias, size, way):
+def test_single_token_is_rounded_like_in_a_batch(bias, size, way):
     generator = torch.Generator().manual_seed(5)
     linear = torch.nn.Linear(64, 48, bias=bias)
     states = torch.randn(1, 1, 64, generator=generator) * size
@@ -302,13 +302,15 @@ def test_a_token_that_comes_alone_is_rounded_as_beside_others(bias, size, way):
     with torch.no_grad():
         error = (made(states) - linear(states)).abs()
         unlike = (made(states) - made(states.repeat(1, 2, 1))[:, :1]).abs()  # two alike have the same scale as one
-    float_error = 1e-6 * (max(size, 1.0) if bias else size)  # in the place of the bound's own, for outputs of any size
+    float_error = 1e-6 * (
+        max(size, 1.0) if bias else size
+    )  # instead of the default bound, so that outputs of any size are tested
     assert (error <= worst_error(linear, states) - 1e-6 + float_error).all() and error.max() > 0
     assert unlike.max() <= float_error
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_many_tokens_go_in_blocks_that_change_nothing(bias, way, monkeypatch):
+def test_many_tokens_are_processed_in_blocks_with_equal_outputs(bias, way, monkeypatch):
     made = Int8Linear(torch.nn.Linear(40, 24, bias=bias))
     states = torch.randn(3, 17, 40) * torch.logspace(-3, 3, 17)[:, None]
     states[1, 4] = 0.0
@@ -321,7 +323,7 @@ def test_many_tokens_go_in_blocks_that_change_nothing(bias, way, monkeypatch):
     assert torch.equal(made(states), made(states[:1, :1]).expand(3, 17, 24))
 
 
-def test_inputs_of_other_shapes_and_types(way):
+def test_int8_layers_support_other_shapes_and_types(way):
     linear = torch.nn.Linear(40, 24)
     made, states = Int8Linear(linear), torch.randn(5, 40)
     expected = made(states)
@@ -344,9 +346,9 @@ SEARCHES = {
 
 @torch.no_grad()
 def scores_of(model, batch, sequences):
-    """The sum of the logarithms of probabilities of what was written, a row a sequence."""
+    """Return the sum of log-probabilities of the generated tokens, one row per sequence."""
     repeats = len(sequences) // len(next(iter(batch.values())))
-    given = {name: each.repeat_interleave(repeats, dim=0) for name, each in batch.items()}
+    given = {name: item.repeat_interleave(repeats, dim=0) for name, item in batch.items()}
     logits = model(**given, decoder_input_ids=sequences[:, :-1]).logits.log_softmax(-1)
     return logits.gather(-1, sequences[:, 1:, None])[..., 0].sum(1)
 
@@ -354,8 +356,8 @@ def scores_of(model, batch, sequences):
 @pytest.mark.cross_product
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("kind", ["t5", "marian", "whisper", "exact", "shared"])
-def test_what_is_generated_is_as_likely(kind, search):
-    """A search in int8 ends where its own model, called once for the whole text, sees the same probabilities."""
+def test_int8_generation_scores_equal_a_full_forward(kind, search):
+    """Check that a search in int8 and one call of its model give equal probabilities."""
     if kind == "exact":
         float32, batch = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=40), T5.batch("T5Model")
         batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -382,19 +384,19 @@ def test_what_is_generated_is_as_likely(kind, search):
 
 @pytest.mark.cross_product
 @pytest.mark.parametrize("variant", ["gqa", "latent"])
-@pytest.mark.parametrize("host", PAIRS, ids=lambda row: row.name)
-def test_torchs_own_call(host, variant):
-    """`quantize_dynamic` of torch: its maps are called, in whatever form attention would have read them."""
-    head = list(host.heads)[1]
-    model = make(host, head, variant)
+@pytest.mark.parametrize("architecture", PAIRS, ids=lambda row: row.name)
+def test_quantize_dynamic_of_torch_is_supported(architecture, variant):
+    """Check that its layers are called, whatever form the attention would use."""
+    head = list(architecture.heads)[1]
+    model = make(architecture, head, variant)
     with pytest.warns(DeprecationWarning, match="torch.ao.quantization"):
         made = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     with torch.no_grad():
-        exact, found = (each(**host.batch(head)).logits for each in (model, made))
-    assert 0 < (found - exact).abs().max() < exact.std()
+        exact, actual = (item(**architecture.batch(head)).logits for item in (model, made))
+    assert 0 < (actual - exact).abs().max() < exact.std()
 
 
-def test_torchaos_own_call():
+def test_quantization_by_torchao_is_supported():
     torchao = pytest.importorskip("torchao.quantization")
     for fields in ({}, {"cross_kv_lora_rank": 40}, {"kv_lora_rank": 16}, {"talking_heads": "both"}):
         model = T5.model("T5ForConditionalGeneration", **fields)

@@ -1,4 +1,4 @@
-"""`quantize` in place: what the object keeps, what goes with copies, what stays in float32, what is refused."""
+"""Check `quantize` in place: the state of the object, copies, layers that stay in float32, and errors."""
 
 import copy
 import gc
@@ -38,18 +38,18 @@ def kinds_of(model):
 
 @pytest.fixture
 def outliers(monkeypatch):
-    """As if the inputs of T5's `wo` and of its output layer had outliers."""
+    """Pretend that the inputs of T5's `wo` and of its output layer have outliers."""
     module = importlib.import_module("hf_attn_variants.quantization.quantize")
     measured = module.rounding_errors
 
     def errors(model, linears, inputs):
-        found = measured(model, linears, inputs)
-        return found | {path: 2.0 for path in found if path.endswith((".wo", "lm_head"))}
+        result = measured(model, linears, inputs)
+        return result | {path: 2.0 for path in result if path.endswith((".wo", "lm_head"))}
 
     monkeypatch.setattr(module, "rounding_errors", errors)
 
 
-def test_it_is_in_place_and_the_model_stays_its_class(outliers):
+def test_quantize_works_in_place_and_keeps_the_class(outliers):
     model = tiny_model("t5")
     cls, embedding, norm = type(model), model.shared.weight, model.encoder.final_layer_norm.weight
     assert quantize(model) is model and type(model) is cls
@@ -62,7 +62,7 @@ def test_it_is_in_place_and_the_model_stays_its_class(outliers):
     assert model.dtype == torch.float32 and not model.training
 
 
-def test_without_bfloat16_layers_with_outliers_stay_in_float32(outliers, monkeypatch):
+def test_layers_with_outliers_stay_in_float32_without_bfloat16(outliers, monkeypatch):
     module = importlib.import_module("hf_attn_variants.quantization.quantize")
     monkeypatch.setattr(module, "has_fast_bfloat16", lambda: False)
     model = quantize(tiny_model("t5"))
@@ -71,7 +71,7 @@ def test_without_bfloat16_layers_with_outliers_stay_in_float32(outliers, monkeyp
         assert isinstance(block.layer[-1].DenseReluDense.wi, Int8Linear)
 
 
-def test_a_tied_head_leaves_the_embeddings_alone():
+def test_quantized_tied_head_keeps_the_embeddings():
     model = tiny_model("bart")
     assert model.lm_head.weight is model.model.shared.weight
     before = model.model.shared.weight.clone()
@@ -79,7 +79,7 @@ def test_a_tied_head_leaves_the_embeddings_alone():
     assert isinstance(model.lm_head, Int8Linear) and torch.equal(model.model.shared.weight, before)
 
 
-def test_a_map_in_two_places_is_made_once():
+def test_shared_layer_is_quantized_once():
     model = tiny_model("t5")
     first, second = model.encoder.block
     second.layer[1].DenseReluDense.wi = first.layer[1].DenseReluDense.wi
@@ -88,7 +88,7 @@ def test_a_map_in_two_places_is_made_once():
     assert isinstance(first.layer[1].DenseReluDense.wi, Int8Linear)
 
 
-def test_maps_that_attention_reads_itself_stay():
+def test_layers_whose_weights_attention_reads_stay_in_float32():
     exact = quantize(T5.model(GENERATES, cross_kv_lora_rank=40, kv_lora_rank=16))
     for path, kind in kinds_of(exact).items():
         if path.endswith(("EncDecAttention.k", "EncDecAttention.v", "decoder.block.0.layer.0.SelfAttention.k")):
@@ -98,12 +98,12 @@ def test_maps_that_attention_reads_itself_stay():
     for cross_cache, kind in (("encoder_outputs", torch.nn.Linear), ("keys_and_values", Int8Linear)):
         shared = quantize(share_memory(tiny_model("marian"), cross_cache=cross_cache))
         for _, module in cross_attentions(shared):
-            assert [type(each) for each in module.key_value_projections()] == [kind] * 2
+            assert [type(item) for item in module.key_value_projections()] == [kind] * 2
             assert isinstance(module.q_proj, Int8Linear)
         assert isinstance(shared.model.encoder.layers[0].self_attn.k_proj, Int8Linear)
 
 
-def test_small_maps_stay(monkeypatch):
+def test_small_layers_stay_in_float32(monkeypatch):
     model = T5.model("T5ForSequenceClassification")
     monkeypatch.setattr(packed_linear, "MIN_WEIGHTS", 40 * 37)
     quantize(model)
@@ -113,19 +113,19 @@ def test_small_maps_stay(monkeypatch):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_copies_and_pickles(name, shared):
+def test_quantized_model_can_be_copied_and_pickled(name, shared):
     model = tiny_model(name)
     quantize(share_memory(model) if shared else model)
     expected, file = logits_of(model, name), io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
-        assert torch.equal(logits_of(each, name), expected) and kinds_of(each) == kinds_of(model)
+    for item in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert torch.equal(logits_of(item, name), expected) and kinds_of(item) == kinds_of(model)
         with pytest.raises(ValueError, match="`save_pretrained`"):
-            each.save_pretrained("nowhere")
+            item.save_pretrained("nowhere")
 
 
-def test_the_state_goes_into_another_model_of_int8(tmp_path):
+def test_state_dict_loads_into_another_int8_model(tmp_path):
     model, other = quantize(tiny_model("t5")), quantize(tiny_model("t5", seed=1))
     expected = logits_of(model)
     assert not torch.equal(logits_of(other), expected)
@@ -141,7 +141,7 @@ def test_the_state_goes_into_another_model_of_int8(tmp_path):
         other.load_state_dict(state | {"lm_head.weight": state["lm_head.weight"][:5]})
 
 
-def test_it_is_not_saved(tmp_path):
+def test_saving_a_quantized_model_raises_an_error(tmp_path):
     for model in (quantize(tiny_model("bart")), quantize(T5.model(GENERATES))):
         with pytest.raises(ValueError, match="`save_pretrained`"):
             model.save_pretrained(tmp_path / "model")
@@ -153,26 +153,26 @@ def test_it_is_not_saved(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_its_type_stays(name):
-    """By every method that casts, of a copy too, and before any tensor is changed."""
+def test_casting_a_quantized_model_raises_an_error(name):
+    """Check every method that casts, also of a copy; no tensor changes before the error."""
     model = quantize(tiny_model(name))
     pickled = pickle.loads(pickle.dumps(model))
-    for each in (model, copy.deepcopy(model), pickled, model.get_encoder()):
+    for item in (model, copy.deepcopy(model), pickled, model.get_encoder()):
         for cast in (
-            lambda: each.to(torch.bfloat16),  # noqa: B023
-            lambda: each.to("meta"),  # noqa: B023
-            lambda: each.bfloat16(),  # noqa: B023
-            lambda: each.double(),  # noqa: B023
+            lambda: item.to(torch.bfloat16),  # noqa: B023
+            lambda: item.to("meta"),  # noqa: B023
+            lambda: item.bfloat16(),  # noqa: B023
+            lambda: item.double(),  # noqa: B023
         ):
             with pytest.raises(ValueError, match="int8"):
                 cast()
-        assert {parameter.dtype for parameter in each.parameters()} == {torch.float32}
-        assert each.to("cpu") is each and each.to(torch.float32) is each
+        assert {parameter.dtype for parameter in item.parameters()} == {torch.float32}
+        assert item.to("cpu") is item and item.to(torch.float32) is item
     copied = copy.deepcopy(model)
     assert vars(copied)["_apply"].module is copied and vars(pickled)["_apply"].module is pickled
 
 
-def test_its_vocabulary_stays():
+def test_resizing_a_quantized_vocabulary_raises_an_error():
     for name in ("t5", "bart"):
         with pytest.raises(ValueError, match="`resize_token_embeddings`"):
             quantize(tiny_model(name)).resize_token_embeddings(70)
@@ -180,25 +180,25 @@ def test_its_vocabulary_stays():
     assert encoder.resize_token_embeddings(70).num_embeddings == 70
 
 
-def test_a_head_of_int8_is_not_tied_anew():
+def test_quantized_head_is_not_tied_again():
     with pytest.raises(ValueError, match="`tie_weights`"):
         quantize(tiny_model("bart")).tie_weights()
     quantize(tiny_model("t5", transformers.T5EncoderModel)).tie_weights()  # which has no head
 
 
-def test_a_model_that_nobody_has_any_longer_is_gone_at_once():
-    """Not when Python next looks for circles."""
+def test_deleted_quantized_model_is_freed_immediately():
+    """Check that freeing needs no garbage collection."""
     gc.disable()
     try:
         model = quantize(share_memory(tiny_model("t5")))
-        found = weakref.ref(model)
+        result = weakref.ref(model)
         del model
-        assert found() is None
+        assert result() is None
     finally:
         gc.enable()
 
 
-def test_it_is_not_trained():
+def test_training_a_quantized_model_raises_an_error():
     model = quantize(tiny_model("bart"))
     batch = source_batch("bart") | {"labels": torch.arange(4, 19).view(3, 5)}
     with pytest.raises(RuntimeError, match="does not require grad"):
@@ -206,14 +206,14 @@ def test_it_is_not_trained():
     model.requires_grad_(True)
     with pytest.raises(RuntimeError, match="without gradients"):
         model(**batch)
-    # What upstream's trainer asks first; its import takes seconds.
+    # Trainer calls this function first; importing Trainer would take seconds.
     check = getattr(transformers.trainer_utils, "validate_quantization_for_training", None)
     if check is not None:
         with pytest.raises(ValueError, match="fine-tuning"):
             check(model)
 
 
-def test_bfloat16_is_upstreams_cast(monkeypatch, tmp_path):
+def test_bfloat16_equals_the_cast_of_transformers(monkeypatch, tmp_path):
     monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
     for model in (tiny_model("t5"), T5.model(GENERATES, "latent"), T5.model(GENERATES, "talking")):
         expected = logits_of(copy.deepcopy(model).to(torch.bfloat16))
@@ -222,7 +222,7 @@ def test_bfloat16_is_upstreams_cast(monkeypatch, tmp_path):
     model.save_pretrained(tmp_path / "half")
 
 
-def test_bfloat16_keeps_what_upstream_keeps(monkeypatch):
+def test_bfloat16_keeps_the_float32_modules_of_transformers(monkeypatch):
     monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
     model = tiny_model("t5")
     model._keep_in_fp32_modules_strict = {"wo"}
@@ -234,8 +234,8 @@ def test_bfloat16_keeps_what_upstream_keeps(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["llama", "m2m_100"])
-def test_bfloat16_keeps_the_tables_that_upstream_keeps(kind, monkeypatch, tmp_path):
-    """RoPE's frequencies stay in float32, as `from_pretrained` makes them; sinusoids become bfloat16."""
+def test_bfloat16_keeps_the_float32_buffers_of_transformers(kind, monkeypatch, tmp_path):
+    """Check RoPE's frequencies, which stay in float32 as in `from_pretrained`; sinusoids become bfloat16."""
     monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: {"all": 1.0})
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)) if kind == "llama" else tiny_model(kind)
@@ -248,8 +248,8 @@ def test_bfloat16_keeps_the_tables_that_upstream_keeps(kind, monkeypatch, tmp_pa
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_maps_whose_weight_the_models_code_reads_stay():
-    """WavLM's attention hands weights to a function, which fails with an int8 layer."""
+def test_layers_whose_weights_a_function_reads_stay_in_float32():
+    """Check WavLM, whose attention passes weights to a function that does not support int8 layers."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 20}
     mamba = MambaForCausalLM(MambaConfig(**sizes, state_size=4)).eval()
     sizes |= {"num_attention_heads": 2, "intermediate_size": 16, "num_conv_pos_embeddings": 4}
@@ -295,7 +295,7 @@ def small_bert(cls):
 
 
 @torch.no_grad()
-def test_layers_whose_weights_are_read_in_other_ways_stay():
+def test_layers_with_weights_read_in_other_ways_stay_in_float32():
     model, ids = small_bert(ReadsWeights), torch.arange(5, 14)[None]
     mask = torch.ones_like(ids)
     expected = model(ids, mask)
@@ -306,7 +306,7 @@ def test_layers_whose_weights_are_read_in_other_ways_stay():
         assert type(layer) is torch.nn.Linear
 
 
-def test_a_model_that_does_not_run_with_int8_is_unchanged():
+def test_model_that_fails_with_int8_is_unchanged():
     class Suspicious(ReadsWeights):
         def forward(self, input_ids, attention_mask):
             if type(self.called) is not torch.nn.Linear:
@@ -321,7 +321,7 @@ def test_a_model_that_does_not_run_with_int8_is_unchanged():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_model_that_a_random_batch_does_not_fit_is_quantized_with_a_warning(caplog):
+def test_model_without_a_trial_batch_is_quantized_with_a_warning(caplog):
     class Other(ReadsWeights):
         def forward(self, words):
             return super().forward(words, torch.ones_like(words))
@@ -343,7 +343,7 @@ def _sum_of(model, ids, queue):
         queue.put(model(ids).last_hidden_state.sum().item())
 
 
-def test_a_model_that_has_computed_goes_to_another_process():
+def test_used_quantized_model_can_be_sent_to_another_process():
     model, ids = quantize(small_bert(transformers.BertModel)), torch.arange(5, 14)[None]
     with torch.no_grad():
         expected = model(ids).last_hidden_state.sum().item()
@@ -355,8 +355,8 @@ def test_a_model_that_has_computed_goes_to_another_process():
     process.join()
 
 
-def test_outliers_are_measured():
-    """An output layer whose inputs share one large number, as in a flan-T5, loses what differs between tokens."""
+def test_input_outliers_are_detected():
+    """Check an output layer whose inputs share one large value, which hides the differences of tokens."""
     linear, states = torch.nn.Linear(64, 32), torch.randn(20, 64)
 
     class Model(torch.nn.Module):
@@ -373,7 +373,7 @@ def test_outliers_are_measured():
     assert plain < packed_linear.MAX_ERROR < 0.1 < outlier
 
 
-def test_int8_that_is_slower_is_warned_about(monkeypatch, caplog):
+def test_slower_int8_gives_a_warning(monkeypatch, caplog):
     module = importlib.import_module("hf_attn_variants.quantization.quantize")
     transformers.logging.enable_propagation()
     for int8, words in ((3.0, "3.0 times as long"), (0.5, "")):
@@ -386,8 +386,8 @@ def test_int8_that_is_slower_is_warned_about(monkeypatch, caplog):
     transformers.logging.disable_propagation()
 
 
-def test_under_autocast_it_puts_out_what_a_linear_map_does():
-    """Also for the first call of a process, and for inputs that do not lie in a row."""
+def test_int8_layer_returns_the_autocast_dtype():
+    """Check also the first call of a process, and inputs that are not contiguous."""
     for cached in (int8_weight._plan, int8_weight._correct_paths, int8_weight._input_bits):
         cached.cache_clear()
     linear = torch.nn.Linear(16, 8)
@@ -401,7 +401,7 @@ def test_under_autocast_it_puts_out_what_a_linear_map_does():
         assert packed(states).dtype == torch.float32 and packed(states.half()).dtype == torch.float16
 
 
-def test_what_it_counts_and_where_it_may_go():
+def test_quantized_model_reports_its_size_and_rejects_other_devices():
     model = tiny_model("bart")
     numbers, size = model.num_parameters(), model.get_memory_footprint()
     quantize(model)
@@ -415,7 +415,7 @@ def test_what_it_counts_and_where_it_may_go():
     assert copy.deepcopy(model).to_empty(device="cpu").num_parameters() == model.num_parameters()
 
 
-def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):
+def test_slower_bfloat16_gives_a_warning(monkeypatch, caplog):
     ratios = dict(zip(bfloat16.TIMED_ROWS, (0.9, 7.3), strict=True))
     monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: ratios)
     transformers.logging.enable_propagation()
@@ -430,9 +430,9 @@ def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):
     assert not caplog.text
 
 
-def test_what_is_measured_of_bfloat16():
-    found = bfloat16.bfloat16_slowdowns.__wrapped__(1)
-    assert found.keys() == bfloat16.TIMED_ROWS.keys() and all(0.05 < ratio < 200 for ratio in found.values())
+def test_bfloat16_speed_is_measured():
+    result = bfloat16.bfloat16_slowdowns.__wrapped__(1)
+    assert result.keys() == bfloat16.TIMED_ROWS.keys() and all(0.05 < ratio < 200 for ratio in result.values())
 
 
 def compiled():
@@ -486,7 +486,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("make, dtype, named", ERRORS.values(), ids=ERRORS)
-def test_errors_leave_the_model_unchanged(make, dtype, named):
+def test_quantize_errors_leave_the_model_unchanged(make, dtype, named):
     model = make()
     before = kinds_of(model) if isinstance(model, torch.nn.Module) else None
     with pytest.raises(ValueError, match=re.escape(named)):
@@ -494,12 +494,12 @@ def test_errors_leave_the_model_unchanged(make, dtype, named):
     assert before is None or kinds_of(model) == before
 
 
-def test_a_model_of_small_layers_gains_nothing(monkeypatch):
+def test_model_with_only_small_layers_raises_an_error(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValueError, match=str(packed_linear.MIN_WEIGHTS)):
         quantize(tiny_model("t5"))
 
 
-def test_it_is_public():
+def test_quantize_is_public():
     assert "quantize" in hf_attn_variants.__all__ and "quantize" in dir(hf_attn_variants)
     assert hf_attn_variants.quantize is quantize

@@ -1,4 +1,4 @@
-"""The papers' formulas against independent computations: torch's own attention, explicit loops, one another."""
+"""Compare the papers' formulas with independent computations: torch's attention, explicit loops, and each other."""
 
 import ast
 import importlib
@@ -35,7 +35,7 @@ def inputs():
 
 
 def weights(h_k=H, kv=H, h_v=H, d=D):
-    """P_q, P_k, P_v, P_o at a size that keeps the softmax far from uniform and far from one-hot."""
+    """P_q, P_k, P_v and P_o of a size for which the softmax is neither uniform nor one-hot."""
     return rand(h_k, d, K_DIM) / 2, rand(kv, d, K_DIM) / 2, rand(min(kv, h_v), d, V_DIM), rand(h_v, d, V_DIM)
 
 
@@ -44,7 +44,7 @@ def causal(n):
 
 
 def sdpa_layer(X, M, P_q, P_k, P_v, P_o, mask=None, scale=SCALE):
-    """Multi-head attention by torch's kernel on flat 2-d projections."""
+    """Return multi-head attention by torch's kernel with flat 2-d projections."""
     h, d, k = P_q.shape
     v = P_v.shape[2]
 
@@ -59,7 +59,7 @@ def sdpa_layer(X, M, P_q, P_k, P_v, P_o, mask=None, scale=SCALE):
 
 
 @pytest.mark.parametrize("name", ["heads", "linear", "patterns", "scores", "talking_heads"])
-def test_the_formulas_stand_alone(name):
+def test_formulas_import_only_torch(name):
     module = importlib.import_module(f"hf_attn_variants.reference.{name}")
     nodes = [*ast.walk(ast.parse(inspect.getsource(module)))]
     siblings = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1}
@@ -75,7 +75,7 @@ def test_masked_softmax_equals_torch_where_torch_is_defined():
     close(heads.masked_softmax(logits), torch.softmax(logits, -1))
 
 
-def test_masked_softmax_of_masked_rows():
+def test_masked_softmax_handles_fully_masked_rows():
     logits = rand(4, 5).requires_grad_()
     infinite = heads.masked_softmax(logits + torch.full((4, 1), -torch.inf))
     assert torch.equal(infinite, torch.zeros_like(infinite))
@@ -84,7 +84,7 @@ def test_masked_softmax_of_masked_rows():
     close(heads.masked_softmax(logits + torch.finfo(torch.float64).min), torch.full((4, 5), 0.2, dtype=torch.float64))
 
 
-def test_dot_product_attention_by_hand():
+def test_dot_product_attention_equals_a_hand_computation():
     q, K, V = rand(K_DIM), rand(M_LEN, K_DIM), rand(M_LEN, V_DIM)
     scores = [math.exp(SCALE * sum(q[c] * K[row, c] for c in range(K_DIM))) for row in range(M_LEN)]
     expected = sum(score / sum(scores) * V[row] for row, score in enumerate(scores))
@@ -102,7 +102,7 @@ def test_one_query_equals_sum_of_heads_and_concatenated_heads():
         close(function(x, M, *P, scale=SCALE), expected)
 
 
-def test_batched_multihead_equals_one_query_at_a_time_and_torch():
+def test_batched_multihead_equals_single_queries_and_torch():
     X, M = inputs()
     P = weights()
     Y = heads.multihead_attention(X, M, *P, scale=SCALE)
@@ -122,7 +122,7 @@ def test_multihead_equals_nn_multihead_attention():
 
 
 @pytest.mark.parametrize("G", [1, 2, 4])
-def test_grouped_query_is_multihead_with_repeated_heads(G):
+def test_grouped_query_equals_multihead_with_repeated_heads(G):
     X, M = inputs()
     P_q, P_k, P_v, P_o = weights(kv=G)
     mask = rand(B, H, N, M_LEN)
@@ -133,7 +133,7 @@ def test_grouped_query_is_multihead_with_repeated_heads(G):
 
 
 def test_consecutive_query_heads_share_a_head():
-    """g = 2: query heads 0, 1 read head 0 and 2, 3 read head 1, and no other order gives the same result."""
+    """Check g = 2: query heads 0 and 1 use head 0, 2 and 3 use head 1; other orders give other results."""
     X, M = inputs()
     P_q, P_k, P_v, P_o = weights(kv=2)
     Y = heads.grouped_query_attention(X, M, P_q, P_k, P_v, P_o)
@@ -176,13 +176,13 @@ def dynamic_weights(h_k=2, h=4, h_v=3, names=DYNAMIC):
 
 
 def mix_at(P, kind, x, memory, dynamic):
-    """P_l ("l") or P_w ("w") at one position of the queries and one of the memory."""
+    """Return P_l ("l") or P_w ("w") at one query position and one key position."""
     terms = [(x, f"P_x2{kind}"), (memory, f"P_m2{kind}")]
     return P + sum(torch.tensordot(state, dynamic[name], 1) for state, name in terms if name in dynamic)
 
 
 def talking_heads_loops(X, M, P, P_l, P_w, term=None, dynamic=None, scale=SCALE):
-    """Every position and every head in its own Python loop; returns Y."""
+    """Return Y, computed with Python loops over every position and head."""
     P_q, P_k, P_v, P_o = P
     Y = torch.zeros_like(X)
     for b in range(X.shape[0]):
@@ -200,7 +200,7 @@ def talking_heads_loops(X, M, P, P_l, P_w, term=None, dynamic=None, scale=SCALE)
     return Y
 
 
-def test_talking_heads_with_identity_projections_is_multihead():
+def test_talking_heads_with_identity_projections_equals_multihead():
     X, M = inputs()
     P, eye, mask = weights(), torch.eye(H, dtype=torch.float64), rand(B, H, N, M_LEN)
     expected = sdpa_layer(X, M, *P, mask=mask)
@@ -218,7 +218,7 @@ def test_talking_heads_equals_loops_with_bias_and_mask_after_the_logits_projecti
 
 
 @pytest.mark.parametrize("which", ["logits", "weights"])
-def test_one_projection_alone_is_the_other_at_identity(which):
+def test_omitted_projection_equals_the_identity(which):
     X, M = inputs()
     eye = torch.eye(4, dtype=torch.float64)
     if which == "logits":  # 2 query and key heads, 4 softmax and value heads
@@ -233,7 +233,7 @@ def test_one_projection_alone_is_the_other_at_identity(which):
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in DYNAMIC), DYNAMIC])
-def test_dynamic_projections(names):
+def test_dynamic_projections_equal_a_hand_computation(names):
     X, M = inputs()
     P, P_l, P_w = talking_weights()
     static = talking_heads.talking_heads_attention(X, M, *P, P_l=P_l, P_w=P_w, scale=SCALE)
@@ -245,7 +245,7 @@ def test_dynamic_projections(names):
     close(Y, talking_heads_loops(X, M, P, P_l, P_w, dynamic=dynamic))
 
 
-def test_general_bilinear_by_loops():
+def test_general_bilinear_attention_equals_loops():
     X, M = inputs()
     B_l, B_v, mask = rand(H, D, D) / D, rand(H, D, D), rand(B, H, N, M_LEN)
     Y = talking_heads.bilinear_attention(X, M, B_l, B_v, mask=mask)
@@ -259,7 +259,7 @@ def test_general_bilinear_by_loops():
             close(Y[b, n], sum(per_head))
 
 
-def test_multihead_is_a_low_rank_bilinear_attention():
+def test_multihead_equals_low_rank_bilinear_attention():
     X, M = inputs()
     P, mask = weights(), rand(B, H, N, M_LEN)
     B_l, B_v = talking_heads.bilinear_forms(*P, scale=SCALE)
@@ -271,7 +271,7 @@ def test_multihead_is_a_low_rank_bilinear_attention():
     assert torch.linalg.matrix_rank(B_v).tolist() == [V_DIM] * H
 
 
-def test_grouped_query_is_a_bilinear_attention():
+def test_grouped_query_equals_bilinear_attention():
     X, M = inputs()
     P_q, P_k, P_v, P_o = weights(kv=2)
     forms = talking_heads.bilinear_forms(P_q, heads.repeat_kv_heads(P_k, H), heads.repeat_kv_heads(P_v, H), P_o)
@@ -279,7 +279,7 @@ def test_grouped_query_is_a_bilinear_attention():
 
 
 @pytest.mark.parametrize("rank", [7, D])
-def test_latent_attention_is_multihead_attention_to_the_latent(rank):
+def test_latent_attention_equals_multihead_attention_to_the_latent(rank):
     X, M = inputs()
     (P_q, _, _, P_o), (_, P_k, P_v, _), A = weights(), weights(d=rank), rand(D, rank)
     mask = rand(B, H, N, M_LEN)
@@ -291,7 +291,7 @@ def test_latent_attention_is_multihead_attention_to_the_latent(rank):
 
 
 @pytest.mark.parametrize("given", [("P_l", "P_w"), ("P_l",), ("P_w",), ()])
-def test_talking_heads_is_a_low_rank_bilinear_attention(given):
+def test_talking_heads_equals_low_rank_bilinear_attention(given):
     X, M = inputs()
     h_k, h_v = (2 if "P_l" in given else 4), (3 if "P_w" in given else 4)
     P, P_l, P_w = talking_weights(h_k=h_k, h=4, h_v=h_v)
@@ -321,7 +321,7 @@ def test_core_equals_torch_with_grouped_heads(h, kv):
 
 @pytest.mark.parametrize("names", [(), ("x2l",), ("m2w",), DYNAMIC])
 def test_core_equals_the_formula_of_talking_heads(names):
-    """Forward and gradients, with separate head counts."""
+    """Check the forward pass and gradients, with separate head counts."""
     X, M = inputs()
     P, P_l, P_w = talking_weights()
     P_q, P_k, P_v, P_o = P
@@ -349,8 +349,8 @@ def test_core_equals_the_formula_of_talking_heads(names):
         close(actual, wanted)
 
 
-def test_core_with_grouped_talking_heads():
-    """k divides h_k and h_v; key and value heads may differ in number."""
+def test_core_supports_grouped_talking_heads():
+    """Check k that divides h_k and h_v, with unequal numbers of key and value heads."""
     P_l, P_w = rand(4, 3), rand(3, 6)
     query, key, value = rand(B, 4, N, 4), rand(B, 2, M_LEN, 4), rand(B, 3, M_LEN, 5)
     output, used = talking_heads.attention_core(query, key, value, scale=0.5, P_l=P_l, P_w=P_w)
@@ -362,7 +362,7 @@ def test_core_with_grouped_talking_heads():
     close(used, repeated[1])
 
 
-def test_core_fully_masked_rows():
+def test_core_handles_fully_masked_rows():
     query, key, value = rand(B, H, N, 4), rand(B, H, M_LEN, 4), rand(B, H, M_LEN, 3)
     mask = torch.zeros(B, 1, N, M_LEN, dtype=torch.float64)
     mask[0, :, 1] = -torch.inf
@@ -383,7 +383,7 @@ def test_core_fully_masked_rows():
 
 
 @pytest.mark.parametrize("names", [(), DYNAMIC])
-def test_core_gradcheck(names):
+def test_core_gradients_pass_gradcheck(names):
     def leaf(*shape):
         return rand(*shape).requires_grad_()
 
@@ -406,7 +406,7 @@ def test_core_gradcheck(names):
     assert torch.autograd.gradcheck(run, tuple(tensors.values()))
 
 
-def test_bad_inputs_are_refused():
+def test_invalid_formula_inputs_raise_an_error():
     X, M = inputs()
     query, key = rand(B, 4, N, 4), rand(B, 3, M_LEN, 4)
     with pytest.raises(ValueError, match="key/value heads"):

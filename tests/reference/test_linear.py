@@ -1,4 +1,4 @@
-"""The kernels' formulas against each other, against a softmax, and against sums written out by hand."""
+"""Compare the kernels' formulas with each other, with a softmax, and with sums that are written out."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ def unit(*shape):
     return torch.nn.functional.normalize(torch.randn(*shape, dtype=DOUBLE), dim=-1)
 
 
-def test_elu_is_torchs():
+def test_elu_features_equal_torch():
     x = torch.randn(5, 7, dtype=DOUBLE)
     torch.testing.assert_close(elu_features(x), torch.nn.functional.elu(x) + 1)
 
 
-def test_hedgehogs_features_are_weights_of_both_signs():
+def test_hedgehog_features_are_weights_of_both_signs():
     x, W = torch.randn(2, 3, 5, 4, dtype=DOUBLE), torch.randn(3, 4, 6, dtype=DOUBLE)
     phi = hedgehog_features(x, W)
     torch.testing.assert_close(phi.sum(-1), torch.ones(2, 3, 5, dtype=DOUBLE))
@@ -36,17 +36,17 @@ def test_hedgehogs_features_are_weights_of_both_signs():
 @pytest.mark.parametrize(
     "features, expected", [(favor_features, 1.0), (rfa_features, 1 / torch.e)], ids=["favor", "rfa"]
 )
-def test_random_features_have_the_exponential_as_their_mean(features, expected):
-    """Of unit vectors: exp(x y), and exp(x y - 1)."""
+def test_random_features_have_the_exponential_as_mean(features, expected):
+    """Check unit vectors: exp(x y) and exp(x y - 1)."""
     torch.manual_seed(0)
     x, y = unit(6, 8), unit(6, 8)
     W = draw_vectors(400_000, 8, 0, are_orthogonal=False).double()
-    found = features(x, W) @ features(y, W).T
-    torch.testing.assert_close(found, (x @ y.T).exp() * expected, rtol=0.02, atol=0)
+    actual = features(x, W) @ features(y, W).T
+    torch.testing.assert_close(actual, (x @ y.T).exp() * expected, rtol=0.02, atol=0)
 
 
-def test_orthogonal_vectors_estimate_better():
-    """Theorem 2 of 2009.14794: a smaller mean squared error than of independent ones."""
+def test_orthogonal_vectors_have_a_smaller_error():
+    """Check theorem 2 of arXiv 2009.14794: the mean squared error is smaller than for independent vectors."""
     torch.manual_seed(0)
     x, y = unit(16, 8), unit(16, 8)
     errors = []
@@ -57,7 +57,7 @@ def test_orthogonal_vectors_estimate_better():
     assert errors[1] < 0.9 * errors[0]
 
 
-def test_stabilisers_leave_the_weights():
+def test_stabilizers_do_not_change_the_weights():
     torch.manual_seed(0)
     x, y, V = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 3)
     W = torch.randn(7, 4)
@@ -66,8 +66,8 @@ def test_stabilisers_leave_the_weights():
     torch.testing.assert_close(kernel_attention(*shifted, V), plain)
 
 
-def test_weights_by_hand():
-    """Two keys of features 1 and 3, of which a causal query reads the first alone."""
+def test_kernel_weights_equal_a_hand_computation():
+    """Check two keys with features 1 and 3; a causal query attends only to the first."""
     phi_q, phi_k = torch.tensor([2.0, 5.0]).view(1, 1, 2, 1), torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
     V = torch.tensor([4.0, 8.0]).view(1, 1, 2, 1)
     output, weights = kernel_attention(phi_q, phi_k, V, causal=True)
@@ -76,7 +76,7 @@ def test_weights_by_hand():
     assert nothing.flatten().tolist() == [0, 0]
 
 
-def test_the_recurrence_is_causal_attention():
+def test_recurrence_equals_causal_attention():
     torch.manual_seed(0)
     phi_q, phi_k = torch.rand(2, 2, 3, 9, 5, dtype=DOUBLE)
     V = torch.randn(2, 3, 9, 4, dtype=DOUBLE)

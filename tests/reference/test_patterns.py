@@ -1,4 +1,4 @@
-"""The patterns' formulas against each other, and against windows written out by hand."""
+"""Compare the patterns' formulas with each other, and with windows that are written out."""
 
 import pytest
 import torch
@@ -25,17 +25,17 @@ DRAWN = {
 
 
 @pytest.mark.parametrize("fields, rows", DRAWN.values(), ids=DRAWN)
-def test_the_mask_is_the_drawing(fields, rows):
+def test_window_mask_equals_the_drawing(fields, rows):
     assert sliding_window_mask(5, **fields).tolist() == [[cell == "#" for cell in row] for row in rows]
 
 
-def test_a_global_token_reads_all_and_is_read_by_all():
+def test_global_token_attends_and_is_attended_everywhere():
     assert keys_in_window(1, 6, window=2, global_tokens=2) == [0, 1, 2, 3, 4, 5]
     assert keys_in_window(5, 6, window=2, global_tokens=2) == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize("fields", [fields for fields, _ in DRAWN.values()], ids=DRAWN)
-def test_key_by_key_is_full_attention_under_the_mask(fields):
+def test_key_by_key_attention_equals_masked_full_attention(fields):
     torch.manual_seed(0)
     n, double = 7, torch.float64
     Q = torch.randn(2, 4, n, 3, dtype=double)
@@ -71,12 +71,12 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("keys, fields, rows", BLOCKS.values(), ids=BLOCKS)
-def test_a_pattern_of_blocks_is_the_drawing(keys, fields, rows):
+def test_block_pattern_equals_the_drawing(keys, fields, rows):
     mask = pattern_mask(5, lambda i, n: keys(i, n, **fields))
     assert mask.tolist() == [[cell == "#" for cell in row] for row in rows]
 
 
-def test_random_blocks_are_so_many_and_spread_over_the_text():
+def test_random_blocks_have_the_right_count_and_cover_the_text():
     fields = {"block": 4, "random": 2, "seed": 3}
     counts = torch.zeros(25)
     for block in range(25):

@@ -1,4 +1,4 @@
-"""`scripts/convert_checkpoint.py` as a user runs it."""
+"""Check `scripts/convert_checkpoint.py` like a user."""
 
 import json
 import os
@@ -27,11 +27,11 @@ def arguments(source, output, *more):
 
 
 def run(*argv):
-    """Run the script's own error handling in this process."""
+    """Run the script with its error handling in this process."""
     return run_script(lambda: main(parse_args(argv)))
 
 
-def test_it_converts_and_says_what_it_did(source, tmp_path, capsys):
+def test_convert_script_converts_and_prints_a_summary(source, tmp_path, capsys):
     options = ["--num_key_value_heads", "2", "--method", "first", "--dtype", "bfloat16", "--talking_heads", "both"]
     options += ["--talking_heads_dynamic", "x2l", "x2w", "--talking_heads_init", "identity", "--seed", "3"]
     assert run(*arguments(source, tmp_path / "out", *options)) == 0
@@ -60,7 +60,7 @@ def test_it_converts_and_says_what_it_did(source, tmp_path, capsys):
         (["--seed", "1"], "`per_layer_values` (or the flag of the same name)."),
     ],
 )
-def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, options, message):
+def test_convert_script_user_error_is_one_line_with_status_2(source, tmp_path, capsys, options, message):
     assert run(*arguments(source, tmp_path / "out", *options)) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1 and "Traceback" not in printed.err
@@ -68,7 +68,7 @@ def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, option
 
 
 @pytest.mark.parametrize("fields", [{"hidden_act": "foo"}, {"architectures": 5}, {"hidden_size": "wide"}])
-def test_a_wrong_config_is_one_line_and_status_2(source, tmp_path, capsys, fields):
+def test_convert_script_invalid_config_is_one_line_with_status_2(source, tmp_path, capsys, fields):
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     assert run(*arguments(source, tmp_path / "out", "--num_key_value_heads", "4")) == 2
@@ -79,13 +79,13 @@ def test_a_wrong_config_is_one_line_and_status_2(source, tmp_path, capsys, field
 @pytest.mark.parametrize(
     "option", [["--method", "median"], ["--dtype", "int8"], ["--talking_heads", "all"], ["--heads"]]
 )
-def test_a_bad_flag_is_status_2(source, tmp_path, option):
+def test_convert_script_invalid_flag_exits_with_status_2(source, tmp_path, option):
     with pytest.raises(SystemExit) as stopped:
         parse_args(arguments(source, tmp_path / "out", *option))
     assert stopped.value.code == 2
 
 
-def test_help_ends_with_examples(capsys):
+def test_convert_script_help_ends_with_examples(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     _, examples = capsys.readouterr().out.split("\nexamples")
@@ -94,7 +94,7 @@ def test_help_ends_with_examples(capsys):
 
 
 @pytest.mark.thorough
-def test_the_script_itself_exits_with_2(tmp_path):
+def test_convert_script_process_exits_with_status_2(tmp_path):
     argv = arguments(tmp_path / "missing", tmp_path / "out", "--num_key_value_heads", "4")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     script = ROOT / "scripts" / "convert_checkpoint.py"

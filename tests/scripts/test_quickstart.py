@@ -1,4 +1,4 @@
-"""The quickstart, end to end on the embedded model and pairs, with a few steps of distillation."""
+"""Check the quickstart on the embedded model and pairs, with a few steps of distillation."""
 
 import importlib.util
 import json
@@ -22,16 +22,16 @@ def quickstart(monkeypatch):
     return module
 
 
-def test_the_embedded_pairs_are_whole(quickstart):
+def test_embedded_pairs_are_complete(quickstart):
     _, _, splits = quickstart._load(quickstart.parse_args([]))
     assert len(splits["train"]) == 1000 and len(splits["dev"]) == 375
     assert {path.name for path in quickstart.DATA_DIR.iterdir()} >= {"LICENSE.txt", "README.md"}
 
 
-# By default the quickstart's own job alone: each takes a dozen seconds.
+# The default is only the quickstart's own task, because each task takes twelve seconds.
 @pytest.mark.thorough
 @pytest.mark.parametrize("task", ["similarity", *(pytest.param(t, marks=pytest.mark.slow) for t in ("stsb", "cola"))])
-def test_every_kind_of_task_runs_to_its_end(quickstart, tmp_path, capsys, task):
+def test_quickstart_runs_for_every_kind_of_task(quickstart, tmp_path, capsys, task):
     model = make_tiny_bert(tmp_path / "tiny", positions=256)
     arguments = ["--model", str(model), "--task", task, "--num_key_value_heads", "1", "--seeds", "0", "1"]
     arguments += ["--distillation_steps", "1", "--num_train_epochs", "0.02", "--output_dir", str(tmp_path / "out")]
@@ -48,12 +48,12 @@ def test_every_kind_of_task_runs_to_its_end(quickstart, tmp_path, capsys, task):
     assert (run / "quickstart.png").stat().st_size > 10_000
     printed = capsys.readouterr()
     assert "same outputs" in printed.out and "mean and half the range of 2 seeds" in printed.out
-    # What a training prints of its own results would stand among them.
+    # The results that a training prints would be among them.
     assert "results in" not in printed.out and "results in" in (run / "log.txt").read_text()
     assert "embedding_cosine" not in printed.err
 
 
-def test_bad_flags_are_found_before_any_work(quickstart, capsys):
+def test_quickstart_rejects_invalid_flags_before_any_work(quickstart, capsys):
     assert quickstart.parse_args(["--seeds", "0", "1", "0"]).seeds == [0, 1]  # a folder for each
     with pytest.raises(SystemExit):
         quickstart.parse_args(["--distillation_steps", "0"])
@@ -61,7 +61,7 @@ def test_bad_flags_are_found_before_any_work(quickstart, capsys):
 
 
 @pytest.mark.slow
-def test_quickstart(quickstart, minilm, tmp_path):
+def test_quickstart_converts_and_distills(quickstart, minilm, tmp_path):
     arguments = ["--distillation_steps", "10", "--seeds", "0", "--output_dir", str(tmp_path)]
     whole, averaged, calibrated = quickstart.main(quickstart.parse_args(arguments))
     for grouped in (averaged, calibrated):

@@ -1,4 +1,4 @@
-"""`scripts/run_glue.py` as a user starts it."""
+"""Check `scripts/run_glue.py` like a user."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ def tiny_bert(tmp_path_factory):
     return make_tiny_bert(tmp_path_factory.mktemp("tiny-bert"))
 
 
-def test_help_ends_with_an_example(capsys):
+def test_glue_help_ends_with_an_example(capsys):
     with pytest.raises(SystemExit) as done:
         parse_args(["--help"])
     shown = capsys.readouterr().out
@@ -24,7 +24,7 @@ def test_help_ends_with_an_example(capsys):
 
 
 @pytest.mark.thorough
-def test_user_error_is_one_line_and_status_2(tmp_path):
+def test_glue_user_error_is_one_line_with_status_2(tmp_path):
     argv = [
         "--model_name_or_path",
         tmp_path / "none",
@@ -42,7 +42,7 @@ def test_user_error_is_one_line_and_status_2(tmp_path):
     assert len(errors) == 1 and printed.splitlines()[-1] == errors[0] and "none" in errors[0]
 
 
-def test_a_damaged_checkpoint_is_one_line_and_status_2(tiny_bert, tmp_path):
+def test_glue_damaged_checkpoint_is_one_line_with_status_2(tiny_bert, tmp_path):
     damaged = shutil.copytree(tiny_bert, tmp_path / "damaged")
     (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:500])
     argv = [
@@ -55,7 +55,7 @@ def test_a_damaged_checkpoint_is_one_line_and_status_2(tiny_bert, tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_processes_train_like_one_with_the_batch_doubled(tiny_bert, tmp_path):
+def test_glue_two_processes_equal_one_process_with_a_double_batch(tiny_bert, tmp_path):
     def flags(out, batch_size):
         return [
             "--model_name_or_path", tiny_bert, "--task_name", "stsb", "--data_dir", FIXTURES / "STS-B",

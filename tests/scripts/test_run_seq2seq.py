@@ -1,4 +1,4 @@
-"""`scripts/run_seq2seq.py` as a user starts it."""
+"""Check `scripts/run_seq2seq.py` like a user."""
 
 import json
 
@@ -11,12 +11,12 @@ from hf_attn_variants.commands.seq2seq import main, parse_args
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A model, a source and a target file."""
+    """A model, a source file and a target file."""
     folder = tmp_path_factory.mktemp("seq2seq")
     return make_t5(folder / "t5"), *make_text(folder, count=40)
 
 
-def test_user_error_is_one_line_and_status_2(files, tmp_path):
+def test_seq2seq_user_error_is_one_line_with_status_2(files, tmp_path):
     model, source, target = files
     target_short = tmp_path / "short.txt"
     target_short.write_text(target.read_text().split("\n", 1)[1])
@@ -31,7 +31,7 @@ def test_user_error_is_one_line_and_status_2(files, tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_processes_train_and_decode_like_one(files, tmp_path):
+def test_seq2seq_two_processes_train_and_decode_like_one(files, tmp_path):
     model, source, target = files
 
     def flags(out, batch_size):

@@ -1,4 +1,4 @@
-"""`scripts/run_squad.py` as a user starts it."""
+"""Check `scripts/run_squad.py` like a user."""
 
 import json
 
@@ -14,7 +14,7 @@ def model(tmp_path_factory):
     return make_reader("bert", tmp_path_factory.mktemp("bert") / "mha")
 
 
-def test_user_error_is_one_line_and_status_2(model, tmp_path):
+def test_squad_user_error_is_one_line_with_status_2(model, tmp_path):
     content = make_questions()
     content["data"][0]["paragraphs"][0]["qas"][1]["answers"][0]["text"] = "Bob"
     (tmp_path / "bad.json").write_text(json.dumps(content))
@@ -33,7 +33,7 @@ def test_user_error_is_one_line_and_status_2(model, tmp_path):
     )
 
 
-def test_two_processes_train_and_predict_like_one(model, tmp_path):
+def test_squad_two_processes_train_and_predict_like_one(model, tmp_path):
     file = write_questions(tmp_path / "dev.json", version_2=True)
 
     def flags(out, batch_size):
@@ -54,8 +54,8 @@ def test_two_processes_train_and_predict_like_one(model, tmp_path):
     assert other["train_loss"] == pytest.approx(results["train_loss"], rel=1e-4)
     assert other["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-4)
     for name in ("predictions_dev.json", "predictions_nbest_dev.json"):
-        found, expected = (json.loads((out / name).read_text()) for out in (two, one))
-        assert list(found) == list(expected)
+        result, expected = (json.loads((out / name).read_text()) for out in (two, one))
+        assert list(result) == list(expected)
     assert json.loads((two / "predictions_dev.json").read_text()) == json.loads(
         (one / "predictions_dev.json").read_text()
     )

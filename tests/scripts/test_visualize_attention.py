@@ -1,4 +1,4 @@
-"""`scripts/visualize_attention.py` as a user runs it."""
+"""Check `scripts/visualize_attention.py` like a user."""
 
 import pytest
 from fixtures.glue.tiny_bert import make_tiny_bert
@@ -10,7 +10,7 @@ from hf_attn_variants.errors import run_script
 
 
 def run(*argv):
-    """Run the script's own error handling in this process."""
+    """Run the script with its error handling in this process."""
     return run_script(lambda: main(parse_args(list(map(str, argv)))))
 
 
@@ -19,7 +19,7 @@ def bert(tmp_path):
     return make_tiny_bert(tmp_path / "bert")
 
 
-def test_a_talking_heads_checkpoint(bert, tmp_path, capsys):
+def test_talking_heads_checkpoint_is_visualized(bert, tmp_path, capsys):
     import transformers
 
     hf_attn_variants.convert(bert, talking_heads="both").save_pretrained(tmp_path / "talking")
@@ -31,7 +31,7 @@ def test_a_talking_heads_checkpoint(bert, tmp_path, capsys):
     assert str(tmp_path / "out" / "attention_maps.html") in capsys.readouterr().out
 
 
-def test_a_plain_t5_and_its_own_output(tmp_path, capsys):
+def test_plain_t5_is_visualized_with_its_generated_output(tmp_path, capsys):
     arguments = ("--model_name_or_path", make_t5(tmp_path / "t5"), "--output_dir", tmp_path / "out")
     assert run(*arguments, "--text", "the dog sees a cat", "--layers", 1, "--max_length", 8) == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["attention_maps.html"]
@@ -46,19 +46,19 @@ def test_a_plain_t5_and_its_own_output(tmp_path, capsys):
         (["--text", " "], "`text`"),
     ],
 )
-def test_a_users_error_is_one_line_and_leaves_nothing(bert, tmp_path, capsys, options, message):
+def test_visualize_user_error_is_one_line_without_files(bert, tmp_path, capsys, options, message):
     assert run("--model_name_or_path", bert, "--output_dir", tmp_path / "out", *options) == 2
     printed = capsys.readouterr().err
     assert message in printed and printed.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert"]
 
 
-def test_an_output_folder_in_use_is_refused_first(bert, capsys):
+def test_nonempty_visualize_folder_raises_first(bert, capsys):
     assert run("--model_name_or_path", "nowhere/there", "--output_dir", bert, "--text", "a") == 2
     assert "not empty" in capsys.readouterr().err
 
 
-def test_more_tokens_than_can_be_labelled_are_refused(capsys):
+def test_too_many_tokens_for_labels_raise_an_error(capsys):
     with pytest.raises(SystemExit) as ended:
         parse_args(["--model_name_or_path", "m", "--output_dir", "o", "--text", "a", "--max_length", "65"])
     assert ended.value.code == 2 and "64" in capsys.readouterr().err

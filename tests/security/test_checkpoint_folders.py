@@ -1,4 +1,4 @@
-"""Folders of strangers: links out of them, adapters beside weights, pickles, pipes in the place of files."""
+"""Check untrusted checkpoint folders: links out of them, adapters next to weights, pickles, and pipes."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ SECRET = "hf_secret"
 DATA = ["--train_file", "DATA", "--validation_file", "DATA", "--max_train_steps", "1", "--cpu", "--disable_tqdm"]
 STSB = ["--task_name", "stsb", "--data_dir", "tests/fixtures/glue/STS-B", "--max_train_steps", "1", "--cpu"]
 TEXT = ["--calibration_file", "LINES"]
-# What comes after `attn-variants`, with the checkpoint as FOLDER, of every command that reads one.
+# The arguments of every command that reads a checkpoint, here FOLDER.
 COMMANDS = {
     "convert": ["convert", "FOLDER", "--num_key_value_heads", "2", "--output_dir", "OUT"],
     "export": ["export", "FOLDER", "--to", "transformers", "--output_dir", "OUT"],
@@ -59,14 +59,14 @@ def folder(plain, tmp_path):
 
 @pytest.fixture
 def call(plain, tmp_path, capsys):
-    """Runs a command of COMMANDS on a folder; returns its status and its one line of error."""
+    """Run a command of COMMANDS on a folder; return its status and its one-line error."""
     lines, data, out = tmp_path / "lines.txt", tmp_path / "data.json", tmp_path / "out"
     lines.write_text("a cat sat on the mat\n" * 40)
     data.write_text('{"text": "a"}\n')
 
     def run(name, folder, *more):
         places = {"FOLDER": folder, "PLAIN": plain, "LINES": lines, "DATA": data, "OUT": out}
-        status = cli.main([str(places.get(each, each)) for each in (*COMMANDS[name], *more)])
+        status = cli.main([str(places.get(item, item)) for item in (*COMMANDS[name], *more)])
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
         assert not out.exists() or status == 0, list(out.iterdir())
         return status, "".join(errors)
@@ -75,8 +75,8 @@ def call(plain, tmp_path, capsys):
 
 
 def add_adapter(folder, kind="safetensors"):
-    said = {"base_model_name_or_path": "me/base", "auto_mapping": {"base_model_class": "BertForMaskedLM"}}
-    (folder / "adapter_config.json").write_text(json.dumps(said | {"peft_type": "LORA"}))
+    printed = {"base_model_name_or_path": "me/base", "auto_mapping": {"base_model_class": "BertForMaskedLM"}}
+    (folder / "adapter_config.json").write_text(json.dumps(printed | {"peft_type": "LORA"}))
     (folder / f"adapter_model.{kind}").write_bytes(b"x")
 
 
@@ -86,7 +86,7 @@ def pickle_weights(folder):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_an_adapter_beside_weights_is_refused_before_any_work(name, folder, call):
+def test_adapter_next_to_weights_raises_before_any_work(name, folder, call):
     add_adapter(folder)
     status, error = call(name, folder)
     assert status == 2 and "an adapter next to complete weights (adapter_config.json," in error, error
@@ -94,7 +94,7 @@ def test_an_adapter_beside_weights_is_refused_before_any_work(name, folder, call
 
 
 @pytest.mark.parametrize("name", ["convert", "push", "inspect", "ner"])
-def test_an_adapter_alone_is_named_as_one(name, folder, call):
+def test_folder_with_only_an_adapter_raises_an_error(name, folder, call):
     add_adapter(folder, "bin")
     for file in ("model.safetensors", "config.json"):
         (folder / file).unlink()
@@ -113,7 +113,7 @@ def test_an_adapter_alone_is_named_as_one(name, folder, call):
         ),
     ],
 )
-def test_a_repository_is_refused_by_its_list_of_files(files, message, call, monkeypatch):
+def test_hub_repository_with_an_adapter_raises_before_the_download(files, message, call, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
@@ -122,7 +122,7 @@ def test_a_repository_is_refused_by_its_list_of_files(files, message, call, monk
         assert status == 2 and message in error, (name, error)
 
 
-def test_an_adapter_in_a_folder_of_its_own_stays(folder, call, tmp_path):
+def test_adapter_in_a_subfolder_is_ignored(folder, call, tmp_path):
     (folder / "lora").mkdir()
     add_adapter(folder / "lora")
     assert call("convert", folder)[0] == 0
@@ -130,7 +130,7 @@ def test_an_adapter_in_a_folder_of_its_own_stays(folder, call, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OF_CONFIGS])
-def test_pickles_are_refused_everywhere(name, folder, call):
+def test_every_command_rejects_pickles(name, folder, call):
     pickle_weights(folder)
     status, error = call(name, folder)
     assert status == 2 and f"{folder}: pytorch_model.bin is a pickle, which can run code" in error, error
@@ -138,7 +138,7 @@ def test_pickles_are_refused_everywhere(name, folder, call):
 
 @pytest.mark.parametrize("name", ["convert", "push", "ner", "inspect"])
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json", "README.md"])
-def test_a_file_that_loaders_read_is_no_link_out_of_the_folder(name, file, folder, call, tmp_path):
+def test_links_of_model_files_out_of_the_folder_raise_an_error(name, file, folder, call, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (folder / file).touch()
     shutil.move(folder / file, tmp_path / "elsewhere/there")
@@ -148,7 +148,7 @@ def test_a_file_that_loaders_read_is_no_link_out_of_the_folder(name, file, folde
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_other_links_out_of_the_folder_are_left_out_and_named(relative, folder, call, tmp_path, capsys):
+def test_other_links_out_of_the_folder_are_skipped_and_named(relative, folder, call, tmp_path, capsys):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "token").write_text(SECRET)
@@ -171,7 +171,7 @@ def test_other_links_out_of_the_folder_are_left_out_and_named(relative, folder, 
     assert "token" not in shown.split("Use")[0].replace("tokenizer", "").replace("a token", "")
 
 
-def test_a_module_that_is_a_link_out_of_the_folder_is_refused(folder, call, tmp_path):
+def test_module_link_out_of_the_folder_raises_an_error(folder, call, tmp_path):
     (tmp_path / "pooling").mkdir()
     (tmp_path / "pooling/config.json").write_text("{}")
     (folder / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}]))
@@ -180,7 +180,7 @@ def test_a_module_that_is_a_link_out_of_the_folder_is_refused(folder, call, tmp_
     assert status == 2 and "1_Pooling is a link that leads out of the folder" in error, error
 
 
-def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path):
+def test_folder_named_like_the_hub_cache_gets_no_exception(folder, tmp_path):
     from hf_attn_variants.conversion.checkpoint.source import explain_unsafe_path
 
     (tmp_path / "etc").mkdir()
@@ -195,7 +195,7 @@ def test_a_folder_named_like_the_hubs_cache_opens_nothing_else(folder, tmp_path)
 
 @pytest.mark.parametrize("name", ["convert", "push", "ner"])
 @pytest.mark.parametrize("file", ["modules.json", "config.json", "tokenizer.json", "generation_config.json"])
-def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(name, file, folder, call):
+def test_pipe_instead_of_a_file_raises_immediately(name, file, folder, call):
     (folder / file).unlink(missing_ok=True)
     os.mkfifo(folder / file)
     start = time.monotonic()
@@ -204,7 +204,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(name, file, folder, ca
     assert time.monotonic() - start < 5
 
 
-def test_a_pipe_beside_the_weights_stays(folder, call, tmp_path, capsys):
+def test_pipe_next_to_the_weights_is_ignored(folder, call, tmp_path, capsys):
     os.mkfifo(folder / "notes.txt")
     assert call("convert", folder)[0] == 0 and not (tmp_path / "out/notes.txt").exists()
     assert cli.main(["push", str(folder), "--repo_id", "me/x", "--dry_run"]) == 0

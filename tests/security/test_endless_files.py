@@ -1,4 +1,4 @@
-"""Pipes, devices, and .gz that never end, in the place of files: refused, or read to a bound, at once."""
+"""Check pipes, devices and endless gzip files instead of files: errors, or a bounded read, without a hang."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ def quick():
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", ["pipe", "device", "link to a device"])
-def test_what_is_no_file_is_refused(reader, kind, tmp_path, quick):
+def test_nonregular_files_raise_an_error(reader, kind, tmp_path, quick):
     read, suffix = READERS[reader]
     path = tmp_path / f"x{suffix}"
     if kind == "pipe":
@@ -53,7 +53,7 @@ def test_what_is_no_file_is_refused(reader, kind, tmp_path, quick):
 
 @pytest.mark.parametrize("unit", [b"\0", b"a", b"a\n", b"\n", b"a B-PER\n", b'{"text": "a"}\n'], ids=repr)
 @pytest.mark.parametrize("reader", READERS)
-def test_a_gz_that_grows_without_an_end_is_read_to_a_bound(reader, unit, tmp_path, quick):
+def test_endless_gzip_is_read_up_to_a_bound(reader, unit, tmp_path, quick):
     read, suffix = READERS[reader]
     path = tmp_path / f"x{suffix}.gz"
     block = gzip.compress(unit * (2**22 // len(unit)))
@@ -62,13 +62,13 @@ def test_a_gz_that_grows_without_an_end_is_read_to_a_bound(reader, unit, tmp_pat
         read(path)
 
 
-def test_a_glue_table_is_an_ordinary_file(tmp_path, quick):
+def test_glue_table_must_be_a_regular_file(tmp_path, quick):
     os.mkfifo(tmp_path / "dev.tsv")
     with pytest.raises(OSError, match="does not exist"):
         read_tsv(tmp_path / "dev.tsv", TASKS["stsb"])
 
 
-def test_a_plain_file_of_one_endless_line(tmp_path, quick):
+def test_huge_single_line_raises_an_error(tmp_path, quick):
     with open(tmp_path / "x.txt", "wb") as file:
         file.truncate(2**40)
     for read in (lambda path: read_lines([path]), read_squad, lambda path: check_text_files([path])):
@@ -76,7 +76,7 @@ def test_a_plain_file_of_one_endless_line(tmp_path, quick):
             read(tmp_path / "x.txt")
 
 
-def test_text_that_shrinks_well_is_read(tmp_path):
+def test_highly_compressible_text_is_read(tmp_path):
     lines = [f"line {i} of a text that says nearly the same again and again" for i in range(200_000)]
     (tmp_path / "x.txt.gz").write_bytes(gzip.compress("\n".join(lines).encode(), 9))
     assert read_lines([tmp_path / "x.txt.gz"]) == lines
@@ -91,7 +91,7 @@ def test_text_that_shrinks_well_is_read(tmp_path):
 
 @pytest.mark.parametrize("flag", ["--notes", "--card", "--evaluations"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_what_a_card_is_given_is_a_file(flag, kind, tmp_path, capsys, quick):
+def test_card_inputs_must_be_regular_files(flag, kind, tmp_path, capsys, quick):
     bert = make_tiny_bert(tmp_path / "bert")
     os.mkfifo(tmp_path / "pipe")
     path = tmp_path / "pipe" if kind == "pipe" else "/dev/zero"
@@ -100,16 +100,16 @@ def test_what_a_card_is_given_is_a_file(flag, kind, tmp_path, capsys, quick):
 
 
 @pytest.mark.parametrize("flag", ["--calibration_file", "--calibration_target_file"])
-def test_what_a_calibration_reads_is_a_file(flag, tmp_path, capsys, quick):
+def test_calibration_inputs_must_be_regular_files(flag, tmp_path, capsys, quick):
     bert, lines = make_tiny_bert(tmp_path / "bert"), tmp_path / "lines.txt"
     lines.write_text("a\n" * 20)
     os.mkfifo(tmp_path / "pipe")
     argv = ["convert", bert, "--num_key_value_heads", 2, "--output_dir", tmp_path / "out", "--calibration_file", lines]
-    assert cli.main([str(each) for each in (*argv, flag, tmp_path / "pipe")]) == 2
+    assert cli.main([str(item) for item in (*argv, flag, tmp_path / "pipe")]) == 2
     assert "must be an ordinary file" in capsys.readouterr().err
 
 
-def test_a_json_file_is_no_longer_than_one(tmp_path, quick):
+def test_oversized_json_file_raises_an_error(tmp_path, quick):
     from hf_attn_variants.files import load_json
 
     with open(tmp_path / "modules.json", "wb") as file:

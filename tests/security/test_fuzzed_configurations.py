@@ -1,7 +1,6 @@
-"""Configurations with a field or two changed, beside weights of the unchanged one: converted, the model gives what
-upstream's gives, or `convert` says what is wrong.
+"""Check configurations with one or two changed fields next to unchanged weights: equal outputs or an error.
 
-Seeded: 130 of them by default, ten of each host, and 520 with `-m slow`.
+The cases are seeded: 130 by default, ten per architecture, and 520 with `-m slow`.
 """
 
 import json
@@ -20,8 +19,8 @@ from security.test_hostile_files import limits
 import hf_attn_variants
 from hf_attn_variants.conversion import convert_checkpoint
 
-HOSTS = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
-# What other tools write, and what a hand that edits a file leaves.
+ALL_ARCHITECTURES = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
+# Values that other tools write, and mistakes of manual edits.
 OTHERS = (None, True, False, -1, 0, 1, 2, 3, 7, 0.5, -0.25, 1e-3, 10**12, math.nan, "", "x", "12", [], [1], {}, "gelu")
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "gated-gelu", "tanh", "nothing")
 DELETED = object()
@@ -30,7 +29,7 @@ COUNTS = pytest.mark.parametrize("count", [10, pytest.param(40, marks=pytest.mar
 
 
 def edited(config, draw):
-    """Return a configuration with one or two fields changed, and the changes."""
+    """Return a configuration with one or two changed fields, and the changes."""
     changes = {}
     for name in draw.sample(sorted(config), draw.choice((1, 1, 2))):
         value = config[name]
@@ -54,19 +53,24 @@ def outputs_of(model, batch):
     return next(value for value in result.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
-@pytest.fixture(scope="module", params=HOSTS)
+@pytest.fixture(scope="module", params=ALL_ARCHITECTURES)
 def source(request, tmp_path_factory):
-    """A host, the folder of its tiny checkpoint, its configuration as saved and a batch."""
-    host = HOSTS[request.param]
-    head = next(iter(host.heads))
-    folder = tmp_path_factory.mktemp("fuzzed") / host.name
-    host.upstream_model(head).save_pretrained(folder)
-    return getattr(transformers, head), folder, json.loads((folder / "config.json").read_text()), host.batch(head)
+    """An architecture, the folder of its tiny checkpoint, its saved configuration and a batch."""
+    architecture = ALL_ARCHITECTURES[request.param]
+    head = next(iter(architecture.heads))
+    folder = tmp_path_factory.mktemp("fuzzed") / architecture.name
+    architecture.upstream_model(head).save_pretrained(folder)
+    return (
+        getattr(transformers, head),
+        folder,
+        json.loads((folder / "config.json").read_text()),
+        architecture.batch(head),
+    )
 
 
 @pytest.mark.thorough
 @COUNTS
-def test_converted_equals_upstream_or_is_refused(source, count, tmp_path):
+def test_fuzzed_configuration_converts_with_equal_outputs_or_raises(source, count, tmp_path):
     upstream, folder, config, batch = source
     draw = random.Random(f"{upstream.__name__} {count}")
     ends = {"equal": 0, "refused": 0, "merged": 0, "upstream fails": 0}
@@ -98,8 +102,10 @@ def ending(upstream, folder, out, batch, changes):
     except Exception:
         return "upstream fails"
     assert not loading["missing_keys"] and not loading["mismatched_keys"], f"{changes}: a part of it was not loaded"
-    found = outputs_of(getattr(hf_attn_variants, f"AttnVariant{upstream.__name__}").from_pretrained(out).eval(), batch)
+    actual = outputs_of(
+        getattr(hf_attn_variants, f"AttnVariant{upstream.__name__}").from_pretrained(out).eval(), batch
+    )
     torch.testing.assert_close(
-        found, expected, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda text: f"{changes}: {text}"
+        actual, expected, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda text: f"{changes}: {text}"
     )
     return "equal"

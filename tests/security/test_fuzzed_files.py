@@ -1,7 +1,6 @@
-"""Files of every kind that is read, with a few bytes of each changed: read, or refused in one clear sentence.
+"""Check files of every kind with a few changed bytes: they are read, or raise one clear error.
 
-Some 200 inputs by default, and 8,000 with `-m slow`: with those of `test_hostile_files.py` more than 10,000. Each
-has the time and the memory that `limits` leaves it.
+There are 200 inputs by default, and 8,000 with `-m slow`. `limits` restricts the time and the memory of each.
 """
 
 import gzip
@@ -40,10 +39,10 @@ HISTORY = {
     "steps": [{"kind": "training", "task_name": "sst2", "eval_accuracy": 0.9, "arguments": {"seed": 1}}],
 }
 RESULTS = {"eval_accuracy": 0.5, "task_name": "sst2", "date": "2026-01-01", "arguments": {"learning_rate": 1e-3}}
-# What parsers trip over.
+# Bytes that are hard to parse.
 PAYLOADS = [
-    *(each.encode() for each in "\0\n\r\t\"'{}[],:-#&*!|>%@`\\\u2028\x85"),
-    *(each.encode() for each in ("null", "true", "NaN", "-Infinity", "1e999", "\\ud800", "---\n", '"""', "&x [*x]")),
+    *(item.encode() for item in "\0\n\r\t\"'{}[],:-#&*!|>%@`\\\u2028\x85"),
+    *(item.encode() for item in ("null", "true", "NaN", "-Infinity", "1e999", "\\ud800", "---\n", '"""', "&x [*x]")),
     *(b"\xff", b"\xef\xbb\xbf", b"\xff\xfe", b"\xed\xa0\x80", b"!!python/object/apply:os.system ['true']"),
     *(b"9" * 5000, b"[" * 100_000, b'{"a":' * 50_000, b"- " * 5000, b"x" * 100_000),
 ]
@@ -108,8 +107,8 @@ GLUE_FILES = {
 }
 READERS = {
     **{
-        f"table.{each}": (table_of(each), lambda path: read_columns([path], ["a"]))
-        for each in ("csv", "tsv", "json", "jsonl")
+        f"table.{item}": (table_of(item), lambda path: read_columns([path], ["a"]))
+        for item in ("csv", "tsv", "json", "jsonl")
     },
     "nested.jsonl": (table_of("jsonl"), lambda path: read_columns([path], ["b.c", "a"])),
     "packed.csv.gz": (gzip.compress(table_of("csv"), mtime=0), lambda path: read_columns([path], ["a", "b"])),
@@ -137,7 +136,7 @@ def works_or_says_why(read, *args):
 
 @COUNTS
 @pytest.mark.parametrize("name", READERS)
-def test_files_of_examples(name, scale, tmp_path):
+def test_fuzzed_example_files_are_read_or_raise_an_error(name, scale, tmp_path):
     content, read = READERS[name]
     (tmp_path / name).write_bytes(content)
     read(tmp_path / name)  # unharmed it is read
@@ -153,7 +152,7 @@ def test_files_of_examples(name, scale, tmp_path):
 
 @COUNTS
 @pytest.mark.parametrize("name", CHECKPOINT_FILES)
-def test_files_of_a_checkpoint(name, scale, checkpoint, tmp_path):
+def test_fuzzed_checkpoint_files_are_read_or_raise_an_error(name, scale, checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "gqa")
     content = (folder / name).read_bytes()
 
@@ -162,7 +161,7 @@ def test_files_of_a_checkpoint(name, scale, checkpoint, tmp_path):
     def attempt(edits):
         (folder / name).write_bytes(edited(content, edits))
         with limits():
-            read_history(folder)  # what cannot be read is told in the history itself
+            read_history(folder)  # the history names files that cannot be read
         works_or_says_why(plan_push, folder, "me/gqa")
 
     attempt()
@@ -170,7 +169,7 @@ def test_files_of_a_checkpoint(name, scale, checkpoint, tmp_path):
 
 @COUNTS
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "config.json", "README.md"])
-def test_files_of_a_source(name, scale, tmp_path):
+def test_fuzzed_source_files_are_read_or_raise_an_error(name, scale, tmp_path):
     source = make_tiny_bert(tmp_path / "bert")
     (source / "README.md").write_text(CARD)
     content, outputs = (source / name).read_bytes(), tmp_path / "outputs"
@@ -189,7 +188,7 @@ def test_files_of_a_source(name, scale, tmp_path):
 
 @COUNTS
 @pytest.mark.parametrize("name", ["train_state.json", "train_log.jsonl"])
-def test_files_of_a_run(name, scale, tmp_path):
+def test_fuzzed_run_files_are_read_or_raise_an_error(name, scale, tmp_path):
     (tmp_path / "run").mkdir()
     make_loop(tmp_path / "run", total_steps=2, checkpointing_steps=2).run()
     path = tmp_path / "run/checkpoint-2" / name
@@ -212,8 +211,8 @@ def test_files_of_a_run(name, scale, tmp_path):
     attempt()
 
 
-def test_a_card_of_aliases_takes_no_more_room_than_it_has(checkpoint, tmp_path):
-    """Each line of it is ten times the one before: a billion words for a parser that copies."""
+def test_yaml_alias_bomb_in_a_card_uses_little_memory(checkpoint, tmp_path):
+    """Check lines that are each ten times the previous one, a billion words for a parser that copies."""
     folder = shutil.copytree(checkpoint, tmp_path / "gqa")
     lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
     lines += [

@@ -1,6 +1,6 @@
-"""Tables that were written by libraries and then harmed, read beside pandas: the same rows, or an error with the row.
+"""Compare damaged tables with pandas: equal rows, or an error that names the row.
 
-Of each format some 100 tables by default and 500 with `-m slow`, always the same ones.
+There are 100 seeded tables per format by default, and 500 with `-m slow`.
 """
 
 import csv
@@ -54,7 +54,7 @@ HARM = [
     "\0",
     "\ud800",
 ]
-# What an error has to say besides the file.
+# Text that an error must contain in addition to the file.
 PLACE = re.compile(r"\b(row|line) \d+|the header|is empty|must be a JSON list: .*line \d+|no sentence")
 
 
@@ -67,16 +67,16 @@ def rows_of(draw, pieces):
     return names, [[text(draw, pieces) + "x" for _ in names] for _ in range(draw.randint(1, 8))]
 
 
-def harmed(draw, content):
-    """The same, or with up to three things written into it or cut out of it."""
+def damaged(draw, content):
+    """Return bytes with up to three insertions or deletions."""
     for _ in range(draw.randint(0, 3)):
         at, harm = draw.randrange(len(content) + 1), draw.choice([*HARM, None])
         content = content[:at] + (harm + content[at:] if harm is not None else content[at + draw.randint(1, 9) :])
     return content.encode(errors="surrogatepass")
 
 
-def found_or_said(path, read):
-    """What is read, or None after an error that says where."""
+def rows_or_none(path, read):
+    """Return the rows, or None after an error that names the place."""
     try:
         return read()
     except ValueError as error:
@@ -94,14 +94,14 @@ def of_pandas(content, tabs):
 def write_csv(draw, names, rows):
     out = io.StringIO(newline="")
     end, quoting = draw.choice([("\n", csv.QUOTE_ALL), ("\r\n", csv.QUOTE_ALL), ("\r\n", csv.QUOTE_MINIMAL)])
-    # Where rows end by \\n, Python quotes no lone \\r, which pandas and others then take for an end.
+    # If rows end with \\n, Python does not quote a single \\r, which pandas treats as the end of a row.
     csv.writer(out, lineterminator=end, quoting=quoting).writerows([names, *rows])
     return out.getvalue()
 
 
 @COUNTS
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
-def test_tables_are_those_of_pandas(suffix, count, tmp_path):
+def test_fuzzed_tables_equal_pandas(suffix, count, tmp_path):
     read, whole = 0, 0
     for seed in range(count):
         draw = random.Random(f"{suffix}{seed}")
@@ -111,25 +111,25 @@ def test_tables_are_those_of_pandas(suffix, count, tmp_path):
             if suffix == "csv"
             else "".join("\t".join(row) + "\n" for row in [names, *rows])
         )
-        content = harmed(draw, written)
+        content = damaged(draw, written)
         path = tmp_path / f"{seed}.{suffix}{draw.choice(['', '.gz'])}"
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-        found = found_or_said(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
+        result = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
         if content == written.encode():  # without harm every cell is there
             whole += 1
-            assert found == [tuple(row) for row in rows], (seed, found)
-        if found is not None:
+            assert result == [tuple(row) for row in rows], (seed, result)
+        if result is not None:
             read += 1
             expected = list(of_pandas(content, suffix == "tsv")[names].itertuples(index=False, name=None))
-            if len(names) == 1:  # pandas leaves white space alone out
-                found, expected = ([row for row in each if row[0].strip()] for each in (found, expected))
-            assert found == expected, (seed, content)
+            if len(names) == 1:  # pandas drops rows with only whitespace
+                result, expected = ([row for row in item if row[0].strip()] for item in (result, expected))
+            assert result == expected, (seed, content)
     assert whole > 0.15 * count and 0.3 * count < read < 0.95 * count, (whole, read)
 
 
 @COUNTS
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_objects_are_those_of_json(suffix, count, tmp_path):
+def test_fuzzed_json_lines_equal_the_json_module(suffix, count, tmp_path):
     read = 0
     for seed in range(count):
         draw = random.Random(f"{suffix}{seed}")
@@ -140,47 +140,47 @@ def test_objects_are_those_of_json(suffix, count, tmp_path):
             written = json.dumps(records, ensure_ascii=plain, indent=draw.choice([None, 1]))
         else:
             written = "\n".join(json.dumps(record, ensure_ascii=plain) for record in records)
-        content = harmed(draw, written)
+        content = damaged(draw, written)
         path = tmp_path / f"{seed}.{suffix}"
         path.write_bytes(content)
-        found = found_or_said(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
+        result = rows_or_none(path, lambda path=path, names=names: read_columns([path], names, keep_blank=True))
         if content == written.encode():
-            assert found == [tuple(row) for row in rows], seed
+            assert result == [tuple(row) for row in rows], seed
             table = pandas.read_json(io.BytesIO(content), lines=suffix == "jsonl", dtype=False)
-            assert found == list(table[names].itertuples(index=False, name=None))
-        if found is not None:
+            assert result == list(table[names].itertuples(index=False, name=None))
+        if result is not None:
             read += 1
             text = content.decode("utf-8-sig")
             values = json.loads(text) if suffix == "json" else [json.loads(x) for x in text.split("\n") if x.strip()]
-            assert found == [tuple(value[name] for name in names) for value in values], (seed, content)
+            assert result == [tuple(value[name] for name in names) for value in values], (seed, content)
     assert 0.3 * count < read < 0.95 * count, read
 
 
 @COUNTS
-def test_tagged_words_are_those_of_pandas(count, tmp_path):
+def test_fuzzed_tagged_words_equal_pandas(count, tmp_path):
     read = 0
-    inside = [each for each in PIECES if each != "\u2028"]
+    inside = [item for item in PIECES if item != "\u2028"]
     for seed in range(count):
         draw = random.Random(f"conll{seed}")
         words = [[(text(draw, inside).strip(" ") or "w") for _ in range(draw.randint(1, 5))] for _ in range(4)]
-        tags = [[draw.choice(["O", "B-LOC", "I-LOC"]) for _ in each] for each in words]
+        tags = [[draw.choice(["O", "B-LOC", "I-LOC"]) for _ in item] for item in words]
         lines = [
-            "".join(f"{w}\tNN\t{t}\n" for w, t in zip(*each, strict=True)) for each in zip(words, tags, strict=True)
+            "".join(f"{w}\tNN\t{t}\n" for w, t in zip(*item, strict=True)) for item in zip(words, tags, strict=True)
         ]
         written = "\n".join(lines)
-        content = harmed(draw, written).replace("\ufeff".encode(), b"")  # pandas takes it off each line
+        content = damaged(draw, written).replace("\ufeff".encode(), b"")  # pandas takes it off each line
         path = tmp_path / f"{seed}.txt"
         path.write_bytes(content)
-        found = found_or_said(path, lambda path=path: read_conll(path))
+        result = rows_or_none(path, lambda path=path: read_conll(path))
         if content == written.encode():
-            assert found == list(zip(words, tags, strict=True)), seed
-        if found is not None:
+            assert result == list(zip(words, tags, strict=True)), seed
+        if result is not None:
             read += 1
             kept = [line for line in content.decode("utf-8-sig").split("\n") if line.strip(" \t\r\n\v\f")]
             divided = [line for line in kept if "\t" in line]
             form = {"sep": "\t", "quoting": csv.QUOTE_NONE, "header": None, "dtype": str, "keep_default_na": False}
             columns = [pandas.read_csv(io.StringIO(line), lineterminator="\n", **form).iloc[0] for line in divided]
-            flat = [pair for each in found for pair in zip(*each, strict=True)]
+            flat = [pair for item in result for pair in zip(*item, strict=True)]
             if len(divided) == len(kept):
                 assert [word for word, _ in flat] == [row.iloc[0].strip(" \r\v\f") for row in columns], (seed, content)
             assert len(flat) == len(kept) - sum(line.startswith("-DOCSTART-") for line in kept)
@@ -188,7 +188,7 @@ def test_tagged_words_are_those_of_pandas(count, tmp_path):
 
 
 @COUNTS
-def test_lines_are_those_between_line_ends(count, tmp_path):
+def test_fuzzed_lines_are_split_at_line_ends(count, tmp_path):
     for seed in range(count):
         draw = random.Random(f"lines{seed}")
         lines = [text(draw, [*PIECES, "\r", "\t"]).rstrip("\r") for _ in range(draw.randint(1, 8))] + ["end"]

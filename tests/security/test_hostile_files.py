@@ -1,8 +1,7 @@
-"""Hostile and fuzzed checkpoints: an error with a message, never a crash, a hang or a large allocation.
+"""Check hostile and fuzzed checkpoints: an error with a message, without a crash, a hang or a large allocation.
 
-Hypothesis tries, always the same inputs: 400 safetensors files, 200 shard names, 400 configurations of each
-architecture by construction, and 80 of each by `convert_checkpoint` and by `attn-variants inspect`. Each input has
-`SECONDS` and `MEMORY` at most.
+Hypothesis tries the same inputs each time: 400 safetensors files, 200 shard names, 400 configurations per architecture
+in memory, and 80 each with `convert_checkpoint` and `attn-variants inspect`. `SECONDS` and `MEMORY` limit each input.
 """
 
 import copy
@@ -39,12 +38,12 @@ def tries(count):
 
 
 class HungError(BaseException):
-    """Not an Exception: nothing may take it for an error of its own."""
+    """A BaseException for hangs, so that no code handles it as its own error."""
 
 
 @contextmanager
 def limits():
-    """Stop what takes longer than `SECONDS`, and refuse address space beyond `MEMORY` more than there is now."""
+    """Stop calls that take longer than `SECONDS` or need more than `MEMORY` additional address space."""
 
     def stop(*_):
         raise HungError
@@ -104,7 +103,7 @@ DEEP = b"[" * 200_000
 @given(content=FILES | st.binary(max_size=64))
 @example(content=struct.pack("<Q", len(DEEP)) + DEEP)
 @example(content=struct.pack("<Q", 200_002) + b'{"a":' * 40_000 + b"  ")
-def test_fuzzed_safetensors_files(content, tmp_path):
+def test_fuzzed_safetensors_files_load_or_raise_an_error(content, tmp_path):
     (tmp_path / WEIGHTS_NAME).write_bytes(content)
 
     def read_all():
@@ -124,7 +123,7 @@ SHARDS = st.lists(PIECES, max_size=4).map("".join) | ANYTHING
 @tries(200)
 @given(shard=SHARDS)
 @example(shard="../outside.safetensors")
-def test_shards_that_lie_elsewhere(shard, tmp_path):
+def test_shards_outside_the_folder_raise_an_error(shard, tmp_path):
     inside = tmp_path / "inside"
     inside.mkdir(exist_ok=True)
     save_file({}, tmp_path / "outside.safetensors")
@@ -159,9 +158,9 @@ def plain_config(architecture):
 @EVERY_ARCHITECTURE
 @tries(400)
 @given(data=st.data())
-def test_hostile_configurations_by_construction(architecture, data):
+def test_hostile_configurations_are_built_or_raise_an_error(architecture, data):
     values = data.draw(hostile_configs(architecture))
-    # Upstream's checks of single fields raise an error type of their own, with a message.
+    # The checks of Transformers raise a special error type with a message.
     succeeds_or_says_why(lambda: architecture.config_class.from_dict(copy.deepcopy(values)), StrictDataclassError)
 
 
@@ -179,7 +178,7 @@ def checkpoints(tmp_path_factory):
 @EVERY_ARCHITECTURE
 @tries(80)
 @given(data=st.data())
-def test_hostile_configurations_by_convert(architecture, checkpoints, tmp_path, data):
+def test_hostile_configurations_are_converted_or_raise_an_error(architecture, checkpoints, tmp_path, data):
     folder = checkpoints[architecture.name]
     (folder / "config.json").write_text(json.dumps(data.draw(hostile_configs(architecture))))
     output = Path(tempfile.mkdtemp(dir=tmp_path)) / "out"
@@ -191,7 +190,7 @@ def test_hostile_configurations_by_convert(architecture, checkpoints, tmp_path, 
 @EVERY_ARCHITECTURE
 @tries(80)
 @given(data=st.data())
-def test_hostile_configurations_by_inspect(architecture, checkpoints, data, capsys):
+def test_hostile_configurations_are_inspected_or_raise_an_error(architecture, checkpoints, data, capsys):
     folder = checkpoints[architecture.name]
     (folder / "config.json").write_text(json.dumps(data.draw(hostile_configs(architecture))))
     with limits():
@@ -201,7 +200,7 @@ def test_hostile_configurations_by_inspect(architecture, checkpoints, data, caps
 
 
 @EVERY_ARCHITECTURE
-def test_code_that_a_config_names_is_never_looked_at(architecture, checkpoints, tmp_path):
+def test_code_named_by_a_config_is_not_read(architecture, checkpoints, tmp_path):
     folder = checkpoints[architecture.name]
     (folder / "config.json").write_text(json.dumps(plain_config(architecture) | {"auto_map": ELSEWHERE}))
     convert_checkpoint(folder, tmp_path / "out", 1)
@@ -216,7 +215,7 @@ def test_code_that_a_config_names_is_never_looked_at(architecture, checkpoints, 
 @pytest.mark.parametrize(
     "content", [b"[" * 200_000, b'{"a":' * 100_000, b'{"model_type": "bert", "a": ' + b"9" * 9999]
 )
-def test_a_config_json_that_no_parser_takes(content, checkpoints, tmp_path, capsys):
+def test_unparseable_config_raises_an_error(content, checkpoints, tmp_path, capsys):
     folder = checkpoints["bert"]
     (folder / "config.json").write_bytes(content)
     with limits(), pytest.raises(ValueError, match=r"config\.json"):

@@ -1,4 +1,4 @@
-"""Checkpoints, arguments and surroundings that are wrong: one line of error, exit 2, and no result is lost."""
+"""Check invalid checkpoints, arguments and environments: a one-line error, status 2, and no lost results."""
 
 import json
 import logging
@@ -44,9 +44,9 @@ def bert(sources, tmp_path):
 
 
 def run(capsys, *argv):
-    """The exit status, and the lines of error."""
+    """Return the exit status and the lines of the error."""
     capsys.readouterr()
-    status = cli.main([str(each) for each in argv])
+    status = cli.main([str(item) for item in argv])
     return status, [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error", "Traceback"))]
 
 
@@ -68,10 +68,10 @@ def converts(source, out, text):
     ("number", "dtype"), [(float("nan"), None), (float("-inf"), None), (float("nan"), "bfloat16")]
 )
 @pytest.mark.parametrize("name", [KEY, "embeddings.word_embeddings.weight"])
-def test_a_tensor_that_is_not_finite_is_named(bert, sources, tmp_path, capsys, number, dtype, name):
+def test_nonfinite_tensor_error_names_the_tensor(bert, sources, tmp_path, capsys, number, dtype, name):
     tensors = load_file(bert / "model.safetensors")
     tensors[name].view(-1)[3] = number
-    tensors = {key: each.to(getattr(torch, dtype or "float32")) for key, each in tensors.items()}
+    tensors = {key: item.to(getattr(torch, dtype or "float32")) for key, item in tensors.items()}
     save_file(tensors, bert / "model.safetensors", {"format": "pt"})
     for argv in converts(bert, tmp_path / "out", sources["text"]):
         line = one_line(capsys, *argv)
@@ -79,7 +79,7 @@ def test_a_tensor_that_is_not_finite_is_named(bert, sources, tmp_path, capsys, n
         assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_of_a_model_in_memory_is_named(bert):
+def test_nonfinite_tensor_in_memory_error_names_the_tensor(bert):
     from transformers import AutoModel, AutoTokenizer
 
     model = AutoModel.from_pretrained(bert)
@@ -90,7 +90,7 @@ def test_a_tensor_of_a_model_in_memory_is_named(bert):
             convert(model, 2, **options)
 
 
-def test_weights_that_are_finite_and_too_large_are_named(bert, sources, tmp_path, capsys):
+def test_too_large_weights_error_names_the_tensor(bert, sources, tmp_path, capsys):
     tensors = load_file(bert / "model.safetensors")
     tensors[KEY][:] = 1e30
     save_file(tensors, bert / "model.safetensors", {"format": "pt"})
@@ -100,14 +100,14 @@ def test_weights_that_are_finite_and_too_large_are_named(bert, sources, tmp_path
 
 
 @pytest.mark.parametrize("change", [float, str, bool, lambda x: [x]])
-def test_offsets_are_whole_numbers(bert, sources, tmp_path, capsys, change):
+def test_safetensors_offsets_must_be_integers(bert, sources, tmp_path, capsys, change):
     path = bert / "model.safetensors"
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + length])
     for name, entry in header.items():
         if name != "__metadata__":
-            entry["data_offsets"] = [change(each) for each in entry["data_offsets"]]
+            entry["data_offsets"] = [change(item) for item in entry["data_offsets"]]
     changed = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(changed)) + changed + raw[8 + length :])
     for argv in converts(bert, tmp_path / "out", sources["text"]):
@@ -115,7 +115,7 @@ def test_offsets_are_whole_numbers(bert, sources, tmp_path, capsys, change):
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "max_position_embeddings"])
-def test_sizes_that_the_weights_do_not_have(bert, sources, tmp_path, capsys, caplog, field):
+def test_config_sizes_that_differ_from_the_weights_raise_an_error(bert, sources, tmp_path, capsys, caplog, field):
     config = json.loads((bert / "config.json").read_text())
     (bert / "config.json").write_text(json.dumps(config | {field: 10**12}))
     words = ["--train_file", sources["text"].with_name("words.txt")]
@@ -139,7 +139,7 @@ def test_sizes_that_the_weights_do_not_have(bert, sources, tmp_path, capsys, cap
         ({"output_hidden_states": 0.5}, "configuration is (wrong|not valid): TypeError: .+"),
     ],
 )
-def test_configurations_of_a_t5(sources, tmp_path, capsys, fields, message):
+def test_invalid_t5_configurations_raise_an_error(sources, tmp_path, capsys, fields, message):
     source = shutil.copytree(sources["t5"], tmp_path / "t5")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | fields))
@@ -148,7 +148,7 @@ def test_configurations_of_a_t5(sources, tmp_path, capsys, fields, message):
         assert re.search(message, one_line(capsys, "inspect", source))
 
 
-def test_buckets_that_upstream_has_are_taken():
+def test_bucket_settings_of_transformers_are_accepted():
     AttnVariantT5Config(relative_attention_num_buckets=8, relative_attention_max_distance=10)
     AttnVariantT5Config()
 
@@ -162,7 +162,7 @@ def test_buckets_that_upstream_has_are_taken():
         ("tokenizer_config.json", "[1]", "tokenizer_config.json must be a JSON object"),
     ],
 )
-def test_files_of_a_tokenizer_are_named(bert, sources, tmp_path, capsys, file, content, message):
+def test_invalid_tokenizer_file_error_names_the_file(bert, sources, tmp_path, capsys, file, content, message):
     (bert / file).write_text(content)
     *_, calibrated, _, frontier = converts(bert, tmp_path / "out", sources["text"])
     drawn = ["visualize", "--model_name_or_path", bert, "--text", "a", "--output_dir", tmp_path / "out"]
@@ -170,7 +170,7 @@ def test_files_of_a_tokenizer_are_named(bert, sources, tmp_path, capsys, file, c
         assert message in one_line(capsys, *argv)
 
 
-def test_tokenizer_files_that_are_of_no_use_are_listed(sources, tmp_path, capsys):
+def test_unusable_tokenizer_files_are_listed(sources, tmp_path, capsys):
     source = shutil.copytree(sources["t5"], tmp_path / "t5")
     for path in source.glob("*token*"):
         path.unlink()
@@ -184,7 +184,7 @@ def test_tokenizer_files_that_are_of_no_use_are_listed(sources, tmp_path, capsys
 
 
 @pytest.mark.parametrize("text", ["a \udcff cat", "\ud83d"])
-def test_arguments_that_are_no_text(bert, tmp_path, capsys, text):
+def test_non_text_arguments_raise_an_error(bert, tmp_path, capsys, text):
     argv = ["--output_dir", tmp_path / "out"]
     assert "must be UTF-8" in one_line(capsys, "visualize", "--model_name_or_path", bert, "--text", text, *argv)
     assert "must be UTF-8" in one_line(capsys, "convert", f"{bert}{text}", "--num_key_value_heads", 2, *argv)
@@ -196,7 +196,7 @@ def test_arguments_that_are_no_text(bert, tmp_path, capsys, text):
 # Names with a $, and pictures that fail.
 
 
-def test_a_name_with_dollars_is_no_formula(sources, tmp_path, capsys):
+def test_dollar_signs_in_names_are_plotted_literally(sources, tmp_path, capsys):
     source = shutil.copytree(sources["bert"], tmp_path / "be$rt_{$x")
     words = ["--train_file", sources["text"].with_name("words.txt")]
     words += ["--validation_file", words[-1], "--max_train_steps", 1, "--max_length", 16, "--cpu", "--disable_tqdm"]
@@ -208,7 +208,7 @@ def test_a_name_with_dollars_is_no_formula(sources, tmp_path, capsys):
     assert run(capsys, "visualize", "--model_name_or_path", source, *drawn)[0] == 0
 
 
-def test_a_picture_that_fails_is_a_warning(tmp_path, caplog):
+def test_failed_plot_gives_a_warning(tmp_path, caplog):
     def draw():
         raise RuntimeError("no\nfont")
 
@@ -220,7 +220,7 @@ def test_a_picture_that_fails_is_a_warning(tmp_path, caplog):
 # A frontier that is stopped.
 
 
-def test_a_frontier_goes_on_where_it_was_stopped(sources, tmp_path, capsys, monkeypatch):
+def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     *_, argv = converts(sources["bert"], out, sources["text"])
     argv = [*argv, "--kv_lora_rank", 8, 4, "--disable_tqdm"]
@@ -232,7 +232,7 @@ def test_a_frontier_goes_on_where_it_was_stopped(sources, tmp_path, capsys, monk
             raise KeyboardInterrupt
 
     monkeypatch.setattr(measure.SavedFrontier, "save", stopped)
-    assert cli.main([str(each) for each in argv]) == 130
+    assert cli.main([str(item) for item in argv]) == 130
     assert "frontier.json contains the finished measurements" in capsys.readouterr().err
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
@@ -247,14 +247,14 @@ def test_a_frontier_goes_on_where_it_was_stopped(sources, tmp_path, capsys, monk
     at_once = [*argv[:3], tmp_path / "at_once", *argv[4:]]
     assert run(capsys, *at_once)[0] == 0
     losses = [
-        {row["name"]: row["loss"] for row in json.loads((each / "frontier.json").read_text())["rows"]}
-        for each in (out, tmp_path / "at_once")
+        {row["name"]: row["loss"] for row in json.loads((item / "frontier.json").read_text())["rows"]}
+        for item in (out, tmp_path / "at_once")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert "is not empty" in one_line(capsys, *argv)
 
 
-# What lies around a process.
+# The environment of a process.
 
 
 def call(*argv, cwd=None, prefix="", **variables):
@@ -265,15 +265,15 @@ def call(*argv, cwd=None, prefix="", **variables):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_stdout_that_takes_nothing(sources, tmp_path, unbuffered):
+def test_closed_stdout_is_handled(sources, tmp_path, unbuffered):
     argv = ["convert", sources["bert"], "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "o"]
-    found = call(*argv, ">/dev/full", PYTHONUNBUFFERED=unbuffered)
-    assert found.returncode == 2 and "Traceback" not in found.stderr and "Exception ignored" not in found.stderr
-    assert "error: The standard output cannot be written" in found.stderr
+    result = call(*argv, ">/dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert result.returncode == 2 and "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
+    assert "error: The standard output cannot be written" in result.stderr
     assert (tmp_path / "o/model.safetensors").is_file() and (tmp_path / "o/config.json").is_file()
 
 
-def test_surroundings_that_are_wrong(sources, tmp_path):
+def test_invalid_environment_prints_one_line(sources, tmp_path):
     (tmp_path / "gone").mkdir()
     for message, options in (
         (
@@ -282,9 +282,9 @@ def test_surroundings_that_are_wrong(sources, tmp_path):
         ),
         ("PYTHONOPTIMIZE=2", {"PYTHONOPTIMIZE": "2"}),
     ):
-        found = call("inspect", sources["bert"], **options)
-        lines = found.stderr.splitlines()
-        assert found.returncode == 2 and len(lines) == 1 and message in lines[0], found.stderr[-2000:]
+        result = call("inspect", sources["bert"], **options)
+        lines = result.stderr.splitlines()
+        assert result.returncode == 2 and len(lines) == 1 and message in lines[0], result.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_surroundings_that_are_wrong(sources, tmp_path):
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     ],
 )
-def test_want_of_memory_is_one_line(error, capsys):
+def test_out_of_memory_prints_one_line(error, capsys):
     def work():
         raise error
 
@@ -305,21 +305,21 @@ def test_want_of_memory_is_one_line(error, capsys):
     assert len(lines) == 1 and lines[0].startswith("error: There is not enough memory (")
 
 
-# What transformers says of calls that are right.
+# Warnings of Transformers about valid calls.
 
 
 @pytest.mark.thorough
-def test_audio_is_transcribed_in_silence(tmp_path, capsys):
+def test_transcription_prints_no_warnings(tmp_path, capsys):
     source = whisper_checkpoint(tmp_path / "w", suppress_tokens=[1], pad_token_id=2)
     settings = json.loads((source / "generation_config.json").read_text())
     (source / "generation_config.json").write_text(json.dumps(settings | {"max_length": 448}))
     folder = recordings(tmp_path / "audio", 60, seconds=0.5)
     argv = ["--calibration_audio_dir", folder, "--fit_steps", 0, "--output_dir", tmp_path / "out", "--disable_tqdm"]
-    found = call("convert", source, "--num_key_value_heads", 4, *argv)
-    assert found.returncode == 0 and "[transformers]" not in found.stderr, found.stderr
+    result = call("convert", source, "--num_key_value_heads", 4, *argv)
+    assert result.returncode == 0 and "[transformers]" not in result.stderr, result.stderr
 
 
-def test_a_trainers_files_stay(bert, tmp_path):
+def test_trainer_files_are_kept(bert, tmp_path):
     left = ["trainer_state.json", "eval_results.json", "train_results.json", "global_step5/mp_rank_00.txt"]
     for name in left:
         (bert / name).parent.mkdir(exist_ok=True)
@@ -329,7 +329,7 @@ def test_a_trainers_files_stay(bert, tmp_path):
     assert "trainer_state.json" in report.files_left_out and "global_step5/" in report.files_left_out
 
 
-def test_what_is_counted_is_said(sources, tmp_path, capsys):
+def test_inspect_states_what_is_counted(sources, tmp_path, capsys):
     assert cli.main(["inspect", str(sources["t5"]), "--details"]) == 0
     printed = capsys.readouterr().out
     assert "with tied parameters counted once" in printed and " B more" in printed
@@ -338,8 +338,8 @@ def test_what_is_counted_is_said(sources, tmp_path, capsys):
     assert cli.main(argv) == 0 and "parameters in the files" in capsys.readouterr().out
 
 
-def test_the_report_of_missing_tensors_names_the_folder(bert, sources, tmp_path, caplog):
-    tensors = {name: each for name, each in load_file(bert / "model.safetensors").items() if "pooler" not in name}
+def test_missing_tensors_report_names_the_folder(bert, sources, tmp_path, caplog):
+    tensors = {name: item for name, item in load_file(bert / "model.safetensors").items() if "pooler" not in name}
     save_file(tensors, bert / "model.safetensors", {"format": "pt"})
     transformers.logging.set_verbosity_warning()
     logger = logging.getLogger("transformers")

@@ -1,4 +1,4 @@
-"""Scripts among others: two conversions into one folder, and a user who may write nowhere but to the output."""
+"""Check scripts in shared environments: two conversions into one folder, and a user with few write permissions."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def source(tmp_path):
 
 
 class Interrupted(MeanPooling):
-    """Mean-pooling that, in the middle of its conversion, lets another one into the same folder run to its end."""
+    """A mean pooling during which another conversion into the same folder runs to its end."""
 
     def __init__(self, other):
         self.other = other
@@ -37,7 +37,7 @@ class Interrupted(MeanPooling):
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["new folder", "empty folder"])
-def test_two_conversions_into_one_folder(source, tmp_path, exists):
+def test_second_conversion_into_the_same_folder_raises_an_error(source, tmp_path, exists):
     output = tmp_path / "out"
     if exists:
         output.mkdir()
@@ -65,7 +65,7 @@ def test_two_conversions_into_one_folder(source, tmp_path, exists):
 
 @pytest.fixture
 def run_with_a_read_only_home(tmp_path):
-    """As root, with the privileges dropped that would let it write where permissions say no."""
+    """Run a script as root, without the privileges that ignore file permissions."""
     home, place = tmp_path / "home", tmp_path / "place"
     home.mkdir(mode=0o555)
     place.mkdir()
@@ -98,7 +98,7 @@ def run_with_a_read_only_home(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_conversion_with_a_read_only_home(source, run_with_a_read_only_home):
+def test_conversion_works_with_a_read_only_home(source, run_with_a_read_only_home):
     out = run_with_a_read_only_home(
         "convert_checkpoint.py", "--model_name_or_path", source, "--num_key_value_heads", 4
     )
@@ -109,7 +109,7 @@ def test_a_conversion_with_a_read_only_home(source, run_with_a_read_only_home):
     "elsewhere", [pytest.param(False, id="no cache"), pytest.param(True, id="cache elsewhere", marks=pytest.mark.slow)]
 )
 @pytest.mark.slow
-def test_pretraining_on_a_dataset_with_a_read_only_home(run_with_a_read_only_home, tmp_path, elsewhere):
+def test_pretraining_works_with_a_read_only_home(run_with_a_read_only_home, tmp_path, elsewhere):
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
     (data / "train.jsonl").write_text(json.dumps({"text": "a good film " * 50}) + "\n")

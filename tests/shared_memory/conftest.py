@@ -1,4 +1,4 @@
-"""What a cache holds of a source: every test of outputs meets both."""
+"""The two forms of the cross-attention cache; every test of outputs runs with both."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Keys and values, or the encoder's outputs: what a cache holds of a source, and when what is read."""
+"""Check both forms of the cross-attention cache: keys and values, or the encoder outputs."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ IDS = torch.randint(4, 60, (3, 30), generator=torch.Generator().manual_seed(1))
 
 
 def upstream_calls(model, monkeypatch):
-    """A list that grows with each call of upstream's own forward in the model's first cross-attention."""
-    module = next(each for each in model.modules() if isinstance(each, SharesMemory))
+    """A list that grows with each call of Transformers' forward in the model's first cross-attention."""
+    module = next(item for item in model.modules() if isinstance(item, SharesMemory))
     calls, forward = [], module.plain.forward
     monkeypatch.setattr(
         module.plain, "forward", lambda self, *args, **kw: calls.append(self is module) or forward(self, *args, **kw)
@@ -23,7 +23,7 @@ def upstream_calls(model, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_a_single_beam_is_upstreams_own_call(name, monkeypatch):
+def test_single_beam_calls_the_transformers_forward(name, monkeypatch):
     model, batch = share_memory(tiny_model(name)), source_batch(name)
     calls = upstream_calls(model, monkeypatch)
     model.generate(**batch, max_new_tokens=4, min_new_tokens=4)
@@ -34,11 +34,11 @@ def test_a_single_beam_is_upstreams_own_call(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
-def test_outputs_are_held_whatever_a_call_reads(name):
-    """Of a long prompt keys and values are made for that call alone: tokens as upstream's, one tensor kept."""
+def test_long_prompt_still_caches_the_encoder_outputs(name):
+    """Check a long prompt, whose keys and values are computed for one call: equal tokens, one cached tensor."""
     upstream, shared = (tiny_model(name).double() for _ in range(2))
     share_memory(shared, cross_cache="encoder_outputs")
-    batch = {key: each.double() if each.is_floating_point() else each for key, each in source_batch(name).items()}
+    batch = {key: item.double() if item.is_floating_point() else item for key, item in source_batch(name).items()}
     reads = []
     for module in shared.modules():
         if isinstance(module, SharesMemory):
@@ -55,21 +55,21 @@ def test_outputs_are_held_whatever_a_call_reads(name):
         assert all(reads) and reads
 
 
-def test_one_becomes_the_other_in_place():
+def test_cache_form_can_be_changed_in_place():
     model, batch = share_memory(tiny_model("t5")), source_batch("t5")
     expected = model.generate(**batch, max_new_tokens=6, num_beams=2)
-    plain = {type(each).plain for each in model.modules() if isinstance(each, SharesMemory)}
+    plain = {type(item).plain for item in model.modules() if isinstance(item, SharesMemory)}
     assert share_memory(model, cross_cache="encoder_outputs") is model
-    kinds = {each.cross_cache for each in model.modules() if isinstance(each, SharesMemory)}
+    kinds = {item.cross_cache for item in model.modules() if isinstance(item, SharesMemory)}
     assert kinds == {"encoder_outputs"}
     assert torch.equal(model.generate(**batch, max_new_tokens=6, num_beams=2), expected)
     share_memory(model, False)
-    assert {type(each) for each in model.modules()} >= plain
-    assert not any(isinstance(each, SharesMemory) for each in model.modules())
+    assert {type(item) for item in model.modules()} >= plain
+    assert not any(isinstance(item, SharesMemory) for item in model.modules())
 
 
-def test_another_name_is_refused_before_anything_is_changed():
+def test_invalid_cache_form_raises_without_changes():
     model = tiny_model("t5")
     with pytest.raises(ValueError, match="`cross_cache`"):
         share_memory(model, cross_cache="outputs")
-    assert not any(isinstance(each, SharesMemory) for each in model.modules())
+    assert not any(isinstance(item, SharesMemory) for item in model.modules())

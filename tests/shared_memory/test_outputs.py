@@ -1,4 +1,4 @@
-"""A model that shares its memory puts out what upstream's own does, in every family, form and way to generate."""
+"""Check that models with shared memory equal Transformers, for every family, cache form and generation method."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def batch_of(name, *args, dtype=torch.float64, **options):
 
 def generated(model, batch, **options):
     torch.manual_seed(5)
-    if model.config.model_type == "whisper":  # or a time would begin a segment anew
+    if model.config.model_type == "whisper":  # otherwise a timestamp would begin a new segment
         options = {"return_timestamps": False} | options
     return model.generate(
         **batch, max_new_tokens=9, min_new_tokens=4, return_dict_in_generate=True, output_scores=True, **options
@@ -60,7 +60,7 @@ def assert_same(ours, theirs):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_generated_is_upstreams(name, way, form):
+def test_generated_tokens_equal_transformers(name, way, form):
     upstream, shared = pair(name)
     rows = 1 if way == "prompt lookup" else 3
     batch = batch_of(name, rows)
@@ -72,7 +72,7 @@ def test_what_is_generated_is_upstreams(name, way, form):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_logits_step_by_step_are_upstreams(name, implementation, padded, rows, dtype, form):
+def test_stepwise_logits_equal_transformers(name, implementation, padded, rows, dtype, form):
     if FAMILIES[name].implementation == "eager" and implementation == "sdpa":
         pytest.skip("upstream's knows eager alone")
     upstream, shared = pair(name, dtype, attn_implementation=implementation)
@@ -89,7 +89,7 @@ def test_logits_step_by_step_are_upstreams(name, implementation, padded, rows, d
 
 
 def steps_of(model, batch, pieces):
-    """The logits of a text that comes piece by piece."""
+    """Return the logits of a text that is passed in pieces."""
     outputs, cache, logits = model.get_encoder()(**batch), None, []
     mask = {name: value for name, value in batch.items() if name == "attention_mask"}
     for ids in pieces:
@@ -100,8 +100,8 @@ def steps_of(model, batch, pieces):
     return torch.cat(logits, 1)
 
 
-def test_a_row_of_padding_alone(form):
-    """Reads all alike in upstream's T5, and nothing in its BART, whose values' bias counts then."""
+def test_fully_padded_row_equals_transformers(form):
+    """Check rows of padding: T5 gives uniform weights, and BART only the value bias."""
     for name in ("t5", "umt5", "bart"):
         for implementation in ("sdpa", "eager"):
             upstream, shared = pair(name, attn_implementation=implementation)
@@ -126,8 +126,8 @@ def test_a_row_of_padding_alone(form):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_beams_read_one_memory(name, form):
-    """The cache has a row for each sentence, and in the form that reads it one tensor for all layers."""
+def test_cache_has_one_row_per_sentence(name, form):
+    """Check also that encoder outputs are one tensor for all layers."""
     (_, shared), kept = pair(name), []
     decoder = shared.get_decoder()
     decoder.register_forward_hook(lambda module, args, output: kept.append((args, cache_of(output))))
@@ -142,7 +142,7 @@ def test_beams_read_one_memory(name, form):
 
 @pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper"])
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_weights_of_attention_are_upstreams(name, num_beams, form):
+def test_attention_weights_equal_transformers(name, num_beams, form):
     upstream, shared = pair(name, attn_implementation="eager")
     batch = batch_of(name)
     options = {"output_attentions": True, "num_beams": num_beams}
@@ -155,7 +155,7 @@ def test_weights_of_attention_are_upstreams(name, num_beams, form):
 
 @pytest.mark.parametrize("name", ["t5", "umt5", "bart", "whisper"])
 @pytest.mark.parametrize("train", [False, True])
-def test_gradients_are_upstreams(name, train, form):
+def test_gradients_equal_transformers(name, train, form):
     dropout = {"dropout_rate": 0.0} if "t5" in name else {"dropout": 0.0, "attention_dropout": 0.0}
     models = pair(name, **dropout)
     batch = batch_of(name) | {"labels": torch.randint(4, 60, (3, 5), generator=torch.Generator().manual_seed(2))}
@@ -168,7 +168,7 @@ def test_gradients_are_upstreams(name, train, form):
             assert torch.equal(theirs.grad, ours.grad), path
 
 
-def test_training_with_dropout_and_checkpointing_is_upstreams():
+def test_training_with_dropout_and_checkpointing_equals_transformers():
     for name in ("t5", "bart"):
         models = pair(name)
         batch = batch_of(name) | {"labels": torch.full((3, 5), 9)}
@@ -183,8 +183,8 @@ def test_training_with_dropout_and_checkpointing_is_upstreams():
         assert torch.equal(*losses)
 
 
-def test_the_gradient_of_one_map_alone(source_form):
-    """Everything else is frozen: the call is upstream's all the same."""
+def test_gradient_of_a_single_projection_equals_transformers(source_form):
+    """Check a model in which every other parameter is frozen."""
     models = pair("bart")
     batch = batch_of("bart") | {"labels": torch.full((3, 5), 9)}
     gradients = []
@@ -197,7 +197,7 @@ def test_the_gradient_of_one_map_alone(source_form):
 
 
 @pytest.mark.parametrize("name", ["t5", "marian"])
-def test_an_assistant_shares_too(name, form):
+def test_assistant_model_shares_memory(name, form):
     upstream, shared = pair(name)
     helper = tiny_model(name, seed=1).double()
     helped = share_memory(tiny_model(name, seed=1).double())
@@ -208,7 +208,7 @@ def test_an_assistant_shares_too(name, form):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype, form):
+def test_shared_memory_works_in_half_precision(dtype, form):
     for name in ("t5", "bart"):
         upstream, shared = pair(name, dtype)
         batch = batch_of(name)
@@ -216,15 +216,15 @@ def test_half_precision(dtype, form):
         exact = tiny_model(name)
         with torch.no_grad():
             theirs, ours, right = (model(**batch, decoder_input_ids=ids).logits for model in (upstream, shared, exact))
-        # Both round; ours is no further off than upstream's.
+        # Both models round, and the error of ours must not be larger.
         assert (ours - right).abs().max() <= 2 * (theirs - right).abs().max() + 1e-3
         assert shared.generate(**batch, num_beams=3, max_new_tokens=5).shape[0] == 3
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
-def test_compiled(name, form):
-    """By a whole model, and by the steps of a search with a static cache."""
+def test_shared_memory_can_be_compiled(name, form):
+    """Check a compiled model, and the compiled steps of a search with a static cache."""
     upstream, shared = pair(name)
     batch, ids = batch_of(name), torch.full((3, 3), 3)
     torch._dynamo.reset()
@@ -239,7 +239,7 @@ def test_compiled(name, form):
         assert_same(generated(steps, batch, **options), expected)
 
 
-def test_autocast(form):
+def test_shared_memory_works_under_autocast(form):
     upstream, shared = pair("bart", torch.float32)
     batch, ids = batch_of("bart"), torch.full((3, 3), 3)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -247,8 +247,8 @@ def test_autocast(form):
         assert torch.equal(shared(**batch, decoder_input_ids=ids).logits, expected)
 
 
-def test_a_cache_goes_from_one_model_to_the_other(form):
-    """A prompt's cache of upstream's serves the model that shares, and the other way round."""
+def test_caches_can_be_exchanged_with_transformers(form):
+    """Check a prompt's cache of a Transformers model in a sharing model, and the reverse."""
     for name in ("t5", "bart"):
         upstream, shared = pair(name)
         batch, ids = batch_of(name), torch.full((3, 2), 3)
@@ -261,7 +261,7 @@ def test_a_cache_goes_from_one_model_to_the_other(form):
                 torch.testing.assert_close(second(**given, decoder_input_ids=ids).logits, full, **TOLERANCE)
 
 
-def test_base_models_and_other_heads(form):
+def test_base_models_and_other_heads_share_memory(form):
     for name, cls in (("t5", "T5Model"), ("bart", "BartModel"), ("bart", "BartForSequenceClassification")):
         made = getattr(transformers, cls)
         upstream, shared = tiny_model(name, made).double(), share_memory(tiny_model(name, made).double())

@@ -1,4 +1,4 @@
-"""Code around a model gets a row for each beam, as in Transformers; only the attentions share rows."""
+"""Check that code around a model gets one row per beam, as in Transformers; only attentions share rows."""
 
 import copy
 
@@ -15,7 +15,7 @@ WIDTH = 32
 
 
 def ours(family, **fields):
-    """The same weights in a class of this package; the fields change no output."""
+    """Return a model with the same weights in a class of this package, with equal outputs."""
     upstream = tiny_model(family)
     config_class = getattr(hf_attn_variants, f"AttnVariant{type(upstream.config).__name__}")
     model = getattr(hf_attn_variants, f"AttnVariant{type(upstream).__name__}")(
@@ -43,14 +43,14 @@ def cross_layers(model, **options):
 
 
 def as_subclass(model, **methods):
-    """Give a live model a class of a user's own, derived from its class."""
+    """Give a live model a user's class, derived from its class."""
     model.__class__ = type(type(model).__name__, (type(model),), methods)
     return model
 
 
 @each_family
 @each_model
-def test_an_adapter_for_each_row_beside_beams(family, make):
+def test_per_row_adapters_work_with_beams(family, make):
     peft = pytest.importorskip("peft")
     names = ["one", "two", "__base__"]
     batch, tokens = source_batch(family), []
@@ -71,7 +71,7 @@ def test_an_adapter_for_each_row_beside_beams(family, make):
 @each_family
 @each_model
 @pytest.mark.parametrize("reader", ["forward", "encoder_outputs", "hook", "prepare"])
-def test_a_subclass_or_hook_that_reads_a_row_for_each_beam(family, make, reader):
+def test_subclasses_and_hooks_get_one_row_per_beam(family, make, reader):
     tokens, rows = [], []
 
     def forward(self, *args, encoder_outputs=None, decoder_input_ids=None, **kwargs):
@@ -105,8 +105,8 @@ def test_a_subclass_or_hook_that_reads_a_row_for_each_beam(family, make, reader)
 
 @each_family
 @each_model
-def test_candidates_of_a_batch_are_expanded_behind_its_first_step(family, make):
-    """As contrastive search does: one step, the cache repeated for candidates, another, one of each chosen."""
+def test_candidates_can_be_expanded_after_the_first_step(family, make):
+    """Check steps like contrastive search: repeat the cache for candidates, then select one of each."""
     logits = []
     for model in (tiny_model(family), make(family)):
         batch = source_batch(family)
@@ -128,7 +128,7 @@ def test_candidates_of_a_batch_are_expanded_behind_its_first_step(family, make):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
-def test_beams_share_rows_inside(name, mode):
+def test_attentions_share_rows_between_beams(name, mode):
     expected = tiny_model("t5").generate(**source_batch("t5"), **BEAMS)
     model = MODELS[name]("t5")
     with mode():
@@ -138,7 +138,7 @@ def test_beams_share_rows_inside(name, mode):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
-def test_outputs_that_were_written_in_place_have_a_row_for_each_beam(name, mode):
+def test_modified_encoder_outputs_have_one_row_per_beam(name, mode):
     def changed(model):
         batch = source_batch("t5")
         inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
@@ -151,8 +151,8 @@ def test_outputs_that_were_written_in_place_have_a_row_for_each_beam(name, mode)
 
 
 @pytest.mark.parametrize("name", ["share_memory", "share_memory of encoder outputs", "ours", "ours with a latent"])
-def test_an_index_that_is_written_in_place_chooses_other_rows(name):
-    """Beams that stay within their sentences, then, in the same tensor, beams that do not."""
+def test_modified_beam_index_selects_other_rows(name):
+    """Check an index tensor that first stays within sentences, and is then overwritten with one that does not."""
     ids = torch.randint(3, 20, (6, 2), generator=torch.Generator().manual_seed(0))
     logits = []
     for model in (tiny_model("t5"), MODELS[name]("t5")):
@@ -170,8 +170,8 @@ def test_an_index_that_is_written_in_place_chooses_other_rows(name):
     torch.testing.assert_close(*logits, atol=2e-5, rtol=1e-5)
 
 
-def test_a_short_latent_that_is_written_in_place_has_other_keys():
-    """Keys and values that are made once from a short latent follow what is written into it."""
+def test_modified_short_latent_gives_new_keys():
+    """Check keys and values that are computed once from a short latent, after the latent is overwritten."""
     model, batch = ours("t5", cross_kv_lora_rank=WIDTH), source_batch("t5")
     source = {name: value[:1] for name, value in batch.items()}
     ids, logits = torch.full((1, 1), 3), []

@@ -1,4 +1,4 @@
-"""What comes after a search: the rows of its cache that are chosen, and another search with the same cache."""
+"""Check the cache after a search: selected rows, and another search with the same cache."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from hf_attn_variants import share_memory
 
 @pytest.mark.parametrize("cross_cache", ["encoder_outputs", "keys_and_values"])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_what_is_chosen_of_a_searchs_cache_reads_its_own_source(choice, cross_cache):
-    """Of 2 beams each for 3 sentences some go on: their memory is that of their sentence, as upstream's."""
+def test_selected_rows_of_a_search_use_their_own_source(choice, cross_cache):
+    """Check some of the 2 beams of 3 sentences: they continue with the source of their sentence."""
     method, rows = CHOICES[choice]
     rows = torch.tensor(rows)
     upstream, shared = (tiny_model("bart") for _ in range(2))
@@ -37,7 +37,7 @@ def test_what_is_chosen_of_a_searchs_cache_reads_its_own_source(choice, cross_ca
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
 @pytest.mark.parametrize("cross_cache", ["encoder_outputs", "keys_and_values"])
-def test_a_static_cache_serves_one_search_after_another(family, cross_cache):
+def test_static_cache_can_be_used_for_several_searches(family, cross_cache):
     upstream, shared = (tiny_model(family) for _ in range(2))
     share_memory(shared, cross_cache=cross_cache)
     batch, caches = source_batch(family), []

@@ -1,4 +1,4 @@
-"""`share_memory` in place and back: what the object keeps, what goes with copies, what is refused."""
+"""Check `share_memory` in place and its reversal: the state of the object, copies, and errors."""
 
 import copy
 import gc
@@ -26,7 +26,7 @@ BEAMS = {"num_beams": 3, "max_new_tokens": 6}
 
 
 def states_of(model):
-    """What an object is made of: for each module its class and the names and identities of its attributes."""
+    """Return for each module its class, and the names and identities of its attributes."""
     return {
         path: (type(module), {name: id(value) for name, value in vars(module).items()})
         for path, module in model.named_modules()
@@ -39,7 +39,7 @@ def is_shared(model):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_is_undone_to_the_bit(name):
+def test_unsharing_restores_the_model_exactly(name):
     model, batch = tiny_model(name), source_batch(name)
     expected = model.generate(**batch, **BEAMS, return_dict_in_generate=True, output_scores=True)
     before = states_of(model)  # with what a first call of upstream's leaves
@@ -61,7 +61,7 @@ def test_it_is_undone_to_the_bit(name):
     assert share_memory(model, False) is model
 
 
-def test_an_attribute_of_ones_own_is_called_and_comes_back():
+def test_user_defined_forward_is_called_and_restored():
     model, calls = tiny_model("bart"), []
     upstreams = model._expand_inputs_for_generation
 
@@ -78,7 +78,7 @@ def test_an_attribute_of_ones_own_is_called_and_comes_back():
     assert vars(model)[EXPANSION] is own
 
 
-def test_after_an_exception_in_the_middle_of_a_search(source_form):
+def test_model_works_after_an_exception_during_a_search(source_form):
     model, batch = tiny_model("t5"), source_batch("t5")
     expected = tiny_model("t5").generate(**batch, **BEAMS)
     before = states_of(model)
@@ -100,7 +100,7 @@ def test_after_an_exception_in_the_middle_of_a_search(source_form):
     assert torch.equal(model.generate(**batch, **BEAMS), expected)
 
 
-def test_an_exception_while_it_is_made_leaves_nothing(monkeypatch):
+def test_exception_while_sharing_leaves_the_model_unchanged(monkeypatch):
     from hf_attn_variants.shared_memory import share
 
     model = tiny_model("bart")
@@ -114,7 +114,7 @@ def test_an_exception_while_it_is_made_leaves_nothing(monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["t5", "marian", "whisper"])
-def test_copies_and_pickles_share_and_are_undone_alone(name, form):
+def test_copies_and_pickles_share_independently(name, form):
     batch = source_batch(name)
     expected = tiny_model(name).generate(**batch, **BEAMS)
     model = share_memory(tiny_model(name))
@@ -122,43 +122,43 @@ def test_copies_and_pickles_share_and_are_undone_alone(name, form):
     torch.save(model, file)
     file.seek(0)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
-    for each in copies:
-        assert type(each) is type(model) and is_shared(each) and vars(each)[EXPANSION].module is each
-        assert torch.equal(each.generate(**batch, **BEAMS), expected)
-        share_memory(each, False)
-        assert not any(isinstance(module, SharesMemory) for module in each.modules()) and EXPANSION not in vars(each)
-        assert torch.equal(each.generate(**batch, **BEAMS), expected)
+    for item in copies:
+        assert type(item) is type(model) and is_shared(item) and vars(item)[EXPANSION].module is item
+        assert torch.equal(item.generate(**batch, **BEAMS), expected)
+        share_memory(item, False)
+        assert not any(isinstance(module, SharesMemory) for module in item.modules()) and EXPANSION not in vars(item)
+        assert torch.equal(item.generate(**batch, **BEAMS), expected)
     assert is_shared(model) and torch.equal(model.generate(**batch, **BEAMS), expected)
 
 
-def test_a_model_that_nobody_has_any_longer_is_gone_at_once():
-    """Not when Python next looks for circles: a GPU's memory is freed by `del`."""
+def test_deleted_sharing_model_is_freed_immediately():
+    """Check that `del` frees the model without garbage collection, as needed for GPU memory."""
     gc.disable()
     try:
         for change in (lambda model: model, share_memory):
             model = change(tiny_model("t5"))
-            found = weakref.ref(model)
+            result = weakref.ref(model)
             del model
-            assert found() is None
+            assert result() is None
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_a_trainer_trains_it_and_generates(name, tmp_path):
-    """Steps are upstream's own, to the bit; what an evaluation generates with beams has its tokens."""
+def test_trainer_trains_and_evaluates_a_sharing_model(name, tmp_path):
+    """Check that training steps are bitwise equal, and that evaluation with beams gives equal tokens."""
     batch = source_batch(name)
     rows = [{key: value[i] for key, value in batch.items()} | {"labels": torch.arange(4, 9)} for i in range(3)]
     options = {"predict_with_generate": True, "generation_num_beams": 3, "generation_max_length": 7, "max_steps": 2}
     options |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "seed": 0}
-    found = []
+    result = []
     for change in (lambda model: model, share_memory):
         model = change(tiny_model(name))
         args = transformers.Seq2SeqTrainingArguments(str(tmp_path), learning_rate=1e-2, **options)
         trainer = transformers.Seq2SeqTrainer(model, args, train_dataset=rows, eval_dataset=rows)
         trainer.train()
-        found.append((model.state_dict(), trainer.predict(rows).predictions))
-    (weights, tokens), (ours, our_tokens) = found
+        result.append((model.state_dict(), trainer.predict(rows).predictions))
+    (weights, tokens), (ours, our_tokens) = result
     assert all(torch.equal(ours[key], weight) for key, weight in weights.items())
     assert (our_tokens == tokens).all() and not torch.equal(
         next(iter(weights.values())), next(iter(tiny_model(name).state_dict().values()))
@@ -166,24 +166,24 @@ def test_a_trainer_trains_it_and_generates(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
-def test_what_is_saved_is_upstreams(name, tmp_path):
+def test_saved_sharing_model_equals_transformers(name, tmp_path):
     tiny_model(name).save_pretrained(tmp_path / "plain")
     share_memory(tiny_model(name)).save_pretrained(tmp_path / "shared")
     names = sorted(path.name for path in (tmp_path / "plain").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "shared").iterdir())
-    for each in names:
-        assert (tmp_path / "plain" / each).read_bytes() == (tmp_path / "shared" / each).read_bytes()
+    for item in names:
+        assert (tmp_path / "plain" / item).read_bytes() == (tmp_path / "shared" / item).read_bytes()
 
 
 class OwnModel(transformers.T5ForConditionalGeneration):
-    """A user's class, with something of its own."""
+    """A user's class with an additional method."""
 
     def forward(self, *args, **kwargs):
         self.calls = getattr(self, "calls", 0) + 1
         return super().forward(*args, **kwargs)
 
 
-def test_subclasses(form):
+def test_subclasses_can_share_memory(form):
     model = share_memory(tiny_model("t5", OwnModel))
     assert type(model) is OwnModel
     model.load_state_dict(tiny_model("t5").state_dict())  # transformers draws the weights of a user's class otherwise
@@ -199,18 +199,18 @@ def test_subclasses(form):
 
 
 class OwnAttention(transformers.models.t5.modeling_t5.T5Attention):
-    """One that leaves `forward` as it is."""
+    """An attention subclass without its own `forward`."""
 
 
 class OtherAttention(transformers.models.t5.modeling_t5.T5Attention):
-    """One whose forward is its own."""
+    """An attention subclass with its own `forward`."""
 
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs)
 
 
-def test_the_cache_that_is_returned(source_form):
-    """It can be copied and pickled without the model's weights, and has upstream's keys and values."""
+def test_returned_cache_can_be_copied_and_pickled(source_form):
+    """Check that copies and pickles contain no model weights, and keys and values as in Transformers."""
     upstream, shared = tiny_model("bart"), share_memory(tiny_model("bart"))
     batch, ids = source_batch("bart"), torch.full((3, 2), 3)
     with torch.no_grad():
@@ -229,7 +229,7 @@ def test_the_cache_that_is_returned(source_form):
     assert all(type(layer) is SharedDynamicLayer for layer in copied.layers)
 
 
-def test_rows_of_a_cache_are_chosen_repeated_and_forgotten(source_form):
+def test_cache_rows_can_be_selected_repeated_and_reset(source_form):
     shared = share_memory(tiny_model("bart"))
     with torch.no_grad():
         made = shared(**source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), use_cache=True)
@@ -253,8 +253,8 @@ def test_rows_of_a_cache_are_chosen_repeated_and_forgotten(source_form):
     torch.testing.assert_close(again, made.logits, atol=1e-5, rtol=1e-5)
 
 
-def test_maps_that_are_more_than_a_weight_are_called(source_form):
-    """Those of LoRA or a quantizer read one row per sentence, those with a hook one per beam."""
+def test_projections_with_adapters_or_hooks_are_called(source_form):
+    """Check that LoRA and quantized layers get one row per sentence, and hooked ones one row per beam."""
     calls = []
 
     class Counted(torch.nn.Linear):
@@ -332,7 +332,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("make, named", ERRORS.values(), ids=ERRORS)
-def test_errors_leave_the_model_unchanged(make, named):
+def test_share_memory_errors_leave_the_model_unchanged(make, named):
     model = make()
     before = states_of(model) if isinstance(model, transformers.PreTrainedModel) else None
     with pytest.raises(ValueError, match=re.escape(named)):
@@ -351,7 +351,7 @@ def variant_model(name, **fields):
 
 
 def searched(model, name):
-    """Return what a search by three beams writes, and how many rows of the encoder outputs its attentions read."""
+    """Return the tokens of a search by three beams, and the encoder rows that its attentions read."""
     rows = set()
     spy = model.register_forward_pre_hook(
         lambda module, given, named: rows.add(len(rows_of_sentences(named["encoder_outputs"][0]))), with_kwargs=True
@@ -364,7 +364,7 @@ def searched(model, name):
 @pytest.mark.thorough
 @pytest.mark.parametrize("fields", VARIANTS, ids=str)
 @pytest.mark.parametrize("name", OURS)
-def test_our_own_encoder_decoders_share_as_they_are(name, fields):
+def test_own_encoder_decoders_share_memory_by_default(name, fields):
     model = variant_model(name, **fields)
     expected, rows = searched(model, name)
     assert rows == {3}  # sentences, not beams
@@ -375,7 +375,7 @@ def test_our_own_encoder_decoders_share_as_they_are(name, fields):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_heads_that_talk_in_cross_attention_keep_a_memory_for_each_beam(name):
+def test_talking_heads_in_cross_attention_keep_one_row_per_beam(name):
     model = variant_model(name, cross_talking_heads="logits")
     assert searched(model, name)[1] == {9}
     with pytest.raises(ValueError, match="cross_talking_heads="):
@@ -384,7 +384,7 @@ def test_heads_that_talk_in_cross_attention_keep_a_memory_for_each_beam(name):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_own_cache_of_encoder_outputs_is_a_field(name):
+def test_cached_encoder_outputs_of_own_models_need_a_field(name):
     with pytest.raises(ValueError, match="`cross_kv_lora_rank=32`"):
         share_memory(variant_model(name), cross_cache="encoder_outputs")
     model = variant_model(name, cross_kv_lora_rank=32)
@@ -393,7 +393,7 @@ def test_our_own_cache_of_encoder_outputs_is_a_field(name):
         share_memory(model, cross_cache="outputs")
 
 
-def test_what_was_put_over_it_is_taken_off_first():
+def test_later_wrappers_must_be_removed_before_unsharing():
     model = share_memory(tiny_model("bart"))
     attention = model.model.decoder.layers[0].encoder_attn
     attention.forward = attention.forward
@@ -405,8 +405,8 @@ def test_what_was_put_over_it_is_taken_off_first():
     assert not any(isinstance(module, SharesMemory) for module in model.modules())
 
 
-def test_another_implementation_set_later_is_upstreams_call(source_form):
-    """Written after sharing: the call is upstream's, with inputs repeated as upstream has them."""
+def test_later_change_of_implementation_uses_transformers_forward(source_form):
+    """Check a change after sharing: inputs are repeated as in Transformers."""
     model, batch = share_memory(tiny_model("bart")), source_batch("bart")
     expected = tiny_model("bart").generate(**batch, **BEAMS)
     seen = []
@@ -421,12 +421,12 @@ def test_another_implementation_set_later_is_upstreams_call(source_form):
     assert torch.equal(model.generate(**batch, **BEAMS), expected) and 9 in seen
 
 
-def test_it_is_public():
+def test_share_memory_is_public():
     assert "share_memory" in hf_attn_variants.__all__ and "share_memory" in dir(hf_attn_variants)
     assert hf_attn_variants.share_memory is share_memory
 
 
-def test_a_whole_model_whose_cross_attention_is_not_known_is_named_so():
+def test_unknown_cross_attention_raises_an_error():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     parts = [transformers.BertConfig(vocab_size=20, **sizes) for _ in range(2)]
     model = transformers.EncoderDecoderModel(transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*parts))

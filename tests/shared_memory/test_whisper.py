@@ -1,4 +1,4 @@
-"""Whisper's own generation over a memory that is shared: segments, times of words, returned caches, pipelines."""
+"""Check Whisper's generation with shared memory: segments, word timestamps, returned caches and pipelines."""
 
 import pytest
 import torch
@@ -58,14 +58,14 @@ def same(ours, theirs):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
-def test_transcripts_are_upstreams(checkpoint, way, form):
+def test_sharing_whisper_transcripts_equal_transformers(checkpoint, way, form):
     expected = transcribed(loaded(checkpoint), **WAYS[way])
     same(transcribed(share_memory(loaded(checkpoint)), **WAYS[way]), expected)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"long": True}], ids=str)
-def test_times_of_words_are_upstreams(checkpoint, way, form):
+def test_sharing_whisper_word_timestamps_equal_transformers(checkpoint, way, form):
     options = way | {"return_token_timestamps": True, "return_timestamps": True}
     models = (loaded(checkpoint, attn_implementation="eager") for _ in range(2))
     expected = transcribed(next(models), **options)
@@ -74,23 +74,23 @@ def test_times_of_words_are_upstreams(checkpoint, way, form):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", ["greedy", "beams", "samples"])
-def test_a_returned_dictionary_has_the_cache(checkpoint, way, form):
-    """Whisper takes it apart by batch row and layer, and puts it together again."""
+def test_returned_dictionary_contains_the_cache(checkpoint, way, form):
+    """Check the cache that Whisper splits by batch row and layer, and joins again."""
     options = WAYS[way] | {"return_dict_in_generate": True, "output_scores": True, "force_unique_generate_call": True}
-    theirs, ours = (transcribed(each, **options) for each in (loaded(checkpoint), share_memory(loaded(checkpoint))))
+    theirs, ours = (transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint))))
     same(ours["sequences"], theirs["sequences"])
     options.pop("force_unique_generate_call")
-    theirs, ours = (transcribed(each, **options) for each in (loaded(checkpoint), share_memory(loaded(checkpoint))))
+    theirs, ours = (transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint))))
     if not isinstance(theirs, torch.Tensor):
         same(ours["sequences"], theirs["sequences"])
-        mine, other = (cache_of(each).cross_attention_cache.layers for each in (ours, theirs))
+        mine, other = (cache_of(item).cross_attention_cache.layers for item in (ours, theirs))
         for one, two in zip(mine, other, strict=True):
             assert one.keys.shape == two.keys.shape
-            if way != "beams":  # of beams upstream's has rows of the first sentence alone
+            if way != "beams":  # with beams, Transformers returns only rows of the first sentence
                 torch.testing.assert_close(one.keys, two.keys, atol=1e-5, rtol=1e-5)
 
 
-def test_a_pipeline(checkpoint):
+def test_sharing_whisper_works_in_a_pipeline(checkpoint):
     import numpy as np
 
     made = []

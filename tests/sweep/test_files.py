@@ -1,4 +1,4 @@
-"""The files in `sweeps/` for two CPU cores, on tiny data: every run trains, and the table has all metrics."""
+"""Check the files in `sweeps/` for two CPU cores on tiny data: every run trains, and the table has all metrics."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ VALUES = {"STEPS": 2, "PRETRAINING_STEPS": 20, "EVAL_SAMPLES": 64}
 
 @pytest.fixture(scope="module")
 def values(tmp_path_factory):
-    """The values of the variables, with a tiny corpus, tokenizers and a T5 of eight heads."""
+    """The values of the variables, with a tiny corpus, tokenizers and a T5 with eight heads."""
     folder = tmp_path_factory.mktemp("data")
     names = ("wikipedia/train-0.txt", "wikipedia/valid.txt")
     names += tuple(f"multi30k/{part}.{end}" for part in ("train", "val", "test_2016_flickr") for end in ("en", "de"))
@@ -42,8 +42,8 @@ def values(tmp_path_factory):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", LOCAL, ids=lambda path: path.stem)
-def test_every_local_file_runs(path, values, tmp_path, monkeypatch):
-    """In this process, because the imports of a program take longer than two steps."""
+def test_every_local_sweep_file_runs(path, values, tmp_path, monkeypatch):
+    """Run in this process, because importing a program takes longer than two steps."""
 
     def call(words, log):
         assert words[1:3] == ["-m", "attn_variants"]
@@ -60,7 +60,7 @@ def test_every_local_file_runs(path, values, tmp_path, monkeypatch):
     given = [f"{name}={value}" for name, value in given.items() if f"${{{name}}}" in text]
     argv = ["sweep", str(tmp_path / "file.yaml"), "--output_dir", str(tmp_path / "out"), "--disable_tqdm"]
     assert cli.main([*argv, "--set", *given]) == 0
-    found = json.loads((tmp_path / "out/sweep_results.json").read_text())
-    assert all(each["runs"].keys() == {"0"} for each in found["contestants"])
-    assert all(name in each["spread"] for each in found["contestants"] for name in found["metrics"])
+    result = json.loads((tmp_path / "out/sweep_results.json").read_text())
+    assert all(item["runs"].keys() == {"0"} for item in result["contestants"])
+    assert all(name in item["spread"] for item in result["contestants"] for name in result["metrics"])
     assert (tmp_path / "out/sweep_results.png").read_bytes().startswith(b"\x89PNG")

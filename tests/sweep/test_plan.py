@@ -1,4 +1,4 @@
-"""The plan of a sweep: the commands of its runs, and the errors in its file."""
+"""Check the plan of a sweep: the commands of its runs, and the errors in its file."""
 
 import json
 import re
@@ -28,7 +28,7 @@ BASE = {"command": "pretrain", "seeds": [0, 1], "flags": FLAGS, "variants": VARI
 
 @pytest.fixture
 def dry_run(tmp_path, capsys):
-    """What a dry run prints of a file's content, as (name, words) of each command."""
+    """Return the output of a dry run of a file's content, as (name, words) of each command."""
 
     def call(content, *more, name="a_sweep.json"):
         path = tmp_path / name
@@ -39,13 +39,13 @@ def dry_run(tmp_path, capsys):
             assert status == 2 and printed.err.count("\n") == 1, printed.err
             return printed.err
         call.last = printed.out.splitlines()[-1]
-        found, of = [], None
+        result, of = [], None
         for line in printed.out.splitlines()[:-1]:
             if line.startswith("# "):
                 of = line[2:]
             else:
-                found.append((of, shlex.split(line)))
-        return found
+                result.append((of, shlex.split(line)))
+        return result
 
     return call
 
@@ -54,30 +54,30 @@ def value_of(words, flag):
     return words[words.index(f"--{flag}") + 1]
 
 
-def test_variants_times_seeds(dry_run):
-    found = dry_run(BASE, "--output_dir", "out")
+def test_plan_has_a_run_per_variant_and_seed(dry_run):
+    result = dry_run(BASE, "--output_dir", "out")
     names = ["multi-head, seed 0", "multi-query, seed 0", "multi-head, seed 1", "multi-query, seed 1"]
-    assert [name for name, _ in found] == names
+    assert [name for name, _ in result] == names
     assert dry_run.last == "# 4 runs, 2 variants"
-    words = found[3][1]
+    words = result[3][1]
     assert words[:2] == ["attn-variants", "pretrain"]
     assert json.loads(value_of(words, "config_overrides")) == FLAGS["config_overrides"]
     assert (value_of(words, "seed"), value_of(words, "num_key_value_heads")) == ("1", "1")
     assert value_of(words, "output_dir") == "out/runs/multi-query/seed-1/trained"
-    assert "--num_key_value_heads" not in found[2][1]
+    assert "--num_key_value_heads" not in result[2][1]
 
 
-def test_a_grid_multiplies_variants_and_merges_objects(dry_run):
+def test_grid_multiplies_variants_and_merges_objects(dry_run):
     heads = {"2": {"config_overrides": {"num_attention_heads": 2}}, "4": {"config_overrides": {"hidden_size": 64}}}
-    found = dry_run(BASE | {"seeds": [5], "grid": {"heads": heads, "learning_rate": [1e-3, 1e-4]}})
-    assert len(found) == 8 and dry_run.last == "# 8 runs, 8 variants"
-    name, words = found[-1]
+    result = dry_run(BASE | {"seeds": [5], "grid": {"heads": heads, "learning_rate": [1e-3, 1e-4]}})
+    assert len(result) == 8 and dry_run.last == "# 8 runs, 8 variants"
+    name, words = result[-1]
     assert name == "multi-query, heads 4, learning_rate 0.0001, seed 5"
     assert json.loads(value_of(words, "config_overrides")) == {"hidden_size": 64, "num_hidden_layers": 1}
     assert value_of(words, "learning_rate") == "0.0001"
 
 
-def test_conversions_come_before_and_references_stand_beside_the_grid(dry_run):
+def test_conversions_come_first_and_references_are_not_multiplied(dry_run):
     flags = {"objective": "mlm", "train_file": ["a.txt"]}
     content = {
         "command": "uptrain",
@@ -88,20 +88,20 @@ def test_conversions_come_before_and_references_stand_beside_the_grid(dry_run):
         "references": {"as it is": {"convert": None}},
         "grid": {"convert.num_key_value_heads": [1, 2]},
     }
-    found = dry_run(content, "--output_dir", "out")
-    assert [name for name, _ in found] == [
+    result = dry_run(content, "--output_dir", "out")
+    assert [name for name, _ in result] == [
         *["mean, num_key_value_heads 1, seed 3"] * 2,
         *["mean, num_key_value_heads 2, seed 3"] * 2,
         "as it is, seed 3",
     ]
-    convert, train = (words for _, words in found[2:4])
+    convert, train = (words for _, words in result[2:4])
     assert convert[1] == "convert" and value_of(convert, "num_key_value_heads") == "2"
     assert value_of(convert, "seed") == "3" and value_of(convert, "method") == "mean"
     assert value_of(convert, "output_dir") == value_of(train, "model_name_or_path")
-    assert value_of(found[-1][1], "model_name_or_path") == "a/model"
+    assert value_of(result[-1][1], "model_name_or_path") == "a/model"
 
 
-def test_kinds_of_flags_and_what_launches_them(dry_run, tmp_path):
+def test_flag_kinds_become_arguments_and_launchers(dry_run, tmp_path):
     (tmp_path / "b-2.txt").touch()
     (tmp_path / "b-1.txt").touch()
     flags = FLAGS | {"cpu": True, "whole_word_mask": False, "train_file": ["a.txt", f"{tmp_path}/b-*.txt"]}
@@ -115,7 +115,7 @@ def test_kinds_of_flags_and_what_launches_them(dry_run, tmp_path):
     assert "--cpu" not in dry_run(content)[1][1]
 
 
-def test_a_pattern_is_filled_in_of_files_alone(dry_run, tmp_path, monkeypatch):
+def test_patterns_are_replaced_only_in_file_names(dry_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("C1", "C#", "questions", "score 1"):
         (tmp_path / name).touch()
@@ -148,10 +148,10 @@ grid:
 """
 
 
-def test_variables_are_given_and_keep_their_kind(dry_run):
-    found = dry_run(YAML, "--set", "WHAT=x/y", "LAYERS=2", name="a.yaml")
-    assert [name for name, _ in found] == ["num_warmup_steps 0, seed 0", "num_warmup_steps 1, seed 0"]
-    words = found[0][1]
+def test_variables_keep_their_type(dry_run):
+    result = dry_run(YAML, "--set", "WHAT=x/y", "LAYERS=2", name="a.yaml")
+    assert [name for name, _ in result] == ["num_warmup_steps 0, seed 0", "num_warmup_steps 1, seed 0"]
+    words = result[0][1]
     assert value_of(words, "tokenizer_name") == "x/y/tokenizer" and value_of(words, "max_train_steps") == "7"
     assert json.loads(value_of(words, "config_overrides")) == {"num_hidden_layers": 2}
 
@@ -187,32 +187,32 @@ def test_variables_are_given_and_keep_their_kind(dry_run):
         ({"flags": FLAGS | {"train_file": ["${DATA}"]}, "variables": {"DATA": None}}, "--set DATA=VALUE"),
     ],
 )
-def test_an_error_in_the_file_is_one_line(dry_run, change, message):
-    found = dry_run(BASE | change)
-    assert isinstance(found, str) and message in found, found
+def test_sweep_file_error_is_one_line(dry_run, change, message):
+    result = dry_run(BASE | change)
+    assert isinstance(result, str) and message in result, result
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` occurs twice in the object at line 1"),
-        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` occurs twice in the object at line 3"),
-        ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` occurs twice in the object at line 2"),
+        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` must occur only once in the object at line 1"),
+        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` must occur only once in the object at line 3"),
+        ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` must occur only once in the object at line 2"),
         ("command: [\n", "must be YAML: "),
         ("command: pretrain\nflags:\n\tmodel_type: bert\n", "line 3, column 1"),
-        ("- a\n", "the file must be an object"),
-        ('{"command": "pretrain", "command": "glue"}', "`command` occurs twice"),
+        ("- a\n", "The file must be an object"),
+        ('{"command": "pretrain", "command": "glue"}', "`command` must occur only once"),
     ],
 )
-def test_keys_that_are_twice_and_files_that_are_not_yaml(dry_run, text, message):
+def test_duplicate_keys_and_invalid_yaml_raise_an_error(dry_run, text, message):
     assert message in dry_run(text, name="a.yml")
 
 
-def test_a_value_of_an_unknown_variable(dry_run):
+def test_unknown_variable_raises_an_error(dry_run):
     assert "--set must name variables of the file" in dry_run(BASE, "--set", "A=1")
 
 
-def test_the_command_line(capsys):
+def test_sweep_command_line_rejects_invalid_arguments(capsys):
     for argv, message in (
         (["a.yaml"], "--output_dir is required"),
         (["a.yaml", "--dry_run", "--set", "A"], "--set must be NAME=VALUE, got A"),
@@ -224,7 +224,7 @@ def test_the_command_line(capsys):
     assert args.set == {"A": "x=1", "B": "2"} and args.file == "a.yaml"
 
 
-def test_a_model_that_cannot_be_built_is_an_error_before_the_first_run(tmp_path, capsys):
+def test_invalid_model_raises_before_the_first_run(tmp_path, capsys):
     flags = FLAGS | {"tokenizer_name": str(make_tiny_bert(tmp_path / "bert"))}
     flags["config_overrides"] = flags["config_overrides"] | {"num_attention_heads": 4}
     content = BASE | {"flags": flags, "variants": VARIANTS | {"of three": {"num_key_value_heads": 3}}}
@@ -238,8 +238,8 @@ def test_a_model_that_cannot_be_built_is_an_error_before_the_first_run(tmp_path,
     assert "'multi-head': " in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_the_models_of_finished_runs_are_not_checked(tmp_path, monkeypatch, capsys):
-    """Their tokenizer may be gone; the table is written again."""
+def test_models_of_finished_runs_are_not_checked(tmp_path, monkeypatch, capsys):
+    """Check a finished run whose tokenizer was removed: only the table is written again."""
     (tmp_path / "b.json").write_text(json.dumps(BASE))
     monkeypatch.setattr(runner.RunFolder, "read", lambda self: setattr(self, "results", {"eval_loss": 1.0}))
     assert cli.main(["sweep", str(tmp_path / "b.json"), "--output_dir", str(tmp_path / "out"), "--disable_tqdm"]) == 0
@@ -247,8 +247,8 @@ def test_the_models_of_finished_runs_are_not_checked(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_of_the_repository_is_a_plan(path, tmp_path, capsys, monkeypatch):
-    """Its flags are those of its command, whatever data it is given."""
+def test_every_sweep_file_of_the_repository_is_valid(path, tmp_path, capsys, monkeypatch):
+    """Check that the flags of each file exist for its command."""
     monkeypatch.chdir(tmp_path)
     for name in ("wikipedia/train-0.txt.gz", "wikipedia/valid.txt.gz", "train-0.txt.gz", "valid.txt.gz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -264,7 +264,7 @@ def test_every_file_of_the_repository_is_a_plan(path, tmp_path, capsys, monkeypa
         assert (path.with_name(path.name.replace("_cluster", ""))).is_file() and "ntried" in text
 
 
-def test_the_file_of_the_documentation_is_a_plan(dry_run, tmp_path, monkeypatch):
+def test_documented_sweep_file_is_valid(dry_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wikipedia").mkdir()
     (tmp_path / "wikipedia/train-0.txt.gz").touch()

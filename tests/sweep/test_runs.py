@@ -1,4 +1,4 @@
-"""Real tiny sweeps, from the file to the table and the plot: what runs, what is not run again, and what fails."""
+"""Check tiny sweeps from the file to the table and the plot: runs, skipped runs, and failures."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from hf_attn_variants.sweep.runner import draw_sweep, markdown
 from hf_attn_variants.training.engine import checkpoints
 from hf_attn_variants.training.engine.checkpoints import lock_folder
 
-# Of a run these differ from one time to the next.
+# These values differ between runs.
 TIMES = ("runtime", "per_second", "date", "arguments")
 
 
@@ -61,17 +61,17 @@ def run(path, out, *more):
     return cli.main(["sweep", str(path), "--output_dir", str(out), "--disable_tqdm", *more])
 
 
-def what_stays(out):
-    """All that a sweep found, but for times."""
-    found = json.loads((out / "sweep_results.json").read_text())
+def results_without_times(out):
+    """Return all results of a sweep without times."""
+    result = json.loads((out / "sweep_results.json").read_text())
 
     def without_times(value):
         if isinstance(value, dict):
-            return {key: without_times(each) for key, each in value.items() if not key.endswith(TIMES)}
+            return {key: without_times(item) for key, item in value.items() if not key.endswith(TIMES)}
         return value
 
     table = [line.split("|") for line in (out / "sweep_results.md").read_text().splitlines() if line.startswith("| ")]
-    return [without_times(each) for each in found["contestants"]], [cells[:-3] + cells[-2:] for cells in table]
+    return [without_times(item) for item in result["contestants"]], [cells[:-3] + cells[-2:] for cells in table]
 
 
 @pytest.fixture(scope="module")
@@ -82,20 +82,20 @@ def undisturbed(sweep_file, tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_a_sweep_from_file_to_table_and_plot(undisturbed, sweep_file, capsys):
-    contestants, table = what_stays(undisturbed)
-    assert [each["name"] for each in contestants] == ["multi-head", "grouped"]
-    assert all(each["seeds"] == [0, 1] and set(each["runs"]) == {"0", "1"} for each in contestants)
+def test_sweep_runs_from_file_to_table_and_plot(undisturbed, sweep_file, capsys):
+    contestants, table = results_without_times(undisturbed)
+    assert [item["name"] for item in contestants] == ["multi-head", "grouped"]
+    assert all(item["seeds"] == [0, 1] and set(item["runs"]) == {"0", "1"} for item in contestants)
     # Every number is that of the training's own file, and the spread is that of these numbers.
-    for name, each in zip(("multi-head", "grouped"), contestants, strict=True):
+    for name, item in zip(("multi-head", "grouped"), contestants, strict=True):
         own = [
             json.loads((undisturbed / f"runs/{name}/seed-{seed}/trained/all_results.json").read_text())
             for seed in (0, 1)
         ]
         for metric in ("eval_pearson", "eval_loss", "num_parameters"):
             values = [results[metric] for results in own]
-            assert [each["runs"][str(seed)][metric] for seed in (0, 1)] == values
-            spread = each["spread"][metric]
+            assert [item["runs"][str(seed)][metric] for seed in (0, 1)] == values
+            spread = item["spread"][metric]
             assert spread["mean"] == pytest.approx(sum(values) / 2, rel=1e-12)
             assert (spread["min"], spread["max"]) == (min(values), max(values))
         assert own[0]["eval_loss"] != own[1]["eval_loss"] and own[0]["seed"] == 0 and own[1]["seed"] == 1
@@ -108,7 +108,7 @@ def test_a_sweep_from_file_to_table_and_plot(undisturbed, sweep_file, capsys):
 
 
 @pytest.mark.thorough
-def test_a_finished_sweep_runs_nothing_again_and_grows(undisturbed, sweep_file, tmp_path, capsys):
+def test_finished_sweep_only_runs_new_runs(undisturbed, sweep_file, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("output.log")}
@@ -117,7 +117,7 @@ def test_a_finished_sweep_runs_nothing_again_and_grows(undisturbed, sweep_file, 
     assert run(other, out) == 0
     assert {path: path.stat().st_mtime_ns for path in out.rglob("output.log")} == before
     assert "spearmanr" in (out / "sweep_results.md").read_text()
-    # With another flag it would be another run than the one that lies there.
+    # With another flag it would be another run than the existing one.
     flags = json.loads(sweep_file.read_text())["flags"]
     capsys.readouterr()
     assert run(change(sweep_file, flags=flags | {"learning_rate": "2e-3"}), out) == 2
@@ -128,7 +128,7 @@ def test_a_finished_sweep_runs_nothing_again_and_grows(undisturbed, sweep_file, 
 
 
 @pytest.mark.thorough
-def test_a_run_that_fails_loses_no_other(undisturbed, sweep_file, tmp_path, capsys):
+def test_failed_run_does_not_affect_other_runs(undisturbed, sweep_file, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
     variants = json.loads(sweep_file.read_text())["variants"]
@@ -153,9 +153,9 @@ def test_a_run_that_fails_loses_no_other(undisturbed, sweep_file, tmp_path, caps
         ({"talking_heads": "both", "calibration_file": "TEXTS"}, "`calibration` must only be given"),
         ({"cross_kv_lora_rank": 8}, "`cross_kv_lora_rank` must be a field of "),
     ],
-    ids=lambda each: "-".join(each) if isinstance(each, dict) else "",
+    ids=lambda item: "-".join(item) if isinstance(item, dict) else "",
 )
-def test_a_conversion_that_cannot_be_is_told_before_anything_runs(flags, message, sweep_file, tmp_path, capsys):
+def test_impossible_conversion_raises_before_any_run(flags, message, sweep_file, tmp_path, capsys):
     texts = tmp_path / "texts.csv"
     texts.write_text("text\n" + "the cat sees the dog\n" * 20)
     flags = {name: str(texts) if value == "TEXTS" else value for name, value in flags.items()}
@@ -168,7 +168,7 @@ def test_a_conversion_that_cannot_be_is_told_before_anything_runs(flags, message
 
 
 @pytest.mark.thorough
-def test_what_is_converted_already_needs_its_source_no_more(undisturbed, sweep_file, tmp_path, capsys):
+def test_finished_conversion_does_not_need_its_source(undisturbed, sweep_file, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(undisturbed, out)
     gone = json.loads(sweep_file.read_text())["convert"] | {"model_name_or_path": str(tmp_path / "gone")}
@@ -183,7 +183,7 @@ def test_what_is_converted_already_needs_its_source_no_more(undisturbed, sweep_f
     assert run(change(sweep_file, convert=gone, seeds=[0]), out) == 0, capsys.readouterr().err
 
 
-def test_a_folder_of_something_else_is_refused(sweep_file, tmp_path, capsys):
+def test_folder_of_another_program_raises_an_error(sweep_file, tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("mine")
     assert run(sweep_file, tmp_path) == 2
     assert "is not empty" in capsys.readouterr().err and [*tmp_path.iterdir()] == [tmp_path / "thesis.txt"]
@@ -195,7 +195,7 @@ def start(path, out):
 
 
 def kill_all(process):
-    """End a sweep and what it runs at once, as a machine that loses power does."""
+    """Kill a sweep and its runs at once, like a power failure."""
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     for child in children:
@@ -217,8 +217,8 @@ def wait_for(condition, process, seconds=240):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_at_random_it_ends_with_the_same_table(undisturbed, sweep_file, tmp_path, count):
-    """One sweep, killed again and again, each time after so many seconds of its own work; by default of one seed."""
+def test_killed_sweep_ends_with_the_same_table(undisturbed, sweep_file, tmp_path, count):
+    """Kill one sweep repeatedly after random seconds of its work; one seed by default."""
     out, kills = tmp_path / "out", 0
     path = sweep_file if count > 1 else change(sweep_file, seeds=[0])
     for seconds in draw_points(1, 12.0, 2 * count, f"sweep {count}")[1::2]:
@@ -237,12 +237,12 @@ def test_killed_at_random_it_ends_with_the_same_table(undisturbed, sweep_file, t
         shutil.copytree(undisturbed, tmp_path / "expected")
         assert run(path, tmp_path / "expected") == 0  # of its finished runs
         undisturbed = tmp_path / "expected"
-    assert what_stays(out) == what_stays(undisturbed)
+    assert results_without_times(out) == results_without_times(undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_training_with_a_checkpoint(undisturbed, sweep_file, tmp_path, number):
+def test_signal_ends_the_training_with_a_checkpoint(undisturbed, sweep_file, tmp_path, number):
     out = tmp_path / "out"
     process = start(sweep_file, out)
     first = out / "runs/multi-head/seed-0/trained"
@@ -253,31 +253,31 @@ def test_a_signal_ends_the_training_with_a_checkpoint(undisturbed, sweep_file, t
     assert "stopped by" in error
     assert not psutil.pid_exists(process.pid)
     assert run(sweep_file, out) == 0
-    assert what_stays(out) == what_stays(undisturbed)
+    assert results_without_times(out) == results_without_times(undisturbed)
 
 
 @pytest.mark.thorough
-def test_calls_share_the_runs(undisturbed, sweep_file, tmp_path):
-    """Begun together, each run is one call's, and the table is that of one call alone."""
+def test_simultaneous_calls_share_the_runs(undisturbed, sweep_file, tmp_path):
+    """Check that each run is executed by one call, and that the table equals that of one call."""
     out = tmp_path / "out"
     calls = [start(sweep_file, out) for _ in range(3)]
     errors = [call.communicate(timeout=600)[1] for call in calls]
     assert [call.returncode for call in calls] == [0, 0, 0], errors
     logs = [path.read_text() for path in out.glob("runs/*/*/output.log")]
     assert len(logs) == 4 and all(log.count(" glue ") == 1 for log in logs)
-    assert what_stays(out) == what_stays(undisturbed)
+    assert results_without_times(out) == results_without_times(undisturbed)
 
 
 @pytest.fixture
 def half_done(undisturbed, tmp_path, monkeypatch):
-    """A sweep without its last run, whose lock nobody waits for."""
+    """A sweep without its last run, with a lock timeout of zero."""
     monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.0)
     shutil.copytree(undisturbed, tmp_path / "out")
     shutil.rmtree(tmp_path / "out/runs/grouped/seed-1")
     return tmp_path / "out"
 
 
-def test_a_run_of_another_call_is_left_to_it(half_done, sweep_file):
+def test_run_of_another_call_is_skipped(half_done, sweep_file):
     last = half_done / "runs/grouped/seed-1"
     last.mkdir()
     with lock_folder(str(last)):
@@ -285,8 +285,8 @@ def test_a_run_of_another_call_is_left_to_it(half_done, sweep_file):
     assert not [*last.iterdir()] and "1 of 2" in (half_done / "sweep_results.md").read_text()
 
 
-def test_a_run_that_another_call_finishes_is_not_run_again(half_done, undisturbed, sweep_file, monkeypatch):
-    """It ends after this call read the records and before the turn of the run."""
+def test_run_that_another_call_finishes_is_not_run_again(half_done, undisturbed, sweep_file, monkeypatch):
+    """Check a run that ends after this call read the records and before its turn."""
 
     def finish_elsewhere(*args):
         shutil.copytree(undisturbed / "runs/grouped/seed-1", half_done / "runs/grouped/seed-1")
@@ -297,7 +297,7 @@ def test_a_run_that_another_call_finishes_is_not_run_again(half_done, undisturbe
     assert "2 of 2" in (half_done / "sweep_results.md").read_text().splitlines()[-1]
 
 
-def test_a_folder_that_another_program_holds(undisturbed, sweep_file, capsys, monkeypatch):
+def test_locked_sweep_folder_raises_an_error(undisturbed, sweep_file, capsys, monkeypatch):
     monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.0)
     with lock_folder(str(undisturbed)):
         assert run(sweep_file, undisturbed) == 2
@@ -305,7 +305,7 @@ def test_a_folder_that_another_program_holds(undisturbed, sweep_file, capsys, mo
 
 
 @pytest.mark.slow
-def test_accelerate_launches_the_trainings(sweep_file, tmp_path):
+def test_sweep_uses_accelerate_launch(sweep_file, tmp_path):
     root = Path(__file__).resolve().parents[2]
     launch = ["accelerate", "launch", "--config_file", str(root / "accelerate_configs/cpu.yaml")]
     out = tmp_path / "out"
@@ -318,7 +318,7 @@ def test_accelerate_launches_the_trainings(sweep_file, tmp_path):
 
 
 def results_of(points, **more):
-    """The results of a sweep: (variant, point, loss) of each contestant, with two seeds."""
+    """Return the results of a sweep: (variant, point, loss) of each contestant, with two seeds."""
     contestants = [
         {
             "name": variant,
@@ -330,11 +330,11 @@ def results_of(points, **more):
         }
         for variant, point, loss in points
     ]
-    found = {"title": "costs $ and $", "command": "uptrain", "metrics": ["eval_loss"], "curve": None}
-    return found | {"contestants": contestants} | more
+    result = {"title": "costs $ and $", "command": "uptrain", "metrics": ["eval_loss"], "curve": None}
+    return result | {"contestants": contestants} | more
 
 
-def test_a_plot_has_curves_along_numbers_and_names_otherwise():
+def test_plot_has_curves_for_numbers_and_bars_for_names():
     points = [("a", {"alpha": 0.1}, 1.0), ("a", {"alpha": 0.01}, 2.0), ("b", {"alpha": 0.01}, 3.0), ("r", {}, 4.0)]
     [axes] = draw_sweep(results_of(points, curve="alpha")).axes
     curves = {line.get_label(): line for line in axes.containers}
@@ -348,10 +348,10 @@ def test_a_plot_has_curves_along_numbers_and_names_otherwise():
     assert [text.get_text() for text in left.get_xticklabels()] == ["a"] and right.get_ylabel() == "bleu"
 
 
-def test_models_that_do_not_read_their_context_are_named():
-    found = results_of([("a", {}, 1.0), ("b", {}, 2.0)])
-    assert markdown(found).endswith("|\n")
-    for each, passed in zip(found["contestants"], (True, False), strict=True):
-        each["runs"]["0"]["gate_passed"] = passed
-    warning = markdown(found).partition("|\n\n")[2]
+def test_models_that_ignore_their_context_are_named():
+    result = results_of([("a", {}, 1.0), ("b", {}, 2.0)])
+    assert markdown(result).endswith("|\n")
+    for item, passed in zip(result["contestants"], (True, False), strict=True):
+        item["runs"]["0"]["gate_passed"] = passed
+    warning = markdown(result).partition("|\n\n")[2]
     assert warning.startswith("Not trained enough to compare attention: b. ") and warning.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The configs of `accelerate_configs/`: accelerate reads them, and what they ask for trains like one process."""
+"""Check the files of `accelerate_configs/`: accelerate reads them, and trainings equal those of one process."""
 
 import importlib
 import json
@@ -38,7 +38,7 @@ TYPES = {
 }
 
 
-def test_there_is_a_test_for_each_config():
+def test_every_config_has_a_test():
     assert {path.stem for path in CONFIGS.iterdir()} == TYPES.keys()
 
 
@@ -46,7 +46,7 @@ def test_there_is_a_test_for_each_config():
 def test_accelerate_knows_every_key(name):
     path = str(CONFIGS / f"{name}.yaml")
     assert load_config_from_file(path).distributed_type == TYPES[name]  # raises for a key that it does not know
-    # Keys below fsdp_config and deepspeed_config it takes as they are: they must be options of its launcher.
+    # accelerate does not check keys below fsdp_config and deepspeed_config, which must be launcher options.
     known = vars(launch_command_parser().parse_args(["script.py"]))
     settings = yaml.safe_load(Path(path).read_text())
     for section in ("fsdp_config", "deepspeed_config"):
@@ -64,7 +64,7 @@ def test_accelerate_knows_every_key(name):
         ("T5ForConditionalGeneration", {"num_layers": 1, "d_ff": 16}, {"T5Block"}),
     ],
 )
-def test_fsdp2_shards_layers_that_the_models_have(name, sizes, layers):
+def test_fsdp2_shards_existing_layer_classes(name, sizes, layers):
     # Without fsdp_transformer_layer_cls_to_wrap they are those of `_no_split_modules`; ALBERT names none, since its
     # layers share one set of weights, and is sharded as a whole.
     model_class = getattr(hf_attn_variants, f"AttnVariant{name}")
@@ -73,7 +73,7 @@ def test_fsdp2_shards_layers_that_the_models_have(name, sizes, layers):
     assert layers <= set(model._no_split_modules) and layers <= {type(module).__name__ for module in model.modules()}
 
 
-def test_deepspeed_gets_the_batch_size_and_refuses_what_it_would_do_otherwise():
+def test_deepspeed_gets_the_batch_size_and_unsupported_options_raise():
     config = {"gradient_clipping": 1.0, "gradient_accumulation_steps": 4}
     flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", "o", "--max_grad_norm", "0.5"]
     configure_deepspeed(parse_args(flags), config)
@@ -100,7 +100,7 @@ def _session(tmp_path, *flags):
     return open_session(parse_args(flags))
 
 
-def test_a_number_of_accelerates_environment_does_not_divide_the_gradient(tmp_path, monkeypatch):
+def test_accelerate_environment_does_not_scale_the_gradient(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     weight = torch.ones(1, requires_grad=True)
     with _session(tmp_path) as accelerator:
@@ -108,7 +108,7 @@ def test_a_number_of_accelerates_environment_does_not_divide_the_gradient(tmp_pa
     assert weight.grad == 1
 
 
-def test_adafactor_is_refused_under_fsdp2(tmp_path, monkeypatch):
+def test_adafactor_with_fsdp2_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "is_fsdp2", True)
     with pytest.raises(ValueError, match="--optim adafactor cannot"), _session(tmp_path, "--optim", "adafactor"):
         pass
@@ -116,9 +116,9 @@ def test_adafactor_is_refused_under_fsdp2(tmp_path, monkeypatch):
 
 
 def run_fsdp(environment, command, argv):
-    """Run a training command as `accelerate launch` would under FSDP2, on the CPU."""
+    """Run a training command like `accelerate launch` with FSDP2, on the CPU."""
     os.environ.update(environment)
-    # accelerate turns FSDP off where it sees no accelerator: the process is told that it has one.
+    # accelerate disables FSDP without an accelerator, so the test pretends that there is one.
     PartialState._prepare_backend = lambda self, *args, **others: ("gloo", DistributedType.MULTI_GPU)
     script = importlib.import_module(f"hf_attn_variants.commands.{command}")
     script.main(script.parse_args(argv))
@@ -141,7 +141,7 @@ def launch(config, script, *argv):
 
 @pytest.fixture
 def launch_fsdp():
-    """Run a command with the variables that `accelerate launch` sets from fsdp2.yaml, in two forked processes."""
+    """Run a command with the environment variables of `accelerate launch` and fsdp2.yaml, in two forked processes."""
     argv = ["--config_file", CONFIGS / "fsdp2.yaml", "--num_processes", 2, "--mixed_precision", "no", "script.py"]
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args([str(part) for part in argv]))
     set_by_it = {name: value for name, value in prepare_multi_gpu_env(args).items() if name not in os.environ}
@@ -161,9 +161,9 @@ def losses(folder):
 
 
 def weights_are_close(one, other):
-    found, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert found.keys() == expected.keys()
-    return all(torch.allclose(found[name], expected[name], atol=1e-5) for name in found)
+    result, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert result.keys() == expected.keys()
+    return all(torch.allclose(result[name], expected[name], atol=1e-5) for name in result)
 
 
 def glue_flags(model, glue, out, batch_size, *more):
@@ -189,7 +189,7 @@ def one_process(variant, glue, tmp_path_factory):
 
 
 @pytest.mark.thorough
-def test_two_processes_on_cpus_train_like_one_and_resume_to_the_same_bits(variant, glue, one_process, tmp_path):
+def test_two_cpu_processes_equal_one_and_resume_bitwise_equal(variant, glue, one_process, tmp_path):
     launch("cpu.yaml", ROOT / "scripts/run_glue.py", *glue_flags(variant, glue, tmp_path / "two", 2, "--cpu"))
     assert (tmp_path / "two/checkpoint-4/random_states_1.pkl").is_file()
     assert len(losses(one_process)) == 6
@@ -207,7 +207,7 @@ def test_two_processes_on_cpus_train_like_one_and_resume_to_the_same_bits(varian
 
 
 @pytest.mark.thorough
-def test_fsdp2_trains_like_one_process_and_resumes_to_the_same_bits(variant, glue, one_process, launch_fsdp, tmp_path):
+def test_fsdp2_equals_one_process_and_resumes_bitwise_equal(variant, glue, one_process, launch_fsdp, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     launch_fsdp("glue", *glue_flags(variant, glue, whole, 2))
     assert (whole / "checkpoint-4/pytorch_model_fsdp_0/__1_0.distcp").is_file()  # each process saved its share

@@ -1,4 +1,4 @@
-"""Exact resume: a run killed with SIGKILL goes on to the losses of one that was not."""
+"""Check exact resume: a run that is killed with SIGKILL ends with the losses of an uninterrupted run."""
 
 import json
 import shutil
@@ -67,18 +67,18 @@ def records(out):
         (True, (6, 9, 12), ["--mixed_precision", "bf16", "--weight_decay", "0.1"]),
     ],
 )
-def test_killed_run_resumes_bit_equal(tiny_bert, glue, tmp_path, in_checkpoint, steps, more):
+def test_killed_run_resumes_bitwise_equal(tiny_bert, glue, tmp_path, in_checkpoint, steps, more):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     expected = main(parse_args(flags(tiny_bert, glue, whole, *more)))
     step = draw_step(steps)
     kill = Signal(signal.SIGKILL, step, in_checkpoint=in_checkpoint)
     statuses, output = run_processes(1, run_script, "run_glue", flags(tiny_bert, glue, killed, *more), kill)
     assert statuses == [-signal.SIGKILL], output
-    found = [path.name for path in checkpoints.list_checkpoints(killed)]
+    result = [path.name for path in checkpoints.list_checkpoints(killed)]
     if in_checkpoint:
-        assert found[-1] == f"checkpoint-{step - 3}" and (killed / f".tmp-checkpoint-{step}").is_dir()
+        assert result[-1] == f"checkpoint-{step - 3}" and (killed / f".tmp-checkpoint-{step}").is_dir()
     else:
-        assert found == [f"checkpoint-{saved}" for saved in range(3, step + 1, 3)][-2:]
+        assert result == [f"checkpoint-{saved}" for saved in range(3, step + 1, 3)][-2:]
     results = main(parse_args(flags(tiny_bert, glue, killed, *more, "--resume_from_checkpoint", "latest")))
     assert records(killed) == records(whole)
     untimed = [
@@ -120,7 +120,7 @@ def test_resume_from_an_earlier_checkpoint_repeats_the_rest(trained):
         ("train_state.json", b'{"stage": 3}', r"checkpoint-3/train_state\.json is not the state"),
     ],
 )
-def test_a_damaged_checkpoint_is_named(once_trained, tiny_bert, glue, tmp_path, name, content, message):
+def test_damaged_checkpoint_error_names_the_file(once_trained, tiny_bert, glue, tmp_path, name, content, message):
     damaged = shutil.copytree(once_trained / "checkpoint-3", tmp_path / "checkpoint-3")
     assert (damaged / name).is_file()
     (damaged / name).write_bytes(content)
@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_named(once_trained, tiny_bert, glue, tmp_path, 
         main(parse_args(flags(tiny_bert, glue, tmp_path / "out", "--resume_from_checkpoint", str(damaged))))
 
 
-def test_resume_refuses_what_would_not_be_exact(trained, tmp_path):
+def test_inexact_resume_raises_an_error(trained, tmp_path):
     out, again = trained
     with pytest.raises(ValueError, match="per_device_train_batch_size was 4 and is 2"):
         again("--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "2")
@@ -165,7 +165,7 @@ def test_resume_refuses_what_would_not_be_exact(trained, tmp_path):
         ("--train_file", None, "hash of the training data was [0-9a-f]{16} and is [0-9a-f]{16}"),
     ],
 )
-def test_a_resume_with_a_changed_option_is_refused_by_name(
+def test_resume_with_a_changed_option_error_names_the_option(
     once_trained, tiny_bert, glue, tmp_path, flag, value, message
 ):
     if flag == "--model_name_or_path":
@@ -186,7 +186,7 @@ def test_a_resume_with_a_changed_option_is_refused_by_name(
     assert records(once_trained) == before
 
 
-def test_a_checkpoint_from_elsewhere_needs_an_empty_folder(once_trained, tiny_bert, glue, tmp_path):
+def test_checkpoint_of_another_folder_needs_an_empty_output_folder(once_trained, tiny_bert, glue, tmp_path):
     argv = flags(tiny_bert, glue, tmp_path / "other", "--resume_from_checkpoint", str(once_trained / "checkpoint-12"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other/train_log.jsonl").write_text("precious")
@@ -199,7 +199,7 @@ def test_a_checkpoint_from_elsewhere_needs_an_empty_folder(once_trained, tiny_be
 
 
 @pytest.mark.thorough
-def test_resume_on_another_number_of_threads_warns(trained, caplog):
+def test_resume_with_another_thread_count_gives_a_warning(trained, caplog):
     out, again = trained
     state = out / "checkpoint-12/train_state.json"
     again("--resume_from_checkpoint", "latest")
@@ -209,7 +209,7 @@ def test_resume_on_another_number_of_threads_warns(trained, caplog):
     assert f"CPU threads was 64 and is {torch.get_num_threads()}" in caplog.text
 
 
-def test_a_failing_write_keeps_the_last_checkpoint_and_no_half_one(tiny_bert, glue, tmp_path, monkeypatch):
+def test_failed_write_keeps_the_last_checkpoint_and_no_partial_one(tiny_bert, glue, tmp_path, monkeypatch):
     save = loop.save_checkpoint
 
     def disk_full(accelerator, state, *others):
@@ -226,7 +226,7 @@ def test_a_failing_write_keeps_the_last_checkpoint_and_no_half_one(tiny_bert, gl
     "words",
     ["[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0", "basic_ios::clear: file write failed"],
 )
-def test_a_full_disk_is_named_where_torch_does_not(tmp_path, monkeypatch, words):
+def test_full_disk_error_is_reported_instead_of_the_torch_error(tmp_path, monkeypatch, words):
     def save_state(folder):
         raise RuntimeError(words)
 
@@ -237,7 +237,7 @@ def test_a_full_disk_is_named_where_torch_does_not(tmp_path, monkeypatch, words)
     assert words not in str(caught.value)
 
 
-def test_only_whole_checkpoints_are_listed_in_order(tmp_path):
+def test_only_complete_checkpoints_are_listed_in_order(tmp_path):
     for name in ("checkpoint-10", "checkpoint-9", ".tmp-checkpoint-11", "checkpoint-12", "checkpoint-x"):
         (tmp_path / name).mkdir()
         if name != "checkpoint-12":

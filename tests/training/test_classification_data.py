@@ -1,4 +1,4 @@
-"""A user's tables as splits: columns found by name, labels of every kind, and what is refused with its row."""
+"""Check user tables as splits: detected columns, all kinds of labels, and errors that name the row."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ NO_CLASSIFIER = SimpleNamespace(architectures=["BertModel"], id2label={0: "LABEL
 
 @pytest.fixture
 def load(tmp_path):
-    """Writes files by name and reads those that are called train, dev and test, with these flags."""
+    """A function that writes files and reads train, dev and test with given flags."""
 
     def call(files, *flags, config=NO_CLASSIFIER):
         argv = ["model", "--output_dir", "out"]
@@ -40,8 +40,8 @@ def load(tmp_path):
             content = text if isinstance(text, bytes) else text.encode()
             (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
         for flag, start in (("train_file", "train"), ("validation_file", "dev"), ("test_file", "test")):
-            if found := [str(tmp_path / name) for name in files if name.startswith(start)]:
-                argv += [f"--{flag}", *found]
+            if result := [str(tmp_path / name) for name in files if name.startswith(start)]:
+                argv += [f"--{flag}", *result]
         return load_classification_data(parse_args([*argv, *map(str, flags)]), config)
 
     return call
@@ -73,7 +73,7 @@ def columns_of(split):
         ([("yes", "no"), ("no", "yes")], (MULTI_LABEL, ("no", "yes"))),
     ],
 )
-def test_labels_say_what_they_are(cells, expected):
+def test_problem_type_is_detected_from_labels(cells, expected):
     kind, names = expected
     assert infer_problem_type(cells, str) == kind
     if names is not None:
@@ -94,7 +94,7 @@ def test_labels_say_what_they_are(cells, expected):
         ([str(i) for i in range(201)] * 2, "201.*402.*'0'"),
     ],
 )
-def test_what_could_be_meant_otherwise_is_refused(cells, message):
+def test_ambiguous_labels_raise_an_error(cells, message):
     with pytest.raises(ValueError, match=message):
         infer_problem_type(cells, lambda row: f"row {row}")
 
@@ -103,13 +103,13 @@ def test_what_could_be_meant_otherwise_is_refused(cells, message):
 @pytest.mark.parametrize(
     "two", [("[1, 0]", "[0, 1]"), ("[0.0, 1.0]", "[1.0, 0.0]"), ("[true, false]", "[false, true]")]
 )
-def test_lists_that_say_of_each_class_whether_the_row_has_it_are_no_names(load, two, flags):
+def test_indicator_lists_are_not_label_names(load, two, flags):
     rows = "".join(f'{{"text": "a", "label": {label}}}\n' for label in two)
     with pytest.raises(ValueError, match=r"row 1.*seems to indicate"):
         load({"train.jsonl": rows, "dev.jsonl": rows}, *flags)
 
 
-def test_labels_that_look_alike_and_labels_of_all_rows_are_told(load, caplog):
+def test_similar_labels_and_labels_of_all_rows_give_a_warning(load, caplog):
     names = ("caf\u00e9", "cafe\u0301", "pos", "pos\u200b")
     rows = "".join(json.dumps({"text": "a", "label": [name, "any"]}) + "\n" for name in names)
     load({"train.jsonl": rows, "dev.jsonl": rows})
@@ -119,7 +119,7 @@ def test_labels_that_look_alike_and_labels_of_all_rows_are_told(load, caplog):
     assert "Every training row has the label 'any'" in caplog.text
 
 
-def test_two_hundred_labels_are_classes():
+def test_up_to_two_hundred_labels_are_classes():
     assert infer_problem_type([f"intent {i}" for i in range(200)] * 2, str) == SINGLE_LABEL
 
 
@@ -141,7 +141,7 @@ def test_two_hundred_labels_are_classes():
         (False, None, "False"),
     ],
 )
-def test_a_cell_is_read(value, separator, expected):
+def test_label_cell_is_parsed(value, separator, expected):
     assert read_cell(value, separator, "here") == expected
 
 
@@ -162,7 +162,7 @@ def test_a_cell_is_read(value, separator, expected):
         ("\ud800", None, ".*got half a surrogate pair"),
     ],
 )
-def test_a_cell_that_is_no_label_is_refused(value, separator, message):
+def test_invalid_label_cell_raises_an_error(value, separator, message):
     with pytest.raises(ValueError, match=f"^here: {message}"):
         read_cell(value, separator, "here")
 
@@ -181,19 +181,19 @@ def test_a_cell_that_is_no_label_is_refused(value, separator, message):
         (REGRESSION, ("1",), "row 0.*list.*regression"),
     ],
 )
-def test_a_label_of_another_kind_names_its_row(kind, cell, message):
+def test_label_of_another_type_error_names_the_row(kind, cell, message):
     scheme = LabelScheme(kind, () if kind == REGRESSION else ("a", "b"))
     with pytest.raises(ValueError, match=message):
         scheme.encode([cell], lambda row: f"row {row}")
 
 
-def test_labels_become_numbers():
+def test_labels_are_mapped_to_ids():
     assert LabelScheme(SINGLE_LABEL, ("a", "b")).encode(["b", "a"], str) == [1, 0]
     assert LabelScheme(MULTI_LABEL, ("a", "b")).encode([("b",), (), ("b", "a")], str) == [[0, 1], [0, 0], [1, 1]]
     assert LabelScheme(REGRESSION, ()).encode(["-1", "2.5"], str) == [-1.0, 2.5]
 
 
-def test_weights_are_balanced_as_scikit_learn_does_or_given():
+def test_class_weights_equal_scikit_learn_or_are_given():
     scheme, values = LabelScheme(SINGLE_LABEL, ("a", "b", "c")), [0, 1, 1, 2, 2, 2, 2]
     expected = compute_class_weight("balanced", classes=np.arange(3), y=values).tolist()
     assert compute_class_weights("balanced", scheme, values) == pytest.approx(expected)
@@ -226,7 +226,7 @@ def test_weights_are_balanced_as_scikit_learn_does_or_given():
         ("TEXT text label", ("text",), "label"),
     ],
 )
-def test_common_names_are_found(columns, texts, label):
+def test_common_column_names_are_detected(columns, texts, label):
     record = dict.fromkeys(columns.split(), "x")
     assert find_text_columns(record, "t.csv, row 1") == texts
     assert find_label_column(record, "t.csv, row 1", texts) == label
@@ -243,7 +243,7 @@ def test_common_names_are_found(columns, texts, label):
         ("Text TEXT label", "common name for texts"),
     ],
 )
-def test_other_names_are_to_be_given(columns, message):
+def test_unknown_column_names_must_be_given(columns, message):
     record = dict.fromkeys(columns.split(), "x")
     with pytest.raises(ValueError, match=message):
         find_label_column(record, "t.csv, row 1", find_text_columns(record, "t.csv, row 1"))
@@ -252,7 +252,7 @@ def test_other_names_are_to_be_given(columns, message):
 # Files
 
 
-def test_files_of_all_kinds_give_the_same_rows(load):
+def test_all_file_formats_give_the_same_rows(load):
     rows = [('a, "b"\nc', "yes"), ("d", "no"), ("é\u2028", "yes")]
     csv = '\ufefftext,label\r\n"a, ""b""\nc", yes\r\nd,no\r\né\u2028,yes\r\n'
     lines = "".join(json.dumps({"label": label, "text": text}) + "\n" for text, label in rows)
@@ -264,18 +264,18 @@ def test_files_of_all_kinds_give_the_same_rows(load):
         {"train.json": listed},
         {"train.jsonl.gz": lines},
     ):
-        found = load(files)
-        assert columns_of(found.splits["train"]) == {
+        result = load(files)
+        assert columns_of(result.splits["train"]) == {
             "text1": [text for text, _ in rows],
             "index": [1, 2, 3],
             "label": [1, 0, 1],
         }
-        assert found.scheme == LabelScheme(SINGLE_LABEL, ("no", "yes")) and found.text_columns == ("text",)
+        assert result.scheme == LabelScheme(SINGLE_LABEL, ("no", "yes")) and result.text_columns == ("text",)
     tabs = load({"train.tsv": 'text\tlabel\na "b\t0\nc\t1\n'})
     assert columns_of(tabs.splits["train"])["text1"] == ['a "b', "c"]
 
 
-def test_several_files_are_one_split_and_rows_are_named_by_their_own(load):
+def test_several_files_form_one_split_and_errors_name_the_file(load):
     files = {"train1.csv": "text,label\na,x\nb,y\n", "train2.jsonl": '{"text": "c", "label": "x"}\n'}
     train = load(files).splits["train"]
     assert train.data["index"][:] == [1, 2, 1] and train.describe_row(2).endswith("train2.jsonl, line 1, row 1")
@@ -285,25 +285,25 @@ def test_several_files_are_one_split_and_rows_are_named_by_their_own(load):
 
 
 @pytest.mark.parametrize("second", ["text,topic\nc,good\n", "text\nc\n"])
-def test_a_second_file_without_the_label_column_is_named(load, second):
+def test_second_file_without_the_label_column_is_named(load, second):
     files = {"train1.csv": "text,label\na,good\nb,bad\n", "train2.csv": second, "dev.csv": "text,label\na,good\n"}
     with pytest.raises(ValueError, match=r"train2.csv, line 1, the header: .*no column 'label'"):
         load(files)
 
 
-def test_pairs_nested_columns_and_odd_names(load):
+def test_pairs_nested_columns_and_unusual_names_are_read(load):
     rows = '{"t": {"left": "a", "right": "b"}, "y z": 0.5}\n{"t": {"left": "c", "right": "d"}, "y z": 3}\n'
-    found = load({"train.jsonl": rows}, "--text_columns", "t.left", "t.right", "--label_column", "y z")
-    assert columns_of(found.splits["train"]) == {
+    result = load({"train.jsonl": rows}, "--text_columns", "t.left", "t.right", "--label_column", "y z")
+    assert columns_of(result.splits["train"]) == {
         "text1": ["a", "c"],
         "text2": ["b", "d"],
         "index": [1, 2],
         "label": [0.5, 3.0],
     }
-    assert found.scheme.problem_type == REGRESSION
+    assert result.scheme.problem_type == REGRESSION
 
 
-def test_a_decimal_comma_is_no_name_of_a_class(load):
+def test_decimal_comma_raises_an_error(load):
     table = {"train.csv": "text;label\na, b;2,5\nc;1,0\n"}
     with pytest.raises(ValueError, match=r"train.csv, line 2, row 1.*'2,5'"):
         load(table)
@@ -311,14 +311,14 @@ def test_a_decimal_comma_is_no_name_of_a_class(load):
     assert load(table, "--label_separator", ",").scheme.names == ("0", "1", "2", "5")
 
 
-def test_several_labels_a_row_of_cells_and_of_lists(load):
+def test_multilabel_cells_and_lists_are_read(load):
     flags = "--label_separator", ";"
     cells = load({"train.csv": "text,labels\na,x;y\nb,\nc,z; x\n"}, *flags)
-    lists = load({"train.jsonl": "".join(json.dumps({"text": t, "labels": each}) + "\n" for t, each in (
+    lists = load({"train.jsonl": "".join(json.dumps({"text": t, "labels": item}) + "\n" for t, item in (
         ("a", ["x", "y"]), ("b", []), ("c", ["z", "x"])))})  # fmt: skip
-    for found in (cells, lists):
-        assert found.scheme == LabelScheme(MULTI_LABEL, ("x", "y", "z"))
-        assert found.splits["train"].data["label"][:] == [[1, 1, 0], [0, 0, 0], [1, 0, 1]]
+    for result in (cells, lists):
+        assert result.scheme == LabelScheme(MULTI_LABEL, ("x", "y", "z"))
+        assert result.splits["train"].data["label"][:] == [[1, 1, 0], [0, 0, 0], [1, 0, 1]]
 
 
 TRAIN = "text,label\na,x\nb,y\n"
@@ -345,7 +345,7 @@ TRAIN = "text,label\na,x\nb,y\n"
         ("", r"dev.csv must have at least one row"),
     ],
 )
-def test_what_is_wrong_with_a_table_names_the_row(load, dev, message):
+def test_table_error_names_the_row(load, dev, message):
     with pytest.raises(ValueError, match=message):
         load({"train.csv": TRAIN, "dev.csv": dev})
 
@@ -362,33 +362,33 @@ def test_what_is_wrong_with_a_table_names_the_row(load, dev, message):
         ({"text": "b"}, "row 2, column 'label'.*no label"),
     ],
 )
-def test_what_is_wrong_with_an_object_names_the_row(load, row, message):
+def test_json_object_error_names_the_row(load, row, message):
     rows = [{"text": "a", "label": "x"}, row, {"text": "c", "label": "y"}]
     with pytest.raises(ValueError, match=message):
-        load({"train.jsonl": "".join(json.dumps(each) + "\n" for each in rows)})
+        load({"train.jsonl": "".join(json.dumps(item) + "\n" for item in rows)})
 
 
-def test_blank_texts_are_rows_and_said(load, caplog):
-    found = load({"train.csv": "text,label\n,x\nb,y\n \t,y\n"})
-    assert found.splits["train"].data["text1"][:] == ["", "b", " \t"]
+def test_blank_texts_are_kept_with_a_warning(load, caplog):
+    result = load({"train.csv": "text,label\n,x\nb,y\n \t,y\n"})
+    assert result.splits["train"].data["text1"][:] == ["", "b", " \t"]
     assert "train: 2 of 3 rows have a blank text" in caplog.text
     assert "train.csv, line 2, row 1" in caplog.text
 
 
-def test_one_class_is_nothing_to_learn(load):
+def test_single_class_raises_an_error(load):
     with pytest.raises(ValueError, match=r"train.csv, line 2, row 1, column 'label'.*label 'x'"):
         load({"train.csv": "text,label\na,x\nb,x\n"})
     with pytest.raises(ValueError, match="training row has a label"):
         load({"train.csv": "text,label\na,\nb,\n"}, "--label_separator", ";")
 
 
-def test_labels_that_differ_in_case_alone_are_kept_apart_and_said(load, caplog):
-    found = load({"train.csv": "text,label\na,Good\nb,good\nc,bad\n"})
-    assert found.scheme.names == ("Good", "bad", "good")
+def test_labels_that_differ_only_in_case_stay_distinct_with_a_warning(load, caplog):
+    result = load({"train.csv": "text,label\na,Good\nb,good\nc,bad\n"})
+    assert result.scheme.names == ("Good", "bad", "good")
     assert "differ only in case are different labels: 'Good', 'good'" in caplog.text
 
 
-def test_a_problem_type_that_is_given_decides(load):
+def test_given_problem_type_is_used(load):
     words = load({"train.csv": "text,label\na,1\nb,many\n"}, "--problem_type", SINGLE_LABEL)
     assert words.scheme.names == ("1", "many")
     stars = load({"train.csv": "text,label\na,1\nb,5\n"}, "--problem_type", REGRESSION)
@@ -401,10 +401,10 @@ def test_a_problem_type_that_is_given_decides(load):
         load({"train.csv": "text,label\na,0.5\nb,1\n"}, "--labels", "a", "b")
 
 
-def test_labels_may_be_named_in_another_order_and_beyond_the_training_rows(load, caplog):
-    found = load({"train.csv": TRAIN, "dev.csv": "text,label\na,z\n"}, "--labels", "z", "y", "x")
-    assert found.scheme.names == ("z", "y", "x") and found.splits["train"].data["label"][:] == [2, 1]
-    assert found.splits["validation"].data["label"][:] == [0]
+def test_label_names_may_be_reordered_and_extended(load, caplog):
+    result = load({"train.csv": TRAIN, "dev.csv": "text,label\na,z\n"}, "--labels", "z", "y", "x")
+    assert result.scheme.names == ("z", "y", "x") and result.splits["train"].data["label"][:] == [2, 1]
+    assert result.splits["validation"].data["label"][:] == [0]
     assert "No training row has the labels 'z'" in caplog.text
     with pytest.raises(ValueError, match=r"train.csv, line 3, row 2, column 'label'.*'x', 'z', got 'y'"):
         load({"train.csv": TRAIN}, "--labels", "x", "z")
@@ -419,19 +419,19 @@ def test_labels_may_be_named_in_another_order_and_beyond_the_training_rows(load,
         ("text,label\na,y\nb,x\n", [1, 0]),
     ],
 )
-def test_a_test_table_may_have_labels(load, test, labels):
-    found = load({"train.csv": TRAIN, "test.csv": test}).splits["test"]
-    assert len(found) == 2 and (found.data["label"][:] if "label" in found.data.column_names else None) == labels
+def test_test_table_may_have_labels(load, test, labels):
+    result = load({"train.csv": TRAIN, "test.csv": test}).splits["test"]
+    assert len(result) == 2 and (result.data["label"][:] if "label" in result.data.column_names else None) == labels
 
 
-def test_a_test_table_has_all_labels_or_none(load):
+def test_partly_labeled_test_table_raises_an_error(load):
     with pytest.raises(ValueError, match=r"test.csv, line 3, row 2, column 'label'.*no label"):
         load({"train.csv": TRAIN, "test.csv": "text,label\na,x\nb,\n"})
     minus_one = {"train.csv": "text,label\na,-1\nb,1\n", "test.csv": "text,label\na,-1\nb,-1\n"}
     assert load(minus_one).splits["test"].data["label"][:] == [0, 0]
 
 
-def test_what_was_decided_is_said(load, caplog):
+def test_detected_settings_are_printed(load, caplog):
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
         load({"train.csv": TRAIN})
         load({"train.csv": "text,label\na,0.5\nb,-1\n"})
@@ -448,14 +448,14 @@ def classifier(names, kind=None):
     )
 
 
-def test_a_run_that_only_evaluates_has_the_models_labels(load):
+def test_evaluation_uses_the_labels_of_the_model(load):
     only = "--num_train_epochs", 0
     rows = {"dev.csv": "text,label\na,b\nc,a\n"}
     assert load(rows, *only, config=classifier(["b", "a"])).splits["validation"].data["label"][:] == [0, 1]
     numbers = {"dev.csv": "text,label\na,1\nc,0\n"}
     assert load(numbers, *only, config=classifier(["LABEL_0", "LABEL_1"])).scheme.names == ("0", "1")
-    found = load(numbers, *only, config=classifier(["score"], REGRESSION))
-    assert found.splits["validation"].data["label"][:] == [1.0, 0.0]
+    result = load(numbers, *only, config=classifier(["score"], REGRESSION))
+    assert result.splits["validation"].data["label"][:] == [1.0, 0.0]
     alone = load({"test.csv": "text,other\na,b\n"}, *only, config=classifier(["b", "a"]))
     assert alone.label_column is None and list(alone.splits) == ["test"]
     for config, message in (
@@ -479,35 +479,38 @@ def load_source(monkeypatch):
     return call
 
 
-def test_names_of_classes_come_with_a_datasets_source(load_source):
+def test_class_names_come_from_the_dataset(load_source):
     features = Features({"text": Value("string"), "label": ClassLabel(names=["world", "sports"])})
     rows = Dataset.from_dict({"text": ["a", "b"], "label": [0, 1]}, features=features)
     hidden = Dataset.from_dict({"text": ["c", "d"], "label": [-1, -1]}, features=features)
-    found = load_source({"train": rows, "validation": rows, "test": hidden})
-    assert found.scheme == LabelScheme(SINGLE_LABEL, ("world", "sports"))
-    assert found.splits["train"].data["label"][:] == [0, 1] and "label" not in found.splits["test"].data.column_names
+    result = load_source({"train": rows, "validation": rows, "test": hidden})
+    assert result.scheme == LabelScheme(SINGLE_LABEL, ("world", "sports"))
+    assert result.splits["train"].data["label"][:] == [0, 1] and "label" not in result.splits["test"].data.column_names
     several = Features({"text": Value("string"), "label": ListFeature(ClassLabel(names=["joy", "anger"]))})
     many = Dataset.from_dict({"text": ["a", "b"], "label": [[1], [0, 1]]}, features=several)
-    found = load_source({"train": many, "dev": many}, "--validation_split_name", "dev")
-    assert found.scheme == LabelScheme(MULTI_LABEL, ("joy", "anger")) and list(found.splits) == ["train", "validation"]
-    assert found.splits["validation"].data["label"][:] == [[0, 1], [1, 1]]
+    result = load_source({"train": many, "dev": many}, "--validation_split_name", "dev")
+    assert result.scheme == LabelScheme(MULTI_LABEL, ("joy", "anger")) and list(result.splits) == [
+        "train",
+        "validation",
+    ]
+    assert result.splits["validation"].data["label"][:] == [[0, 1], [1, 1]]
 
 
-def test_the_numbers_of_a_source_count_where_the_model_names_no_class(load_source):
+def test_dataset_ids_are_used_if_the_model_names_no_class(load_source):
     features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
     rows, only = (
         Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features),
         ("--num_train_epochs", "0"),
     )
-    found = load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1"]))
-    assert found.scheme.names == ("neg", "pos") and found.splits["validation"].data["label"][:] == [1, 0]
+    result = load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1"]))
+    assert result.scheme.names == ("neg", "pos") and result.splits["validation"].data["label"][:] == [1, 0]
     with pytest.raises(ValueError, match="'0', '1', '2', got 'pos'"):
         load_source({"validation": rows}, *only, config=classifier(["LABEL_0", "LABEL_1", "LABEL_2"]))
-    found = load_source({"validation": rows}, *only, config=classifier(["pos", "neg"]))
-    assert found.splits["validation"].data["label"][:] == [0, 1]
+    result = load_source({"validation": rows}, *only, config=classifier(["pos", "neg"]))
+    assert result.splits["validation"].data["label"][:] == [0, 1]
 
 
-def test_a_datasets_source_that_is_wrong_is_refused(load_source):
+def test_invalid_dataset_raises_an_error(load_source):
     rows = Dataset.from_dict({"text": ["a", None], "label": [0.5, 1.5]})
     with pytest.raises(ValueError, match=r"me/data \(train\), row 2: Column 'text' holds no text but None"):
         load_source({"train": rows})
@@ -521,7 +524,7 @@ def test_a_datasets_source_that_is_wrong_is_refused(load_source):
         load_source({"train": rows}, "--num_train_epochs", "0")
 
 
-def test_a_source_that_cannot_be_had_is_an_os_error(monkeypatch):
+def test_unavailable_dataset_raises_an_os_error(monkeypatch):
     def fail(name, config):
         raise RuntimeError("no network")
 
@@ -531,7 +534,7 @@ def test_a_source_that_cannot_be_had_is_an_os_error(monkeypatch):
         load_classification_data(parse_args(flags), NO_CLASSIFIER)
 
 
-def test_a_separator_that_divides_nothing_is_told(load, caplog):
+def test_unused_label_separator_gives_a_warning(load, caplog):
     table = {name: "text,label\na,x | y\nb,x\nc,y\n" for name in ("train.csv", "dev.csv")}
     load(table, "--label_separator", "|")
     assert "no training row" not in caplog.text

@@ -1,4 +1,4 @@
-"""Scores of classification and regression against scikit-learn and by hand, what is not defined, and the loss."""
+"""Compare scores of classification and regression with scikit-learn, and check undefined scores and the loss."""
 
 import math
 from types import SimpleNamespace
@@ -40,48 +40,48 @@ def made(kind, classes, rows=60, seed=0):
 
 
 @pytest.mark.parametrize("classes", [2, 5])
-def test_one_label_a_row_is_scored_as_scikit_learn_does(classes):
-    scheme, found, labels = made(SINGLE_LABEL, classes)
+def test_single_label_scores_equal_scikit_learn(classes):
+    scheme, result, labels = made(SINGLE_LABEL, classes)
     values, details = (
-        compute_classification_metrics(scheme, found, labels),
-        compute_metric_details(scheme, found, labels),
+        compute_classification_metrics(scheme, result, labels),
+        compute_metric_details(scheme, result, labels),
     )
     assert tuple(values) == METRICS_BY_PROBLEM[SINGLE_LABEL]
-    assert values["accuracy"] == values["f1_micro"] == pytest.approx((found.chosen == labels).mean())
-    precision, recall, f1, support = precision_recall_fscore_support(labels, found.chosen, zero_division=0)
+    assert values["accuracy"] == values["f1_micro"] == pytest.approx((result.chosen == labels).mean())
+    precision, recall, f1, support = precision_recall_fscore_support(labels, result.chosen, zero_division=0)
     assert values["f1_macro"] == pytest.approx(f1.mean())
     rows = details["per_class"].values()
     for name, expected in (("precision", precision), ("recall", recall), ("f1", f1), ("support", support)):
         assert [row[name] for row in rows] == pytest.approx(expected.tolist())
-    shares = found.probabilities[:, 1] if classes == 2 else found.probabilities
+    shares = result.probabilities[:, 1] if classes == 2 else result.probabilities
     assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, shares, multi_class="ovr"))
     matrix = np.array(details["confusion_matrix"])
-    assert matrix.sum() == len(labels) and matrix.trace() == (found.chosen == labels).sum()
+    assert matrix.sum() == len(labels) and matrix.trace() == (result.chosen == labels).sum()
     assert matrix.sum(1).tolist() == support.tolist()
     assert matrix.sum(0).tolist() == [row["predicted"] for row in rows] and "undefined" not in details
 
 
-def test_several_labels_a_row_are_scored_as_scikit_learn_does():
-    scheme, found, labels = made(MULTI_LABEL, 4)
+def test_multilabel_scores_equal_scikit_learn():
+    scheme, result, labels = made(MULTI_LABEL, 4)
     values, details = (
-        compute_classification_metrics(scheme, found, labels),
-        compute_metric_details(scheme, found, labels),
+        compute_classification_metrics(scheme, result, labels),
+        compute_metric_details(scheme, result, labels),
     )
     assert values.keys() == set(METRICS_BY_PROBLEM[MULTI_LABEL]) and "confusion_matrix" not in details
-    assert values["accuracy"] == pytest.approx((found.chosen == labels).all(1).mean())
-    right, said, true = (found.chosen * labels).sum(), found.chosen.sum(), labels.sum()
-    assert values["f1_micro"] == pytest.approx(2 * right / (said + true))
-    precision, recall, f1, _ = precision_recall_fscore_support(labels, found.chosen, zero_division=0)
+    assert values["accuracy"] == pytest.approx((result.chosen == labels).all(1).mean())
+    right, printed, true = (result.chosen * labels).sum(), result.chosen.sum(), labels.sum()
+    assert values["f1_micro"] == pytest.approx(2 * right / (printed + true))
+    precision, recall, f1, _ = precision_recall_fscore_support(labels, result.chosen, zero_division=0)
     assert values["f1_macro"] == pytest.approx(f1.mean())
     assert [row["precision"] for row in details["per_class"].values()] == pytest.approx(precision.tolist())
     assert [row["recall"] for row in details["per_class"].values()] == pytest.approx(recall.tolist())
-    assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, found.probabilities))
-    many = Predictions(scheme, np.log(found.probabilities / (1 - found.probabilities)), 0.2)
-    assert many.chosen.sum() == (found.probabilities > 0.2).sum() > said
+    assert values["roc_auc"] == pytest.approx(roc_auc_score(labels, result.probabilities))
+    many = Predictions(scheme, np.log(result.probabilities / (1 - result.probabilities)), 0.2)
+    assert many.chosen.sum() == (result.probabilities > 0.2).sum() > printed
 
 
-def test_one_label_that_a_row_may_have_is_scored_as_that_label():
-    """scikit-learn takes one column for two classes, and averages over having the label and not having it."""
+def test_single_optional_label_is_scored_as_a_binary_label():
+    """Check one label, whose column scikit-learn would score as two averaged classes."""
     labels = [[float(i < 8)] for i in range(40)]
     for chosen, f1 in (([0] * 40, 0.0), ([1] * 10 + [0] * 30, 2 * 8 / 18)):
         values, details = scored(MULTI_LABEL, ("spam",), [[4.0 * one - 2] for one in chosen], labels)
@@ -93,18 +93,18 @@ def test_one_label_that_a_row_may_have_is_scored_as_that_label():
         assert (spam["support"], spam["predicted"]) == (8, sum(chosen)) and spam["recall"] == min(sum(chosen), 8) / 8
 
 
-def test_a_regression_is_scored():
-    scheme, found, labels = made(REGRESSION, 0)
-    values = compute_classification_metrics(scheme, found, labels)
+def test_regression_scores_equal_reference_values():
+    scheme, result, labels = made(REGRESSION, 0)
+    values = compute_classification_metrics(scheme, result, labels)
     assert tuple(values) == METRICS_BY_PROBLEM[REGRESSION]
-    assert values["rmse"] == pytest.approx(math.sqrt(((found.chosen - labels) ** 2).mean()))
-    assert values["mae"] == pytest.approx(np.abs(found.chosen - labels).mean())
-    assert values["pearson"] == pytest.approx(np.corrcoef(found.chosen, labels)[0, 1])
-    ranks = [np.argsort(np.argsort(each)) for each in (found.chosen, labels)]
+    assert values["rmse"] == pytest.approx(math.sqrt(((result.chosen - labels) ** 2).mean()))
+    assert values["mae"] == pytest.approx(np.abs(result.chosen - labels).mean())
+    assert values["pearson"] == pytest.approx(np.corrcoef(result.chosen, labels)[0, 1])
+    ranks = [np.argsort(np.argsort(item)) for item in (result.chosen, labels)]
     assert values["spearmanr"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
 
 
-def test_the_names_of_losses_and_errors_are_known():
+def test_metrics_to_minimize_are_known():
     falling = "loss loss_mm perplexity mean_perplexity ppl wer WER cer ter mer wil mse rmse mae mase mape smape "
     falling += "brier_score cer_score cross_entropy retrieval_error error_rate head_distance"
     assert not any(map(is_greater_better, falling.split()))
@@ -113,13 +113,13 @@ def test_the_names_of_losses_and_errors_are_known():
 
 def scored(kind, names, logits, labels):
     scheme = LabelScheme(kind, names)
-    found = Predictions(scheme, np.array(logits, dtype=np.float32), 0.5)
-    return compute_classification_metrics(scheme, found, np.array(labels)), compute_metric_details(
-        scheme, found, np.array(labels)
+    result = Predictions(scheme, np.array(logits, dtype=np.float32), 0.5)
+    return compute_classification_metrics(scheme, result, np.array(labels)), compute_metric_details(
+        scheme, result, np.array(labels)
     )
 
 
-def test_what_is_not_defined_says_why():
+def test_undefined_score_has_a_reason():
     values, details = scored(SINGLE_LABEL, ("a", "b"), [[1, 0], [0, 1]], [0, 0])
     assert math.isnan(values["roc_auc"]) and values["accuracy"] == 0.5
     assert details["undefined"]["roc_auc"] == "all 2 rows have 'a' and no row has 'b': it is not defined"
@@ -153,7 +153,7 @@ def batch(tiny_bert):
         (REGRESSION, torch.tensor([0.5, -1, 2, 4]), 1),
     ],
 )
-def test_the_loss_is_upstreams(tiny_bert, batch, kind, labels, outputs):
+def test_classification_loss_equals_transformers(tiny_bert, batch, kind, labels, outputs):
     torch.manual_seed(0)
     options = {"num_labels": outputs, "problem_type": kind}
     model = AutoModelForSequenceClassification.from_pretrained(tiny_bert, **options).eval()
@@ -163,7 +163,7 @@ def test_the_loss_is_upstreams(tiny_bert, batch, kind, labels, outputs):
     assert torch.allclose(objective.loss_sum(model, given) / objective.count(given), upstream)
 
 
-def test_weights_are_torchs():
+def test_weighted_loss_equals_torch():
     logits, ids = torch.randn(5, 3), torch.tensor([0, 1, 2, 2, 0])
     weights = torch.tensor([1.0, 2.0, 0.5])
 
@@ -178,7 +178,7 @@ def test_weights_are_torchs():
     assert torch.allclose(loss, 5 * expected)
 
 
-def test_labels_take_the_order_of_the_outputs():
+def test_labels_follow_the_order_of_the_outputs():
     order = LabelMap((2, 0, 1))  # output 0 is the task's class 2
     assert to_model_labels(np.array([2, 0, 1]), order).tolist() == [0, 1, 2]
     assert to_model_labels(np.array([[10.0, 11, 12]]), order).tolist() == [[12, 10, 11]]
@@ -190,20 +190,20 @@ def test_labels_take_the_order_of_the_outputs():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, 30, 50])
-def test_a_confusion_matrix_is_drawn_with_any_names(tmp_path, count, caplog, recwarn):
+def test_confusion_matrix_is_plotted_with_any_names(tmp_path, count, caplog, recwarn):
     names = ["$x_{", "two\nlines", "ünï\x07code", "中文", "", "a" * 300, r"\frac", *map(str, range(count))][:count]
     matrix = np.random.default_rng(0).integers(20_000, size=(count, count)).tolist()
     draw_confusion_matrix(matrix, names, tmp_path / "c.png", "be$rt_{, dev: 9 rows")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG") and not caplog.text
-    assert not [str(each.message) for each in recwarn if "Glyph" in str(each.message)]
+    assert not [str(item.message) for item in recwarn if "Glyph" in str(item.message)]
 
 
-def test_a_name_is_shown_in_one_short_line():
+def test_long_names_are_shortened_to_one_line():
     assert shorten_class_name(" two\n\tlines\x07 ") == "two lines"
     assert shorten_class_name("a" * 300) == "a" * 23 + "…" and shorten_class_name("$x_{") == "$x_{"
 
 
-def test_numbers_stand_in_the_cells_and_names_beside_them(tmp_path, monkeypatch):
+def test_confusion_matrix_has_counts_and_labels(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(metrics, "write_picture", lambda path, draw, **options: drawn.append(draw()))
     draw_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")

@@ -1,4 +1,4 @@
-"""`attn-variants classify`: whole runs on tables, GLUE's scores to the digit, files, resumes, HF's flags."""
+"""Check `attn-variants classify`: whole runs on tables, GLUE's scores, output files, resumed runs and flags."""
 
 import csv
 import json
@@ -37,14 +37,14 @@ def run(tiny_bert, tmp_path):
         argv += ["--per_device_train_batch_size", 6, "--learning_rate", "5e-3"]
         for name, path in (("train", train), ("validation", dev), ("test", test)):
             argv += [f"--{name}_file", path] if path is not None else []
-        return main(parse_args([str(each) for each in [*argv, *flags]])), tmp_path / out
+        return main(parse_args([str(item) for item in [*argv, *flags]])), tmp_path / out
 
     return call
 
 
 @pytest.fixture
 def sorts(tmp_path):
-    """Texts about an animal, a thing, or both: of one label each, of several, and with a number."""
+    """Texts about an animal, a thing, or both: with one label, several labels, or a number."""
     both = [(f"{a} {p}", "both", f"animal|{p}", 2.5) for a in ANIMALS for p in PLACES]
     rows = [(a, "animal", "animal", 1) for a in ANIMALS for _ in range(4)]
     rows += [(p, "thing", p, -1) for p in PLACES for _ in range(4)]
@@ -83,7 +83,7 @@ def lines_of(path):
         ("mnli", "MNLI", ("--labels", "entailment", "neutral", "contradiction")),
     ],
 )
-def test_a_plain_table_gives_the_scores_of_glue_to_the_digit(run, tiny_bert, glue, tmp_path, task, folder, flags):
+def test_plain_table_gives_the_scores_of_glue(run, tiny_bert, glue, tmp_path, task, folder, flags):
     spec, loaded = get_task(task), load_glue(get_task(task), str(glue / folder))
     dev_name = next(iter(spec.eval_splits))
     columns = ["Text A", "Text B", "the $label"] if len(spec.text_columns) == 2 else ["Text A", "the $label"]
@@ -102,18 +102,18 @@ def test_a_plain_table_gives_the_scores_of_glue_to_the_digit(run, tiny_bert, glu
     argv = [tiny_bert, "--task_name", task, "--data_dir", glue / folder, "--output_dir", tmp_path / "glue", *shared]
     argv += ["--max_length", 24, "--cpu", "--disable_tqdm", "--per_device_train_batch_size", 6]
     argv += ["--learning_rate", "5e-3", "--skip_predict"]
-    theirs = glue_command.main(glue_command.parse_args([str(each) for each in argv]))
+    theirs = glue_command.main(glue_command.parse_args([str(item) for item in argv]))
     same = {"train_loss", "eval_loss", "train_tokens", *(f"eval_{name}" for name in spec.metrics)}
     assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
-    found, expected = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "glue"))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "glue"))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 # Whole runs
 
 
 @pytest.mark.thorough
-def test_one_label_a_row_is_learned_saved_and_predicted(run, sorts, learner, tmp_path):
+def test_single_label_model_is_trained_saved_and_predicts(run, sorts, learner, tmp_path):
     train, dev, test, texts = sorts
     convert_checkpoint(learner, tmp_path / "gqa", 2)
     label = "--label_column", "kind of $"
@@ -142,7 +142,7 @@ def test_one_label_a_row_is_learned_saved_and_predicted(run, sorts, learner, tmp
 
 
 @pytest.mark.thorough
-def test_a_saved_model_is_evaluated_and_predicts_alone(run, sorts, tmp_path):
+def test_saved_classifier_evaluates_and_predicts(run, sorts, tmp_path):
     train, dev, test, _ = sorts
     label = "--label_column", "kind of $"
     first, out = run(train, dev, *TEXT, *label, "--max_train_steps", 12, test=dev)
@@ -170,7 +170,7 @@ def test_a_saved_model_is_evaluated_and_predicts_alone(run, sorts, tmp_path):
 
 
 @pytest.mark.thorough
-def test_several_labels_a_row_are_learned(run, sorts, learner):
+def test_multilabel_model_is_trained(run, sorts, learner):
     train, dev, test, texts = sorts
     flags = "--label_column", "tags", "--label_separator", "|"
     results, out = run(train, dev, *TEXT, *flags, *LEARNS, test=test, model=learner)
@@ -181,15 +181,15 @@ def test_several_labels_a_row_are_learned(run, sorts, learner):
     assert any(row["label"] == ["animal", "guitar"] for row in rows) and any(row["label"] == [] for row in rows)
     for row in rows:
         assert row["prediction"] == [name for name, share in row["probabilities"].items() if share > 0.5]
-    # transformers' own pipeline says the same.
+    # The pipeline of Transformers gives the same labels.
     classifier = pipeline("text-classification", model=str(out), top_k=None, device="cpu")
     for text, row in zip(texts, lines_of(out / "predictions_test.jsonl"), strict=True):
-        said = {each["label"]: each["score"] for each in classifier([text])[0]}
-        assert said == pytest.approx(row["probabilities"], abs=1e-4)
+        printed = {item["label"]: item["score"] for item in classifier([text])[0]}
+        assert printed == pytest.approx(row["probabilities"], abs=1e-4)
 
 
 @pytest.mark.thorough
-def test_a_number_is_learned(run, sorts, learner):
+def test_regression_model_is_trained(run, sorts, learner):
     train, dev, test, _ = sorts
     flags = "--label_column", "size", *LEARNS, "--metric_for_best_model", "rmse", "--eval_steps", 8
     results, out = run(train, dev, *TEXT, *flags, test=test, model=learner)
@@ -203,7 +203,7 @@ def test_a_number_is_learned(run, sorts, learner):
 
 
 @pytest.mark.thorough
-def test_weights_move_the_model_towards_the_rare_class(run, tmp_path):
+def test_class_weights_favor_the_rare_class(run, tmp_path):
     rows = [("a man sees the cat", "common")] * 40 + [("a man sees the cat", "rare")] * 8
     table = write_csv(tmp_path / "t.csv", ("text", "label"), rows)
     flags = "--num_train_epochs", 6, "--dropout_rate", 0
@@ -216,7 +216,7 @@ def test_weights_move_the_model_towards_the_rare_class(run, tmp_path):
     assert share[0] < 0.3 < 0.35 < share[1]
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run, sorts, caplog):
+def test_resumed_classification_is_bitwise_equal(run, sorts, caplog):
     train, dev, _, _ = sorts
     flags = [*TEXT, "--label_column", "tags", "--label_separator", "|", "--max_train_steps", 6, "--eval_steps", 2]
     flags += ["--metric_for_best_model", "f1_macro", "--class_weights", "balanced", "--shuffle_train_dataset"]
@@ -236,7 +236,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, sorts, caplog):
 
 
 @pytest.mark.thorough
-def test_a_run_that_goes_on_does_not_call_its_weights_new(run, sorts, caplog, monkeypatch):
+def test_resumed_run_does_not_report_new_weights(run, sorts, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     train, dev, _, _ = sorts
     flags = (*TEXT, "--label_column", "kind of $", "--max_train_steps", 2, "--checkpointing_steps", 1)
@@ -245,23 +245,23 @@ def test_a_run_that_goes_on_does_not_call_its_weights_new(run, sorts, caplog, mo
         caplog.clear()
         log.setLevel(logging.WARNING)
         try:
-            run(train, dev, *flags, *more[:1], *(str(sorts[0].parent / each) for each in more[1:]), out=out)
+            run(train, dev, *flags, *more[:1], *(str(sorts[0].parent / item) for item in more[1:]), out=out)
         finally:
             log.setLevel(logging.NOTSET)
         assert ("newly initialized" in caplog.text) == (out == "out")
 
 
 @pytest.mark.thorough
-def test_a_finished_model_knows_its_columns(run, sorts, tmp_path, caplog):
+def test_finished_model_remembers_its_columns(run, sorts, tmp_path, caplog):
     train, dev, test, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "tags", "--label_separator", "|", "--max_train_steps", 1)
     known = "--num_train_epochs", 0
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
         scored, again = run(None, None, *known, model=out, out="again", test=dev)
-    said = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
-    assert f"{out / 'all_results.json'}: {said}" in caplog.text
+    printed = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
+    assert f"{out / 'all_results.json'}: {printed}" in caplog.text
     assert scored["test_samples"] == len(lines_of(again / "predictions_test.jsonl")) and "test_f1_micro" in scored
-    # What was predicted with knows them too, and what is given goes before.
+    # The prediction uses them too, and given columns take precedence.
     alone, _ = run(None, None, *known, model=again, out="alone", test=test)
     assert "test_f1_micro" not in alone and alone["text_columns"] == ["what is said"]
     given, _ = run(None, None, *known, "--text_columns", "id", model=out, out="given", test=dev)
@@ -274,7 +274,7 @@ def test_a_finished_model_knows_its_columns(run, sorts, tmp_path, caplog):
         run(None, None, *known, model=out, out="broken", test=dev)
 
 
-def test_a_finished_model_is_scored_as_it_was_trained(run, sorts, caplog):
+def test_finished_model_keeps_its_problem_type(run, sorts, caplog):
     train, dev, _, _ = sorts
     several = *TEXT, "--label_column", "tags", "--label_separator", "|"
     results, out = run(train, dev, *several, "--threshold", 0.3, "--max_train_steps", 1)
@@ -284,11 +284,11 @@ def test_a_finished_model_is_scored_as_it_was_trained(run, sorts, caplog):
     assert given["threshold"] == 0.6
     assert "trained with" not in caplog.text
     run(None, dev, "--num_train_epochs", 0, "--max_length", 12, model=out, out="shorter")
-    said = f"cut at 12 tokens, but the model was trained with --max_length 24 ({out / 'all_results.json'})"
-    assert said in caplog.text
+    printed = f"cut at 12 tokens, but the model was trained with --max_length 24 ({out / 'all_results.json'})"
+    assert printed in caplog.text
 
 
-def test_a_threshold_of_one_label_a_row_is_refused(run, sorts, tmp_path):
+def test_threshold_for_single_labels_raises_an_error(run, sorts, tmp_path):
     train, dev, _, _ = sorts
     with pytest.raises(ValueError, match="--threshold"):
         run(train, dev, *TEXT, "--label_column", "kind of $", "--threshold", 0.9)
@@ -296,7 +296,7 @@ def test_a_threshold_of_one_label_a_row_is_refused(run, sorts, tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_labels_of_some_test_rows_are_not_dropped(run, sorts, tmp_path, rows):
+def test_partly_labeled_test_rows_raise_an_error(run, sorts, tmp_path, rows):
     train, dev, _, _ = sorts
     test = tmp_path / "some.jsonl"
     some = [{"what is said": "a cat"}] * rows + [{"what is said": "a dog", "kind of $": "animal"}]
@@ -307,7 +307,7 @@ def test_labels_of_some_test_rows_are_not_dropped(run, sorts, tmp_path, rows):
 
 
 @pytest.mark.thorough
-def test_labels_that_are_not_read_are_told(run, sorts, caplog):
+def test_ignored_labels_give_a_warning(run, sorts, caplog):
     train, dev, test, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
     (out / "all_results.json").unlink()
@@ -320,7 +320,7 @@ def test_labels_that_are_not_read_are_told(run, sorts, caplog):
     assert "Column 'kind of $' may hold labels" in caplog.text and "--label_column 'kind of $'" in caplog.text
 
 
-def test_another_column_is_not_taken_for_the_labels_of_the_training(run, sorts, tmp_path, caplog):
+def test_evaluation_reads_only_the_label_column_of_the_training(run, sorts, tmp_path, caplog):
     train, dev, _, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
     rows = [("a cat", "animal", 5), ("a mat", "thing", 4)]
@@ -334,7 +334,7 @@ def test_another_column_is_not_taken_for_the_labels_of_the_training(run, sorts, 
     assert "test_accuracy" in named
 
 
-def test_outputs_that_are_nan_are_never_scored(run, sorts, tmp_path):
+def test_nan_outputs_raise_an_error(run, sorts, tmp_path):
     train, dev, _, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
     weights = load_file(out / "model.safetensors")
@@ -351,7 +351,7 @@ def test_outputs_that_are_nan_are_never_scored(run, sorts, tmp_path):
         run(*only, model=out, out="overflow")
 
 
-def test_shuffled_rows_are_drawn_before_the_first_are_taken(run, tmp_path, caplog):
+def test_rows_are_shuffled_before_selection(run, tmp_path, caplog):
     table = write_csv(tmp_path / "t.csv", ("text", "label"), [("a cat", "x")] * 20 + [("a dog", "y")] * 20)
     taken = "--max_train_samples", 10, "--max_train_steps", 1
     results, _ = run(table, table, *taken, "--class_weights", "balanced", "--shuffle_train_dataset")
@@ -360,14 +360,14 @@ def test_shuffled_rows_are_drawn_before_the_first_are_taken(run, tmp_path, caplo
         run(table, table, *taken, "--class_weights", "balanced", out="first")
 
 
-def test_a_run_without_dev_rows_saves_a_model(run, sorts):
+def test_run_without_dev_rows_saves_a_model(run, sorts):
     train, _, test, _ = sorts
     results, out = run(train, None, *TEXT, "--label_column", "size", "--max_train_steps", 1, test=test)
     assert "eval_loss" not in results and (out / "model.safetensors").is_file()
     assert len(lines_of(out / "predictions_test.jsonl")) == results["test_samples"]
 
 
-def test_scores_that_are_not_defined_are_null_with_the_reason(run, tmp_path, capsys):
+def test_undefined_scores_are_null_with_a_reason(run, tmp_path, capsys):
     train = write_csv(tmp_path / "t.csv", ("text", "label"), [("a cat", "x"), ("a dog", "y")] * 4)
     dev = write_csv(tmp_path / "d.csv", ("text", "label"), [("a cat", "x")] * 2)
     _, out = run(train, dev, "--max_train_steps", 1, "--metric_for_best_model", "roc_auc")
@@ -377,7 +377,7 @@ def test_scores_that_are_not_defined_are_null_with_the_reason(run, tmp_path, cap
     assert "roc_auc none" in capsys.readouterr().out
 
 
-def test_an_encoder_decoder_classifies_and_a_text_that_spells_its_end_is_refused(run, tmp_path):
+def test_encoder_decoder_classifies_and_end_tokens_in_text_raise(run, tmp_path):
     t5 = make_t5(tmp_path / "t5")
     rows = [("the dog", "a cat", "x"), ("a man", "the house", "y")] * 4
     table = write_csv(tmp_path / "t.csv", ("text1", "text2", "label"), rows)
@@ -388,7 +388,7 @@ def test_an_encoder_decoder_classifies_and_a_text_that_spells_its_end_is_refused
         run(bad, table, "--max_train_steps", 2, model=t5, out="bad")
 
 
-def test_a_conversion_of_a_classifier_takes_no_scores_along(run, sorts, tmp_path):
+def test_converted_classifier_drops_the_scores(run, sorts, tmp_path):
     train, dev, _, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1, test=dev)
     convert(out, 2, output_dir=tmp_path / "converted")
@@ -399,7 +399,7 @@ def test_a_conversion_of_a_classifier_takes_no_scores_along(run, sorts, tmp_path
 # The card
 
 
-def test_the_card_names_the_problem_its_labels_and_its_scores(run, tmp_path):
+def test_card_names_the_problem_labels_and_scores(run, tmp_path):
     rows = [("a cat", "a dog", "i$_*|"), ("a dog", "a cat", "b`c")] * 4
     table = write_csv(tmp_path / "pairs.csv", ("premise", "hypothesis", "label"), rows)
     results, out = run(table, table, "--max_train_steps", 2, test=table)
@@ -456,7 +456,7 @@ FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
         ),
     ],
 )  # fmt: skip
-def test_bad_flags_are_refused(flags, message, capsys):
+def test_classify_rejects_invalid_flags(flags, message, capsys):
     try:
         with pytest.raises(ValueError, match=message):
             parse_args(["m", "--output_dir", "o", *flags])
@@ -464,14 +464,14 @@ def test_bad_flags_are_refused(flags, message, capsys):
         assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_metric_of_another_problem_is_refused_before_training(run, sorts, tmp_path):
+def test_metric_of_another_problem_raises_before_training(run, sorts, tmp_path):
     train, dev, _, _ = sorts
     with pytest.raises(ValueError, match="one of loss, rmse, mae, pearson, spearmanr, got 'accuracy'"):
         run(train, dev, *TEXT, "--label_column", "size", "--metric_for_best_model", "accuracy")
     assert not (tmp_path / "out").exists()
 
 
-def test_help_has_examples_that_fit(capsys):
+def test_classify_help_examples_fit_the_terminal(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["classify", "--help"])
     assert stopped.value.code in (0, None)
@@ -480,10 +480,10 @@ def test_help_has_examples_that_fit(capsys):
     assert len(lines) > 8 and max(map(len, lines[1:])) <= 80
 
 
-def test_what_is_learned_is_said(run, sorts, caplog, capsys):
+def test_classify_prints_what_it_learns(run, sorts, caplog, capsys):
     train, dev, _, _ = sorts
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
         run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
     assert "train: 49 rows with labels 'animal' 16, 'both' 16, 'thing' 17 (single_label_classification)" in caplog.text
-    said = capsys.readouterr().out
-    assert re.search(r"single label classification dev \(16 rows\): accuracy 0\.\d{4}, f1_macro", said)
+    printed = capsys.readouterr().out
+    assert re.search(r"single label classification dev \(16 rows\): accuracy 0\.\d{4}, f1_macro", printed)

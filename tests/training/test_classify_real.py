@@ -1,4 +1,4 @@
-"""`classify` on real data: GLUE's scores by MiniLM to the digit, sections of Wikipedia, every host, two processes."""
+"""Check `classify` on real data: GLUE's scores with MiniLM, Wikipedia sections, every architecture, two processes."""
 
 import csv
 import json
@@ -44,18 +44,18 @@ def write_csv(path, header, rows):
 
 
 def call(command, *argv):
-    return command.main(command.parse_args([str(each) for each in [*argv, *QUIET]]))
+    return command.main(command.parse_args([str(item) for item in [*argv, *QUIET]]))
 
 
 def classify(*argv):
-    return main(parse_args([str(each) for each in [*argv, *QUIET]]))
+    return main(parse_args([str(item) for item in [*argv, *QUIET]]))
 
 
 TABLES = [("sst2", "SST-2", []), ("stsb", "STS-B", []), ("mnli", "MNLI", NLI)]
 
 
 @pytest.mark.parametrize(("task", "folder", "flags"), TABLES)
-def test_plain_tables_of_glue_give_its_scores(minilm, shared_data, tmp_path, task, folder, flags):
+def test_plain_tables_of_glue_give_the_glue_scores(minilm, shared_data, tmp_path, task, folder, flags):
     spec, loaded = get_task(task), load_glue(get_task(task), str(shared_data / "glue" / folder))
     names = ["first $text", "and the second"][: len(spec.text_columns)]
     shared = ["--max_train_steps", 6, "--max_eval_samples", 200, "--max_length", 48, "--group_by_length"]
@@ -85,7 +85,7 @@ def divided(rows, count):
     return rows[:count], rows[count : count + count // 4]
 
 
-def test_sections_of_wikipedia_are_told_apart(minilm, shared_data, tmp_path):
+def test_wikipedia_sections_are_classified(minilm, shared_data, tmp_path):
     train, dev = divided(paragraphs_by_heading(shared_data / "wikipedia"), 1000)
     convert(minilm, 4, output_dir=tmp_path / "gqa4")
     files = [write_csv(tmp_path / f"{i}.csv", ("text", "topic"), rows) for i, rows in enumerate((train, dev))]
@@ -101,7 +101,7 @@ def test_sections_of_wikipedia_are_told_apart(minilm, shared_data, tmp_path):
     assert (tmp_path / "out/confusion_matrix.png").is_file()
 
 
-def test_articles_of_wikipedia_get_the_sections_that_they_have(minilm, shared_data, tmp_path):
+def test_wikipedia_articles_get_their_section_labels(minilm, shared_data, tmp_path):
     train, dev = divided(articles_by_headings(shared_data / "wikipedia"), 1600)
     files = []
     for name, rows in (("train", train), ("dev", dev)):
@@ -141,7 +141,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_host_classifies(tiny_bert, tmp_path, name):
+def test_every_architecture_classifies(tiny_bert, tmp_path, name):
     t5 = make_t5(tmp_path / "t5-like")
     folder = {"bert": tiny_bert, "t5": t5}.get(name, tmp_path / name)
     if MODELS[name] is not None:
@@ -162,7 +162,7 @@ def test_every_host_classifies(tiny_bert, tmp_path, name):
         assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
 
 
-def test_two_processes_give_the_scores_of_one(tiny_bert, tmp_path):
+def test_classify_two_processes_give_the_scores_of_one(tiny_bert, tmp_path):
     rows = [("the dog sees a man", "x"), ("a cat", "y"), ("the house", "z")] * 5
     table = write_csv(tmp_path / "t.csv", ("text", "label"), rows)
 
@@ -170,7 +170,7 @@ def test_two_processes_give_the_scores_of_one(tiny_bert, tmp_path):
         given = ["--model_name_or_path", tiny_bert, "--train_file", table, "--validation_file", table]
         given += ["--test_file", table, "--max_train_steps", 4, "--dropout_rate", 0, "--learning_rate", "5e-3"]
         given += ["--per_device_train_batch_size", batch, "--per_device_eval_batch_size", 2, "--max_length", 12]
-        return [str(each) for each in [*given, *QUIET, "--output_dir", tmp_path / out, "--class_weights", "balanced"]]
+        return [str(item) for item in [*given, *QUIET, "--output_dir", tmp_path / out, "--class_weights", "balanced"]]
 
     one = main(parse_args(argv("one", 4)))
     statuses, output = run_processes(2, run_script, "run_classification", argv("two", 2))

@@ -1,3 +1,5 @@
+"""Check the order of batches, length groups and workers."""
+
 import itertools
 import multiprocessing
 import os
@@ -16,7 +18,7 @@ from hf_attn_variants.training.engine.dataloaders import (
 )
 
 
-def test_order_is_a_function_of_seed_and_epoch():
+def test_order_depends_only_on_seed_and_epoch():
     sampler, other = EpochSampler(50, seed=3), EpochSampler(50, seed=3)
     first = list(sampler)
     sampler.start_epoch(1)
@@ -25,7 +27,7 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert list(EpochSampler(50, seed=4)) not in (first, list(sampler))
 
 
-def test_length_groups_cut_padding_and_keep_every_example():
+def test_length_groups_reduce_padding_and_keep_every_example():
     lengths = torch.randint(1, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
 
     def padded(order):
@@ -41,7 +43,7 @@ def test_length_groups_cut_padding_and_keep_every_example():
 
 
 @pytest.mark.parametrize("count", [3, 8, 12, 200, 203])
-def test_length_groups_come_in_no_order_of_length(count):
+def test_length_groups_are_not_sorted_by_length(count):
     lengths = torch.randint(1, 60, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     order = list(EpochSampler(count, seed=1, group_lengths=lengths, batch_size=8))
     assert sorted(order) == list(range(count)) and lengths[order[0]] == max(lengths)
@@ -51,7 +53,7 @@ def test_length_groups_come_in_no_order_of_length(count):
     assert count < 200 or max(longest[len(longest) // 2 :]) > 50
 
 
-def test_iterating_leaves_the_global_random_state_alone():
+def test_iteration_does_not_change_the_global_random_state():
     data = list(range(12))
     loader = create_train_dataloader(data, EpochSampler(12, seed=0), 4, torch.tensor, seed=0)
     state = torch.get_rng_state()
@@ -59,7 +61,7 @@ def test_iterating_leaves_the_global_random_state_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_no_examples():
+def test_empty_data_raises_an_error():
     with pytest.raises(ValueError, match="no training examples"):
         EpochSampler(0, seed=0)
 
@@ -71,7 +73,7 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("kind", ["training", "resumed training", "stream", "evaluation"])
-def test_workers_outlive_a_signal_that_the_loop_catches(kind, number):
+def test_workers_survive_a_signal_that_the_loop_handles(kind, number):
     # torchrun, schedulers and terminals send it to all processes of a job.
     rows = list(range(12))
     accelerator = Accelerator(cpu=True, rng_types=[])

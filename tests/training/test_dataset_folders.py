@@ -1,4 +1,4 @@
-"""A local folder given as `--dataset_name` gives the rows that the same files give as `--train_file`."""
+"""Check that a local folder as `--dataset_name` gives the same rows as its files as `--train_file`."""
 
 import json
 
@@ -24,7 +24,7 @@ def write(folder, name, rows, separator=","):
 
 
 @pytest.mark.parametrize("names", [("train.csv", "dev.csv"), ("train/a.csv", "validation/b.csv")])
-def test_classes(tmp_path, names):
+def test_dataset_folder_gives_the_same_classes(tmp_path, names):
     rows = [["text", "label"], *zip(["a", "b", "None", "d"], ["01", "1", "02", "2"], strict=True)]
     for name in names:
         write(tmp_path, name, rows)
@@ -36,21 +36,21 @@ def test_classes(tmp_path, names):
         load_classification_data(parse_args([*OUT, "--dataset_name", str(tmp_path)]), BertConfig())
 
 
-def test_pairs_of_texts(tmp_path):
+def test_dataset_folder_gives_the_same_text_pairs(tmp_path):
     write(tmp_path, "train.tsv", [["source", "target"], *([text, text] for text in TEXTS)], "\t")
     data = load_seq2seq_data(seq2seq.parse_args([*OUT, "--metrics", "chrf", "--dataset_name", str(tmp_path)]))
     assert data.splits["train"].pairs() == [(text, text) for text in TEXTS]
 
 
 @pytest.mark.parametrize("name", ["train.tsv", "train.txt"])
-def test_texts_to_pretrain_on(tmp_path, name):
+def test_dataset_folder_gives_the_same_pretraining_text(tmp_path, name):
     write(tmp_path, name, [[text] for text in (["text"] if name.endswith("tsv") else []) + TEXTS])
     [source] = open_text(TextSettings(dataset_name=str(tmp_path))).train
     assert [text for _, text in source.read_articles()] == TEXTS
     assert list(source.read_articles(3)) == [(3, "1.0"), (4, "7")]
 
 
-def test_options_of_a_readme_count(tmp_path):
+def test_options_in_a_dataset_readme_are_used(tmp_path):
     write(tmp_path, "train.csv", [["a", "1"], ["b", "2"]])
     card = "---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  names: [text, label]\n---\n"
     (tmp_path / "README.md").write_text(card)
@@ -60,7 +60,7 @@ def test_options_of_a_readme_count(tmp_path):
 
 @pytest.mark.parametrize("tag", ["U-PER", "L-ORG", "B_PER", "NOUN", "b-per", ""])
 @pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_tags_are_those_of_the_file_reader(tmp_path, tag, kind):
+def test_dataset_folder_gives_the_same_tags(tmp_path, tag, kind):
     rows = {"tokens": [["Ann", "met", "Bob"]], "ner_tags": [["B-PER", "O", tag]]}
     for split in ("train", "validation"):
         if kind == "json":

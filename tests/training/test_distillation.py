@@ -1,4 +1,4 @@
-"""The terms of distillation against their formulas, and what is recorded of each architecture."""
+"""Compare the terms of distillation with their formulas, and check the recorded states of each architecture."""
 
 import types
 
@@ -49,7 +49,7 @@ def test_layer_error_is_the_share_of_the_variance_and_ignores_padding():
     )
 
 
-def test_the_teachers_mean_vector_has_the_error_one():
+def test_mean_vector_of_the_teacher_has_error_one():
     architecture, head = BERT, "BertModel"
     teacher = Teacher(architecture.model(head), hidden_states=True, attention_outputs=True)
     batch = architecture.batch(head)
@@ -63,7 +63,7 @@ def test_the_teachers_mean_vector_has_the_error_one():
         assert float(sums.sum() / items.sum()) == pytest.approx(1.0, rel=1e-4)
 
 
-def test_logits_divergence_is_kullback_leibler_at_the_temperature():
+def test_logits_divergence_equals_kullback_leibler_at_the_temperature():
     student, teacher = random(2, 4, 5).float(), random(2, 4, 5, seed=1).float()
     sums, items = compute_logits_divergence(student, teacher, MASK, temperature=2.0)
     p, q = (teacher / 2).softmax(-1), (student / 2).softmax(-1)
@@ -76,7 +76,7 @@ def test_logits_divergence_is_kullback_leibler_at_the_temperature():
 
 
 @pytest.mark.parametrize("mask", [None, MASK])
-def test_a_probability_for_each_label_is_compared_label_by_label(mask):
+def test_multilabel_probabilities_are_compared_per_label(mask):
     student, teacher = random(2, 4).float(), random(2, 4, seed=1).float()
     sums, items = compute_labels_divergence(student, teacher, mask, temperature=2.0)
     p, q = (teacher / 2).sigmoid(), (student / 2).sigmoid()
@@ -94,29 +94,29 @@ def _logits_term(student, teacher, batch):
 
 
 @pytest.mark.parametrize("problem", ["single_label_classification", "multi_label_classification"])
-def test_more_of_every_label_changes_labels_and_no_distribution(problem):
+def test_shifted_multilabel_logits_change_the_error_unlike_a_softmax(problem):
     head = "BertForSequenceClassification"
     teacher, student = (BERT.model(head, num_labels=3, problem_type=problem) for _ in range(2))
     with torch.no_grad():
         student.classifier.bias.add_(1.0)
-    found, ours, theirs = _logits_term(student, teacher, BERT.batch(head))
+    actual, ours, theirs = _logits_term(student, teacher, BERT.batch(head))
     p, q = theirs.sigmoid(), ours.sigmoid()
     of_labels = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
     expected = float(of_labels) if problem.startswith("multi") else 0.0
-    assert float(found) == pytest.approx(expected, rel=1e-4, abs=1e-6) and float(of_labels) > 0.01
+    assert float(actual) == pytest.approx(expected, rel=1e-4, abs=1e-6) and float(of_labels) > 0.01
 
 
-def test_a_discriminators_tokens_are_compared_one_by_one_without_padding():
-    electra = next(each for each in ENCODERS if "ElectraModel" in each.heads)
+def test_discriminator_outputs_are_compared_per_token_without_padding():
+    electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
     student, teacher = (electra.model("ElectraForPreTraining", seed=seed) for seed in (0, 1))
     batch = electra.batch("ElectraForPreTraining")
-    found, ours, theirs = _logits_term(student, teacher, batch)
+    actual, ours, theirs = _logits_term(student, teacher, batch)
     p, q, mask = theirs.sigmoid(), ours.sigmoid(), batch["attention_mask"]
     divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    assert float(found) == pytest.approx(float((divergence * mask).sum() / mask.sum()), rel=1e-3)
+    assert float(actual) == pytest.approx(float((divergence * mask).sum() / mask.sum()), rel=1e-3)
 
 
-def test_an_error_of_scores_is_the_share_of_their_variance():
+def test_score_error_is_a_share_of_the_variance():
     student, teacher = random(5, 2).float(), random(5, 2, seed=1).float()
     sums, items = compute_scores_error(student, teacher, torch.tensor(4.0))
     torch.testing.assert_close(sums, ((student - teacher) ** 2).mean(-1) / 4)
@@ -141,8 +141,8 @@ def test_an_error_of_scores_is_the_share_of_their_variance():
         ("PreTraining", {}, LogitsKind.TOKENS),
     ],
 )
-def test_logits_mean_what_the_losses_of_transformers_say(head, fields, answer):
-    electra = next(each for each in ENCODERS if "ElectraModel" in each.heads)
+def test_logits_are_interpreted_like_the_losses_of_transformers(head, fields, answer):
+    electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
     assert logits_kind(electra.model(f"ElectraFor{head}", **fields)) is answer
     if head != "PreTraining":
         assert logits_kind(BERT.upstream_model(f"BertFor{head}", **fields)) is answer
@@ -150,7 +150,7 @@ def test_logits_mean_what_the_losses_of_transformers_say(head, fields, answer):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_padding_is_no_answer(dtype, temperature):
+def test_padding_is_excluded_from_answer_positions(dtype, temperature):
     spans = [random(2, 2, 4, seed=seed).to(dtype) for seed in (0, 1)]
     inputs = {"attention_mask": MASK}
     outputs = [types.SimpleNamespace(start_logits=pair[:, 0], end_logits=pair[:, 1]) for pair in spans]
@@ -163,16 +163,16 @@ def test_padding_is_no_answer(dtype, temperature):
     torch.testing.assert_close(sums, torch.stack([expected, torch.zeros(())]), rtol=1e-4, atol=1e-6)
 
 
-def test_an_encoder_decoder_that_answers_questions_has_a_distribution_over_its_text():
+def test_encoder_decoder_answers_are_distributions_over_the_text():
     model = T5.model("T5ForQuestionAnswering")
     ids = torch.tensor([[3, 4, 5, 1], [3, 4, 1, 0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
-    found = ActivationRecorder(model).run(model, {"input_ids": ids, "attention_mask": mask})
-    assert found.span_logits.shape == (2, 2, 4) and found.logits is None
-    assert found.span_logits.softmax(-1)[1, :, 3].max() == 0
+    actual = ActivationRecorder(model).run(model, {"input_ids": ids, "attention_mask": mask})
+    assert actual.span_logits.shape == (2, 2, 4) and actual.logits is None
+    assert actual.span_logits.softmax(-1)[1, :, 3].max() == 0
 
 
-def test_cross_entropy_and_embedding_distance():
+def test_cross_entropy_and_embedding_distance_equal_their_formulas():
     logits, labels = random(2, 4, 5).float(), torch.tensor([[1, -100, 4, 0], [-100, -100, -100, -100]])
     sums, items = token_cross_entropy(logits, labels)
     expected = functional.cross_entropy(logits[0], labels[0], reduction="sum", ignore_index=-100)
@@ -188,7 +188,7 @@ def test_cross_entropy_and_embedding_distance():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 @pytest.mark.parametrize("upstream", [False, True], ids=["ours", "upstream"])
-def test_every_layer_and_attention_is_recorded(architecture, upstream):
+def test_all_layers_and_attentions_are_recorded(architecture, upstream):
     head = BASES[architecture.name]
     model = (architecture.upstream_model if upstream else architecture.model)(head)
     batch = architecture.batch(head)
@@ -204,40 +204,40 @@ def test_every_layer_and_attention_is_recorded(architecture, upstream):
     assert (activations.logits is not None) == (architecture is T5)
 
 
-def test_alberts_shared_attention_is_recorded_once_a_layer():
+def test_albert_attention_is_recorded_once_per_layer():
     model = ALBERT.model("AlbertModel", "gqa")
     assert len(list(iterate_attentions(model))) == 1
     outputs = ActivationRecorder(model, True).run(model, ALBERT.batch("AlbertModel")).attention_outputs["encoder"]
     assert len(outputs) == 2 and not torch.equal(*outputs)
 
 
-def test_a_teacher_is_frozen_and_takes_no_part_in_gradients():
+def test_teacher_is_frozen_without_gradients():
     model = BERT.model("BertModel").train()
     teacher = Teacher(model, hidden_states=True)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     assert not teacher.run(BERT.batch("BertModel")).hidden_states["encoder"][-1].requires_grad
 
 
-def test_a_teacher_reads_a_long_text_in_pieces():
+def test_teacher_encodes_long_text_in_pieces():
     model = BERT.model("BertForMaskedLM")
     teacher = Teacher(model, hidden_states=True, attention_outputs=True, max_length=4)
     ids = torch.randint(3, 20, (2, 10), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(10) < torch.tensor([[10], [5]])).long()
-    found = teacher.run({"input_ids": ids, "attention_mask": mask})
+    actual = teacher.run({"input_ids": ids, "attention_mask": mask})
     alone = Teacher(model, hidden_states=True, attention_outputs=True)
     for row, (first, last) in ((0, (0, 4)), (0, (4, 8)), (0, (8, 10)), (1, (0, 4)), (1, (4, 5))):
         piece = ids[row : row + 1, first:last]
         expected = alone.run({"input_ids": piece, "attention_mask": torch.ones_like(piece)})
-        torch.testing.assert_close(found.logits[row, first:last], expected.logits[0])
+        torch.testing.assert_close(actual.logits[row, first:last], expected.logits[0])
         for kind in ("hidden_states", "attention_outputs"):
-            pairs = zip(getattr(found, kind)["encoder"], getattr(expected, kind)["encoder"], strict=True)
+            pairs = zip(getattr(actual, kind)["encoder"], getattr(expected, kind)["encoder"], strict=True)
             for whole, part in pairs:
                 assert whole.shape[:2] == (2, 10)
                 torch.testing.assert_close(whole[row, first:last], part[0])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
-def test_attention_alone_is_trainable(architecture):
+def test_only_attention_is_trainable_on_request(architecture):
     model = architecture.model(BASES[architecture.name], "gqa_talking")
     select_trainable(model, "attention")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -259,7 +259,7 @@ def test_attention_alone_is_trainable(architecture):
         ("decoder_layers", "decoder_layers.*2.*got 1"),
     ],
 )
-def test_teachers_that_do_not_fit_are_named(field, message):
+def test_incompatible_teacher_error_names_the_teacher(field, message):
     same = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 7, "is_encoder_decoder": False}
     student, teacher = (types.SimpleNamespace(**{**same, field: value}) for value in (2, 1))
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""RoBERTa, ELECTRA and DistilBERT in the training commands: as upstream has them, and converted to fewer heads."""
+"""Check RoBERTa, ELECTRA and DistilBERT in the training commands, plain and converted to fewer heads."""
 
 import json
 
@@ -42,7 +42,7 @@ QUICK = ["--max_train_steps", 2, "--per_device_train_batch_size", 4, "--cpu", "-
 
 @pytest.fixture(scope="module")
 def folders(tiny_bert, tmp_path_factory):
-    """Of each architecture two folders, with BERT's tokenizer: upstream's, and of two key/value heads."""
+    """Two folders per architecture, with BERT's tokenizer: Transformers' model, and one with two key/value heads."""
     folder, made = tmp_path_factory.mktemp("relatives"), {}
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     for name, make in MODELS.items():
@@ -66,7 +66,7 @@ def call(tmp_path):
 
 @pytest.mark.thorough
 @EVERY_MODEL
-def test_pairs_are_classified(call, folders, glue, name):
+def test_encoder_relatives_classify_pairs(call, folders, glue, name):
     for folder in folders[name]:
         task = ["--task_name", "stsb", "--data_dir", glue / "STS-B", "--max_length", 48]
         results, out = call(glue_command, folder, *task, *QUICK)
@@ -81,7 +81,7 @@ def test_pairs_are_classified(call, folders, glue, name):
 @pytest.mark.thorough
 @EVERY_MODEL
 @pytest.mark.parametrize("objective", ["mlm", "distill"])
-def test_a_conversion_is_uptrained(call, folders, tmp_path, name, objective):
+def test_converted_encoder_relatives_are_uptrained(call, folders, tmp_path, name, objective):
     source, grouped = folders[name]
     text = make_text(tmp_path)[0]
     results, out = call(
@@ -103,7 +103,7 @@ def test_a_conversion_is_uptrained(call, folders, tmp_path, name, objective):
     assert ("token_type_ids" in known) is (name == "electra")
 
 
-def test_questions_are_answered(call, folders, tmp_path):
+def test_encoder_relatives_answer_questions(call, folders, tmp_path):
     data = write_questions(tmp_path / "questions.json", False)
     lengths = ["--max_length", 48, "--max_query_length", 12, "--doc_stride", 8]
     for folder in folders["roberta"]:
@@ -113,8 +113,8 @@ def test_questions_are_answered(call, folders, tmp_path):
         call(squad, folder, "--train_file", data, "--validation_file", data, "--max_length", 65, *QUICK)
 
 
-def test_words_are_read_as_words_by_a_byte_level_tokenizer(call, tmp_path):
-    """RoBERTa's tells a word's beginning by the space before it, and a list of words has none."""
+def test_byte_level_tokenizer_reads_lists_of_words(call, tmp_path):
+    """Check RoBERTa's tokenizer, which marks the beginning of a word with a space."""
     backend = ByteLevelBPETokenizer()
     words = ["Rome", "Ann", "visits"]
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]

@@ -1,3 +1,5 @@
+"""Check GLUE's files: layouts, broken rows, submissions and tokenization."""
+
 import pytest
 from datasets import Dataset, DatasetDict
 from transformers import AlbertConfig, AutoTokenizer, T5Config
@@ -16,14 +18,14 @@ def write(path, text, encoding="utf-8"):
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("bom", ["", "\ufeff"])
 @pytest.mark.parametrize("header", ["sentence\tlabel\n", ""])
-def test_header_bom_line_ends_and_quotes(tmp_path, header, bom, newline):
+def test_header_bom_line_ends_and_quotes_are_read(tmp_path, header, bom, newline):
     text = bom + header + '"an unclosed quote\t1\nhe said ""no"" twice\u2028so\t0\nnegative\x85space\t1\n'
     data = read_tsv(write(tmp_path / "train.tsv", text.replace("\n", newline)), TASKS["sst2"])
     assert data["text1"][:] == ['"an unclosed quote', 'he said ""no"" twice\u2028so', "negative\x85space"]
     assert data["label"][:] == [1, 0, 1]
 
 
-def test_cola_without_header_and_its_test_file_with_one(glue):
+def test_cola_files_with_and_without_header_are_read(glue):
     splits = load_glue(get_task("CoLA"), str(glue / "CoLA"))
     assert list(splits) == ["train", "validation", "test"]
     assert splits["train"].data[2] == {"index": "2", "text1": 'She said "no" twice.', "label": 1}
@@ -49,7 +51,7 @@ def test_official_layouts_are_read_by_column_name(tmp_path):
     assert read_tsv(write(tmp_path / "t.tsv", test), TASKS["qqp"], has_labels=False)[0]["index"] == "7"
 
 
-def test_qqp_leaves_out_cut_rows_and_says_so(tmp_path, caplog):
+def test_qqp_skips_truncated_rows_with_a_warning(tmp_path, caplog):
     text = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tA?\tB?\t1\n1\t3\t4\tC?\nand D?\tE?\t0\n"
     assert len(read_tsv(write(tmp_path / "train.tsv", text), TASKS["qqp"])) == 1
     assert "2 of 3 rows are cut" in caplog.text
@@ -63,22 +65,26 @@ def test_qqp_leaves_out_cut_rows_and_says_so(tmp_path, caplog):
         ("sst2", "sentence\tstars\ngood\t1\n", "line 1.*column label"),
         ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "line 3.*2 columns.*got 1"),
         ("sst2", "sentence\tlabel\ngood\t1\na\tb\t0\n", "line 3.*got 3"),
-        ("sst2", "sentence\tlabel\ngood\t2\n", "line 2: label must be .* got '2'"),
-        ("sst2", "good\t1\nbad\t-1\n", "line 2: label must be .* got '-1'"),
-        ("mnli", "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\t-\n", "line 2: label must be .* got '-'"),
-        ("stsb", "sentence1\tsentence2\tscore\na\tb\t5.2\n", "line 2: label must be a score from 0 to 5, got '5.2'"),
-        ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: label must be .* got 'nan'"),
+        ("sst2", "sentence\tlabel\ngood\t2\n", "line 2: The label must be .* got '2'"),
+        ("sst2", "good\t1\nbad\t-1\n", "line 2: The label must be .* got '-1'"),
+        ("mnli", "index\tsentence1\tsentence2\tgold_label\n0\ta\tb\t-\n", "line 2: The label must be .* got '-'"),
+        (
+            "stsb",
+            "sentence1\tsentence2\tscore\na\tb\t5.2\n",
+            "line 2: The label must be a score from 0 to 5, got '5.2'",
+        ),
+        ("stsb", "sentence1\tsentence2\tscore\na\tb\tnan\n", "line 2: The label must be .* got 'nan'"),
         ("rte", "a\tb\tentailment\n", "line 1.*no column"),
     ],
 )
-def test_errors_name_file_and_row(tmp_path, task, text, message):
+def test_glue_errors_name_file_and_row(tmp_path, task, text, message):
     path = write(tmp_path / "train.tsv", text)
     with pytest.raises(ValueError, match=message) as caught:
         read_tsv(path, TASKS[task])
     assert str(path) in str(caught.value)
 
 
-def test_bytes_that_are_no_utf8_name_the_row(tmp_path):
+def test_invalid_utf8_error_names_the_row(tmp_path):
     path = tmp_path / "train.tsv"
     path.write_bytes(b"sentence\tlabel\nfine\t1\ncaf\xe9\t0\n")
     with pytest.raises(ValueError, match=r"line 3.*UTF-8"):
@@ -95,7 +101,7 @@ def test_mnli_may_lack_files_but_not_the_matched_dev_set(tmp_path, glue):
         load_glue(get_task("mnli"), str(tmp_path))
 
 
-def test_only_evaluating_needs_no_training_split(tmp_path, glue, monkeypatch):
+def test_evaluation_needs_no_training_split(tmp_path, glue, monkeypatch):
     (tmp_path / "dev.tsv").write_text((glue / "CoLA/dev.tsv").read_text())
     with pytest.raises(OSError, match=r"train\.tsv"):
         load_glue(get_task("cola"), str(tmp_path))
@@ -108,13 +114,13 @@ def test_only_evaluating_needs_no_training_split(tmp_path, glue, monkeypatch):
     assert list(load_glue(get_task("cola"), with_train=False)) == ["validation"]
 
 
-def test_single_files_go_before_the_folder(tmp_path, glue):
+def test_single_files_take_precedence_over_the_folder(tmp_path, glue):
     (tmp_path / "small.tsv").write_text("a\t1\t\tOne row.\n")
     splits = load_glue(get_task("cola"), str(glue / "CoLA"), {"train_file": str(tmp_path / "small.tsv")})
     assert len(splits["train"]) == 1 and len(splits["validation"]) == 4
 
 
-def test_hub_columns_become_the_same_columns(monkeypatch):
+def test_hub_columns_are_mapped_to_the_official_columns(monkeypatch):
     rows = {"sentence1": ["a"], "sentence2": ["b"], "label": [2], "idx": [5]}
     hub = DatasetDict(
         {
@@ -128,7 +134,7 @@ def test_hub_columns_become_the_same_columns(monkeypatch):
     assert splits["test_matched"].data.column_names == ["text1", "text2", "index"]
 
 
-def test_an_unreachable_hub_names_the_way_out(monkeypatch):
+def test_unreachable_hub_error_names_the_local_option(monkeypatch):
     def fail(*_):
         raise ConnectionError("offline")
 
@@ -137,7 +143,7 @@ def test_an_unreachable_hub_names_the_way_out(monkeypatch):
         load_glue(get_task("rte"))
 
 
-def test_tokenised_pairs_are_cut_to_max_length(glue, tiny_bert):
+def test_tokenized_pairs_are_truncated_to_max_length(glue, tiny_bert):
     split = load_glue(get_task("stsb"), str(glue / "STS-B"))["train"]
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     data = tokenize_split(split, tokenizer, max_length=12)
@@ -146,7 +152,7 @@ def test_tokenised_pairs_are_cut_to_max_length(glue, tiny_bert):
     assert sum(data[0]["token_type_ids"]) > 0
 
 
-def test_pairs_have_token_types_where_the_model_tells_them_apart(glue, tiny_bert):
+def test_pairs_have_token_types_if_the_model_uses_them(glue, tiny_bert):
     split = load_glue(get_task("stsb"), str(glue / "STS-B"))["train"]
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     tokenizer.model_input_names = ["input_ids", "attention_mask"]  # as ALBERT's
@@ -158,7 +164,7 @@ def test_pairs_have_token_types_where_the_model_tells_them_apart(glue, tiny_bert
     assert "token_type_ids" not in tokenize_split(split, tokenizer, max_length=12).column_names
 
 
-def test_token_types_stay_where_the_tokenizer_is_saved(shared_data, tmp_path):
+def test_token_types_are_kept_when_the_tokenizer_is_saved(shared_data, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
     assert "token_type_ids" not in tokenizer("a text", "another")
     fit_token_types(tokenizer, AlbertConfig())
@@ -166,7 +172,7 @@ def test_token_types_stay_where_the_tokenizer_is_saved(shared_data, tmp_path):
     assert sum(AutoTokenizer.from_pretrained(tmp_path)("a text", "another")["token_type_ids"]) > 0
 
 
-def test_labels_and_submission_formats():
+def test_labels_and_submissions_have_the_official_format():
     assert parse_label(TASKS["qnli"], "not_entailment") == parse_label(TASKS["qnli"], "1") == 1
     assert format_prediction(TASKS["qnli"], 1) == "not_entailment"
     assert format_prediction(TASKS["mrpc"], 1) == "1"
@@ -186,6 +192,6 @@ def test_labels_and_submission_formats():
     }
 
 
-def test_first_keeps_everything_without_a_count(glue):
+def test_first_returns_all_rows_without_a_count(glue):
     split = ClassificationSplit("train", read_tsv(glue / "CoLA/train.tsv", TASKS["cola"]))
     assert len(split.take(None)) == len(split.take(99)) == 12 and len(split.take(3)) == 3

@@ -1,4 +1,4 @@
-"""`run_glue.main` on in-repo rows with a tiny random BERT: outputs, labels, errors before any work, early stopping."""
+"""Check `run_glue.main` on rows of the repository with a tiny BERT: outputs, labels, early errors, early stopping."""
 
 import json
 import logging
@@ -57,7 +57,7 @@ def run(tiny_bert, glue, tmp_path):
 
 
 @pytest.mark.thorough
-def test_regression_task_trains_and_leaves_all_outputs(run):
+def test_regression_task_trains_and_writes_all_outputs(run):
     results, out = run("stsb", "--num_train_epochs", 4, "--with_tracking", "--learning_rate", "1e-2")
     assert results["steps"] == 32 and results["epoch"] == 4.0
     assert {
@@ -86,7 +86,7 @@ def test_regression_task_trains_and_leaves_all_outputs(run):
     for name in ("loss", "lr", "eval_pearson"):
         tracked = [(event.step, event.value) for event in events.Scalars(name)]
         assert tracked == [(r["step"], pytest.approx(r[name], rel=1e-6)) for r in records if name in r]
-    # Not "time": trackio has one of its own.
+    # Not "time", because trackio already has a column of this name.
     assert {"train_seconds", "tokens_per_second"} < set(events.Tags()["scalars"]) and "time" not in events.Tags()[
         "scalars"
     ]
@@ -116,7 +116,7 @@ def _umask():
     return umask
 
 
-def test_saved_model_gives_the_written_dev_predictions(run, glue):
+def test_saved_model_reproduces_the_dev_predictions(run, glue):
     results, out = run("cola", "--num_train_epochs", 1)
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(out).eval(),
@@ -134,7 +134,7 @@ def test_saved_model_gives_the_written_dev_predictions(run, glue):
 
 
 @pytest.mark.thorough
-def test_written_predictions_are_in_the_rows_order(run, tiny_bert, glue, tmp_path):
+def test_predictions_are_in_row_order(run, tiny_bert, glue, tmp_path):
     lines = (glue / "STS-B/dev.tsv").read_text().splitlines()
     header, rows = lines[0].split("\t"), [line.split("\t") for line in lines[1:]]
     pairs = [(row[header.index("sentence1")], row[header.index("sentence2")]) for row in rows]
@@ -163,7 +163,7 @@ def test_written_predictions_are_in_the_rows_order(run, tiny_bert, glue, tmp_pat
     assert results["eval_pearson"] == pytest.approx(np.corrcoef(one_at_a_time, labels)[0, 1], abs=1e-4)
 
 
-def test_mnli_has_two_dev_sets_and_predicts_ax(run):
+def test_mnli_evaluates_two_dev_sets_and_predicts_ax(run):
     results, out = run("mnli", "--max_train_steps", 2)
     assert {"eval_accuracy", "eval_accuracy_mm"} <= results.keys() and results["eval_samples"] == 5
     for name in ("MNLI-m", "MNLI-mm", "AX"):
@@ -171,11 +171,11 @@ def test_mnli_has_two_dev_sets_and_predicts_ax(run):
         assert len(lines) == 3 and lines[1].split("\t")[1] in ("entailment", "neutral", "contradiction")
 
 
-def test_a_classifier_whose_labels_have_other_names_is_told(run, tmp_path, caplog):
+def test_classifier_with_other_label_names_gives_a_warning(run, tmp_path, caplog):
     _, out = run("cola", "--max_train_steps", 1)
-    assert "other names" not in caplog.text  # it was no classifier before
+    assert "other names" not in caplog.text  # it was not a classifier before
 
-    def told_of(*names):
+    def warnings_for(*names):
         config = json.loads((out / "config.json").read_text())
         numbers = {name: i for i, name in enumerate(names)}
         config |= {"id2label": {str(i): name for name, i in numbers.items()}, "label2id": numbers}
@@ -184,14 +184,14 @@ def test_a_classifier_whose_labels_have_other_names_is_told(run, tmp_path, caplo
         run("cola", "--num_train_epochs", 0, model=out, output_dir=tmp_path / "-".join(names))
         return "other names than those of the task" in caplog.text
 
-    assert told_of("negative", "positive")
+    assert warnings_for("negative", "positive")
     assert "'negative' as 'unacceptable', 'positive' as 'acceptable'" in caplog.text
-    assert not told_of("LABEL_0", "LABEL_1")  # transformers' own, which say nothing
-    assert not told_of("Acceptable", "unacceptable")
+    assert not warnings_for("LABEL_0", "LABEL_1")  # the default names of Transformers
+    assert not warnings_for("Acceptable", "unacceptable")
 
 
 @pytest.mark.thorough
-def test_class_names_in_another_order_keep_the_checkpoints_numbering(run, tmp_path):
+def test_label_order_of_the_checkpoint_is_kept(run, tmp_path):
     _, out = run("mnli", "--max_train_steps", 2)
     model = AutoModelForSequenceClassification.from_pretrained(out)
     order = [2, 0, 1]  # contradiction, entailment, neutral
@@ -219,7 +219,7 @@ def test_checkpoint_of_another_task_gets_a_new_head_with_a_warning(run, tmp_path
     assert "has 3 labels" in caplog.text and results["steps"] == 1
 
 
-def test_a_metric_of_a_dev_set_that_is_not_there_is_refused_before_training(run, glue, tmp_path):
+def test_metric_of_a_missing_dev_set_raises_before_training(run, glue, tmp_path):
     shutil.copytree(glue / "MNLI", tmp_path / "mnli", ignore=shutil.ignore_patterns("*mismatched*"))
     flags = ["--data_dir", tmp_path / "mnli", "--metric_for_best_model", "accuracy_mm"]
     with pytest.raises(ValueError, match="'accuracy_mm'"):
@@ -227,14 +227,14 @@ def test_a_metric_of_a_dev_set_that_is_not_there_is_refused_before_training(run,
 
 
 @pytest.mark.thorough
-def test_predictions_and_scores_are_those_of_the_model_that_is_saved(run):
+def test_predictions_and_scores_belong_to_the_saved_model(run):
     # The clock ends the run in its first step, long before the first evaluation of a whole epoch.
     first, out = run("cola", "--max_train_minutes", 1e-9, "--num_train_epochs", 2)
     again, _ = run("cola", "--num_train_epochs", 0, model=out, output_dir=out.with_name("again"))
     assert first["steps"] == 1 and first["eval_loss"] == pytest.approx(again["eval_loss"], rel=1e-5)
 
 
-def test_only_evaluating_needs_no_training_split(run, tmp_path, glue):
+def test_evaluation_runs_without_a_training_split(run, tmp_path, glue):
     shutil.copytree(glue / "STS-B", tmp_path / "stsb", ignore=shutil.ignore_patterns("train.tsv"))
     flags = ["--num_train_epochs", 0, "--data_dir", tmp_path / "stsb", "--group_by_length"]
     with pytest.raises(
@@ -251,7 +251,7 @@ def test_only_evaluating_needs_no_training_split(run, tmp_path, glue):
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_keeps_what_chooses_its_best_weights(run, glue, tmp_path):
+def test_resumed_run_keeps_the_metric_for_the_best_weights(run, glue, tmp_path):
     folder = shutil.copytree(glue / "STS-B", tmp_path / "stsb")
     flags = ["--metric_for_best_model", "loss", "--checkpointing_steps", 2, "--max_train_steps", 4]
     flags += ["--data_dir", folder]
@@ -297,7 +297,7 @@ def test_early_stopping_ends_with_the_best_weights(run):
     )
 
 
-def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
+def test_gradient_checkpointing_and_bf16_train(run, tiny_bert, monkeypatch):
     forward, dtypes = BertIntermediate.forward, []
 
     def watched(layer, hidden_states):
@@ -363,7 +363,7 @@ def test_gradient_checkpointing_and_bf16_run(run, tiny_bert, monkeypatch):
         ("cola", ["--tokenizer_name", "./nosuch"], "no folder './nosuch'"),
     ],
 )
-def test_errors_before_training_leave_no_folder(run, task, flags, message, tmp_path, monkeypatch):
+def test_early_errors_leave_no_folder(run, task, flags, message, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     monkeypatch.setattr(session, "get_available_trackers", lambda: ["tensorboard"])
     with pytest.raises((ValueError, OSError), match=message):
@@ -371,7 +371,7 @@ def test_errors_before_training_leave_no_folder(run, task, flags, message, tmp_p
     assert not (tmp_path / "not").exists()
 
 
-def test_output_folder_must_be_free_and_writable(run, tmp_path):
+def test_output_folder_must_be_empty_and_writable(run, tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used/notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"is not empty\. Start a new run"):
@@ -385,7 +385,7 @@ def test_output_folder_must_be_free_and_writable(run, tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
+def test_resume_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
     def interrupted(loop, group):
         if loop.state.step == 3:
             raise KeyboardInterrupt
@@ -413,7 +413,7 @@ def test_the_advice_after_an_interruption_works(run, tmp_path, monkeypatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
-def test_a_first_signal_is_answered_with_flags_that_are_taken(number, name, run, monkeypatch):
+def test_first_signal_prints_valid_resume_flags(number, name, run, monkeypatch):
     def step(loop, group):
         plain(loop, group)
         if loop.state.step == 1:
@@ -439,7 +439,7 @@ def test_a_first_signal_is_answered_with_flags_that_are_taken(number, name, run,
     assert run(*flags[:-1], "--resume_from_checkpoint", "latest")[0]["steps"] == 4
 
 
-def test_a_t5_whose_tokenizer_leaves_pairs_open_closes_them(run, tmp_path, caplog):
+def test_t5_pairs_end_with_an_end_token(run, tmp_path, caplog):
     t5 = make_t5(tmp_path / "t5")
     assert AutoTokenizer.from_pretrained(t5)("a", "dog")["input_ids"].count(1) == 0
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
@@ -483,7 +483,7 @@ def used(tmp_path):
     return tmp_path / "used"
 
 
-def test_overwriting_removes_the_earlier_run_and_nothing_else(run, used, monkeypatch):
+def test_overwriting_removes_only_the_earlier_run(run, used, monkeypatch):
     seen = []
     train = TrainingLoop.run
 
@@ -541,7 +541,7 @@ def _remove_tokenizer(folder):
         (_remove_tokenizer, OSError, "damaged has no tokenizer files.*--tokenizer_name"),
     ],
 )
-def test_a_damaged_checkpoint_is_a_user_error(run, tiny_bert, tmp_path, damage, error, message):
+def test_damaged_checkpoint_is_a_user_error(run, tiny_bert, tmp_path, damage, error, message):
     shutil.copytree(tiny_bert, tmp_path / "damaged")
     damage(tmp_path / "damaged")
     with pytest.raises(error, match=message) as raised:
@@ -549,27 +549,27 @@ def test_a_damaged_checkpoint_is_a_user_error(run, tiny_bert, tmp_path, damage, 
     assert "\n" not in str(raised.value)
 
 
-def test_a_tokenizer_from_elsewhere_helps_a_checkpoint_without_one(run, tiny_bert, tmp_path):
+def test_tokenizer_name_completes_a_checkpoint_without_a_tokenizer(run, tiny_bert, tmp_path):
     shutil.copytree(tiny_bert, tmp_path / "bare")
     _remove_tokenizer(tmp_path / "bare")
     results, _ = run("cola", "--max_train_steps", 1, "--tokenizer_name", tiny_bert, model=tmp_path / "bare")
     assert results["steps"] == 1
 
 
-def test_a_folder_that_can_hold_no_tokenizer_is_told_by_name(run, tiny_bert, tmp_path):
+def test_folder_without_tokenizer_files_is_named(run, tiny_bert, tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(OSError, match=r"nothing has no tokenizer files.* with --tokenizer_name"):
         run("cola", "--tokenizer_name", tmp_path / "nothing", model=tiny_bert)
 
 
-def test_a_tokenizer_that_pads_left_learns_the_same(run, tiny_bert, tmp_path):
+def test_left_padding_tokenizer_gives_equal_training(run, tiny_bert, tmp_path):
     flags = ["--max_train_steps", 2, "--skip_predict", "--max_length", 8]
     plain, _ = run("stsb", *flags)
     left, _ = run("stsb", *flags, model=copy_left_sided(tiny_bert, tmp_path / "left"), output_dir=tmp_path / "other")
     assert left["train_loss"] == plain["train_loss"] and left["eval_loss"] == plain["eval_loss"]
 
 
-def test_an_error_in_training_itself_stays_a_bug(run, monkeypatch):
+def test_internal_training_error_keeps_its_traceback(run, monkeypatch):
     def step(loop, group):
         raise KeyError("bug")
 
@@ -578,7 +578,7 @@ def test_an_error_in_training_itself_stays_a_bug(run, monkeypatch):
         run("cola")
 
 
-def test_bf16_is_accepted_where_torch_cannot_tell_the_cpus_instructions(monkeypatch, caplog, tmp_path):
+def test_bf16_is_accepted_with_unknown_cpu_instructions(monkeypatch, caplog, tmp_path):
     flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", str(tmp_path / "o"), "--cpu"]
     settings = parse_args([*flags, "--mixed_precision", "bf16"])
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
@@ -592,12 +592,12 @@ def test_bf16_is_accepted_where_torch_cannot_tell_the_cpus_instructions(monkeypa
     assert not caplog.text
 
 
-def test_parent_of_the_task_folder_gets_a_hint(run, glue):
+def test_parent_of_the_task_folder_error_has_a_hint(run, glue):
     with pytest.raises(OSError, match=r"--data_dir.*CoLA"):
         run("cola", "--data_dir", glue)
 
 
-def test_grouped_query_talking_heads_checkpoint_trains_and_its_projections_move(run, tiny_bert, tmp_path):
+def test_grouped_talking_heads_checkpoint_trains_its_projections(run, tiny_bert, tmp_path):
     config = AttnVariantBertConfig(
         **AutoConfig.from_pretrained(tiny_bert).to_dict(),
         num_key_value_heads=2,

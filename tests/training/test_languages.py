@@ -1,4 +1,4 @@
-"""Multilingual encoder-decoders: what the decoder reads and writes is as upstream has it, and is saved so."""
+"""Check multilingual encoder-decoders: decoder inputs and outputs equal Transformers, and languages are saved."""
 
 import pytest
 import torch
@@ -71,8 +71,8 @@ def flags(kind):
 
 
 @EVERY_KIND
-def test_batches_are_those_of_upstreams_collator(folders, kind):
-    """Sources, labels and what the decoder reads, of rows of unequal lengths, as `run_translation.py` makes them."""
+def test_batches_equal_those_of_the_transformers_collator(folders, kind):
+    """Check sources, labels and decoder inputs of rows with unequal lengths, as in `run_translation.py`."""
     tokenizer = AutoTokenizer.from_pretrained(folders[kind])
     model = AutoModelForSeq2SeqLM.from_pretrained(folders[kind])
     start = set_languages(tokenizer, model.config, *LANGUAGES[kind])
@@ -95,7 +95,7 @@ def test_batches_are_those_of_upstreams_collator(folders, kind):
 
 @pytest.mark.thorough
 @EVERY_KIND
-def test_a_training_saves_the_languages(run, folders, kind):
+def test_training_saves_the_languages(run, folders, kind):
     results, out = run(seq2seq, folders[kind], *flags(kind))
     assert results["steps"] == 2 and "eval_bleu" in results
     tokenizer, settings = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out)
@@ -106,7 +106,7 @@ def test_a_training_saves_the_languages(run, folders, kind):
     model = AutoModelForSeq2SeqLM.from_pretrained(out)
     ids = model.generate(**tokenizer(["the dog"], return_tensors="pt"), max_new_tokens=4, do_sample=False)[0]
     assert ids[:2].tolist()[kind != "mbart"] == (marks[-1] if kind == "mbart" else marks[0])
-    # What the model was trained for needs no flags again; another language does.
+    # A trained model needs no flags for its languages, but for another language it does.
     again, _ = run(seq2seq, out, out="again", length=("--num_train_epochs", 0))
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
     with pytest.raises(ValueError, match=r"--target_lang must be .* got 'xx'. Use one of \w+"):
@@ -114,21 +114,21 @@ def test_a_training_saves_the_languages(run, folders, kind):
 
 
 @EVERY_KIND
-def test_languages_that_nobody_chose_are_asked_for(run, folders, kind):
+def test_missing_languages_raise_an_error(run, folders, kind):
     with pytest.raises(ValueError, match=r"--source_lang and --target_lang are required"):
         run(seq2seq, folders[kind])
     with pytest.raises(ValueError, match="--source_lang and --target_lang are required"):
         run(seq2seq, folders[kind], "--target_lang", LANGUAGES[kind][1])
 
 
-def test_generation_begins_with_the_token_that_is_asked_for(run, folders):
+def test_generation_starts_with_the_requested_token(run, folders):
     target = LANGUAGES["mbart"][1]
     _, out = run(seq2seq, folders["mbart"], *flags("mbart"), "--forced_bos_token", target)
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert GenerationConfig.from_pretrained(out).forced_bos_token_id == tokenizer.convert_tokens_to_ids(target)
 
 
-def test_a_tokenizer_of_one_language_takes_none(run, tmp_path):
+def test_languages_for_a_monolingual_tokenizer_raise_an_error(run, tmp_path):
     t5 = make_t5(tmp_path / "t5")
     with pytest.raises(ValueError, match=r"--target_lang is only for multilingual tokenizers, got a"):
         run(seq2seq, t5, "--target_lang", "ro_RO")
@@ -138,7 +138,7 @@ def test_a_tokenizer_of_one_language_takes_none(run, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["mbart", "m2m_100"])
-def test_uptraining_keeps_them(run, folders, tmp_path, kind):
+def test_uptraining_keeps_the_languages(run, folders, tmp_path, kind):
     convert(folders[kind], 2, method="mean", output_dir=tmp_path / "gqa")
     more = ["--teacher", folders[kind], "--objective", "seq2seq", "--predict_with_generate"]
     with pytest.raises(ValueError, match="--source_lang and --target_lang are required"):
@@ -152,7 +152,7 @@ def test_uptraining_keeps_them(run, folders, tmp_path, kind):
     assert settings.forced_bos_token_id == (None if kind == "mbart" else marks[0])
 
 
-def test_a_conversion_by_text_wants_the_languages(folders, tmp_path):
+def test_calibration_needs_the_languages(folders, tmp_path):
     text = make_text(tmp_path, 240)[0]
     argv = ["--model_name_or_path", folders["m2m_100"], "--num_key_value_heads", 2, "--output_dir", tmp_path / "gqa"]
     argv += ["--calibration_file", text, "--fit_steps", 0, "--max_length", 16, "--disable_tqdm"]
@@ -162,7 +162,7 @@ def test_a_conversion_by_text_wants_the_languages(folders, tmp_path):
     assert (tmp_path / "gqa" / "config.json").is_file()
 
 
-def test_a_marian_of_two_vocabularies_trains(run, tmp_path):
+def test_marian_with_two_vocabularies_trains(run, tmp_path):
     (tmp_path / "marian").mkdir()
     tokenizer = marian_tokenizer(tmp_path / "marian")
     target_size, pad = len(tokenizer.target_encoder), tokenizer.pad_token_id

@@ -1,4 +1,4 @@
-"""The loop on a linear model: normalisation over accumulated batches, streams, NaN, logging."""
+"""Check the training loop on a linear model: normalization over accumulated batches, streams, NaN and logging."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def fresh_accelerator():
     GradientState._reset_state()
 
 
-def test_accumulated_batches_step_like_one_big_batch(tmp_path):
+def test_accumulated_batches_equal_one_large_batch(tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     one.mkdir(), many.mkdir()
     # 10 rows: steps of 4, 4 and 2 rows; the last group is a short one either way.
@@ -46,7 +46,7 @@ def test_accumulated_batches_step_like_one_big_batch(tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_processes_step_like_one_with_the_batch_doubled(tmp_path):
+def test_two_process_step_equals_one_process_with_a_double_batch(tmp_path):
     # By plain SGD without clipping: AdamW, or a clipped gradient, would not show that it is twice or half of what it
     # should be, nor what each process's mean weighs.
     one, two = tmp_path / "one", tmp_path / "two"
@@ -56,8 +56,8 @@ def test_two_processes_step_like_one_with_the_batch_doubled(tmp_path):
     assert statuses == [0, 0], output
     losses, expected = ([loss for _, loss in losses_of(folder)] for folder in (two, one))
     assert losses == pytest.approx(expected, rel=1e-6) and len(losses) == 3
-    found, kept = (load_file(folder / "checkpoint-3/model.safetensors") for folder in (two, one))
-    torch.testing.assert_close({name.removeprefix("module."): found[name] for name in found}, kept)
+    result, kept = (load_file(folder / "checkpoint-3/model.safetensors") for folder in (two, one))
+    torch.testing.assert_close({name.removeprefix("module."): result[name] for name in result}, kept)
 
 
 def test_first_logged_loss_is_the_mean_over_items(tmp_path):
@@ -69,7 +69,7 @@ def test_first_logged_loss_is_the_mean_over_items(tmp_path):
     assert log_of(tmp_path)[0]["loss"] == pytest.approx(error.item())
 
 
-def test_a_window_left_open_by_the_last_checkpoint_is_logged_alike_after_a_resume(tmp_path):
+def test_resumed_run_continues_the_open_log_window(tmp_path):
     def records():
         return [{key: record[key] for key in ("step", "loss", "lr", "epoch")} for record in log_of(tmp_path)]
 
@@ -87,7 +87,7 @@ def test_a_window_left_open_by_the_last_checkpoint_is_logged_alike_after_a_resum
     assert make_loop(tmp_path, total_steps=5, resume_from_checkpoint="latest").run().step == 5  # of an older version
 
 
-def test_log_windows_hold_means_and_learning_rates(tmp_path):
+def test_log_windows_contain_mean_losses_and_learning_rates(tmp_path):
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     dense.mkdir(), sparse.mkdir()
     make_loop(dense, total_steps=5).run()
@@ -98,7 +98,7 @@ def test_log_windows_hold_means_and_learning_rates(tmp_path):
 
 
 @pytest.mark.parametrize(("poison", "named"), [("loss", "loss became nan"), ("gradient", "gradient norm became")])
-def test_nan_stops_and_keeps_the_last_good_checkpoint(tmp_path, poison, named):
+def test_nan_loss_stops_and_keeps_the_last_checkpoint(tmp_path, poison, named):
     seen = []
 
     def loss_sum(model, batch):
@@ -123,7 +123,7 @@ def test_nan_stops_and_keeps_the_last_good_checkpoint(tmp_path, poison, named):
 SCALED = {"total_steps": 40, "data": rows(200), "lr": 1e-3}
 
 
-def test_gradients_that_are_finite_at_no_loss_scale_stop_the_run(tmp_path):
+def test_gradients_not_finite_at_any_loss_scale_stop_the_run(tmp_path):
     def loss_sum(model, batch):
         return OBJECTIVE.loss_sum(model, batch) + torch.sqrt(model(batch["x"]).sum() * 0)
 
@@ -134,7 +134,7 @@ def test_gradients_that_are_finite_at_no_loss_scale_stop_the_run(tmp_path):
         ).run()
 
 
-def test_gradients_that_overflow_at_a_large_loss_scale_do_not(tmp_path):
+def test_gradients_that_overflow_at_a_large_loss_scale_continue(tmp_path):
     loop = make_loop(tmp_path, scaler=torch.amp.GradScaler("cpu"), **SCALED)
     loop.model.weight.register_hook(lambda gradient: gradient.where(gradient.abs() < 1e3, torch.inf))
     before = loop.model.weight.detach().clone()
@@ -142,14 +142,14 @@ def test_gradients_that_overflow_at_a_large_loss_scale_do_not(tmp_path):
     assert loop.model.weight.isfinite().all() and not torch.equal(loop.model.weight, before)
 
 
-def test_a_checkpoint_without_a_loss_scaler_is_not_resumed_with_one(tmp_path):
+def test_resume_with_an_added_loss_scaler_raises_an_error(tmp_path):
     make_loop(tmp_path, checkpointing_steps=2).run()
     AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ValueError, match=r"no state of a loss scaler\. It was saved with --mixed_precision no"):
         make_loop(tmp_path, resume_from_checkpoint="latest", scaler=torch.amp.GradScaler("cpu")).run()
 
 
-def test_random_states_that_cannot_be_restored_are_no_exact_resume(tmp_path):
+def test_missing_random_states_raise_an_error(tmp_path):
     make_loop(tmp_path, checkpointing_steps=2).run()
     AcceleratorState._reset_state(reset_partial_state=True)
     (path,) = tmp_path.glob("checkpoint-2/random_states_0.pkl")
@@ -158,7 +158,7 @@ def test_random_states_that_cannot_be_restored_are_no_exact_resume(tmp_path):
         make_loop(tmp_path, resume_from_checkpoint="latest").run()
 
 
-def test_a_log_that_cannot_be_written_names_the_last_checkpoint(tmp_path):
+def test_unwritable_log_error_names_the_last_checkpoint(tmp_path):
     loop = make_loop(tmp_path, checkpointing_steps=2)
     loop.run()
     message = r"train_log\.jsonl could not be written \(OSError: .*File too large.*last good checkpoint is .*-2.$"
@@ -166,7 +166,7 @@ def test_a_log_that_cannot_be_written_names_the_last_checkpoint(tmp_path):
         loop.log.write({"step": 4, "loss": 1.0})
 
 
-def test_names_that_share_a_tensor_do_not_hide_a_nan(tmp_path):
+def test_nan_in_a_shared_tensor_is_detected(tmp_path):
     ids = torch.arange(6).reshape(2, 3)
     batches = [{"input_ids": ids, "labels": ids, "turned": ids.T}, {"input_ids": ids[:1]}]
     save_bad_batch(SimpleNamespace(process_index=1), batches, tmp_path, 7)
@@ -175,7 +175,7 @@ def test_names_that_share_a_tensor_do_not_hide_a_nan(tmp_path):
     assert torch.equal(saved["0.labels"], ids) and torch.equal(saved["0.turned"], ids.T)
 
 
-def test_a_full_disk_does_not_hide_a_nan(tmp_path):
+def test_nan_is_reported_despite_a_full_disk(tmp_path):
     loop = make_loop(tmp_path, objective=Objective(lambda *given: OBJECTIVE.loss_sum(*given) * torch.nan, len))
     with (
         full_disk(64),
@@ -195,7 +195,7 @@ def test_a_full_disk_does_not_hide_a_nan(tmp_path):
         ("save_best_weights", 64, r"best weights could not be written to .* \(SafetensorError: .*File too large"),
     ],
 )
-def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(tmp_path, monkeypatch, written, size, message):
+def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, written, size, message):
     scores = itertools.count()
     settings = {"evaluate": lambda: {"a": next(scores)}, "eval_steps": 4, "metric_for_best_model": "a"}
     settings |= {"keep_best": True, "total_steps": 5, "checkpointing_steps": 2}
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(tmp_path, monkeypa
     assert torch.equal(resumed.model.weight, whole.model.weight)
 
 
-def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
+def test_sigterm_saves_a_checkpoint(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
     make_loop(whole, total_steps=8).run()
@@ -245,7 +245,7 @@ def test_sigterm_saves_a_checkpoint_to_go_on_from(tmp_path):
     assert losses_of(cut) == losses_of(whole)
 
 
-def test_a_run_that_went_back_keeps_what_it_writes(tmp_path):
+def test_run_resumed_from_an_earlier_checkpoint_keeps_its_files(tmp_path):
     make_loop(tmp_path, total_steps=6, checkpointing_steps=1, save_total_limit=4).run()
     AcceleratorState._reset_state(reset_partial_state=True)
     there = []
@@ -262,7 +262,7 @@ def test_a_run_that_went_back_keeps_what_it_writes(tmp_path):
     assert there == [[3, 4], [4, 5], [5, 6]]
 
 
-def test_sigterm_during_the_last_evaluation_saves_a_checkpoint_too(tmp_path):
+def test_sigterm_during_the_last_evaluation_saves_a_checkpoint(tmp_path):
     def evaluate():
         os.kill(os.getpid(), signal.SIGTERM)
         return {"accuracy": 1.0}
@@ -275,7 +275,7 @@ def test_sigterm_during_the_last_evaluation_saves_a_checkpoint_too(tmp_path):
     assert loop.run().step == 3 and not loop.has_current_scores()
 
 
-def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
+def test_final_scores_belong_to_the_final_weights(tmp_path):
     def evaluate_and_run_out_of_time():
         stopped._deadline = 0.0
         return {"a": 1.0}
@@ -288,8 +288,8 @@ def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
         AcceleratorState._reset_state(reset_partial_state=True)
         (tmp_path / name).mkdir()
         best = {"keep_best": True, "metric_for_best_model": "a"}
-        found = iter(values)
-        loop = make_loop(tmp_path / name, evaluate=lambda found=found: {"a": next(found)}, eval_steps=1, **best)
+        result = iter(values)
+        loop = make_loop(tmp_path / name, evaluate=lambda result=result: {"a": next(result)}, eval_steps=1, **best)
         loop.run()
         assert loop.has_current_scores() == current
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -298,7 +298,7 @@ def test_scores_are_those_of_the_weights_a_run_ends_with(tmp_path):
     assert last.has_current_scores()
 
 
-def test_the_last_losses_are_looked_at_where_no_window_is_full(tmp_path):
+def test_last_losses_are_checked_without_a_full_log_window(tmp_path):
     loop = make_loop(tmp_path, total_steps=5, logging_steps=3, data=rows(20))
     loop.run()
     assert [record["step"] for record in log_of(tmp_path)] == [3, 5]
@@ -307,7 +307,7 @@ def test_the_last_losses_are_looked_at_where_no_window_is_full(tmp_path):
     )
 
 
-def test_no_more_than_one_step_waits_to_be_looked_at(tmp_path):
+def test_losses_are_checked_with_a_delay_of_one_step(tmp_path):
     looked = []
 
     class Watched(TrainingLoop):
@@ -322,14 +322,14 @@ def test_no_more_than_one_step_waits_to_be_looked_at(tmp_path):
     assert looked == [None, 1, 2, 3, 4, None]
 
 
-def test_sigterm_is_one_line_and_a_status(capsys):
+def test_sigterm_prints_one_line_and_sets_the_status(capsys):
     def main():
         raise TerminatedError("SIGTERM: stopped")
 
     assert run_script(main) == 143 and capsys.readouterr().err == "SIGTERM: stopped\n"
 
 
-def test_the_clock_ends_training_with_a_checkpoint_and_a_resumed_run_goes_on(tmp_path):
+def test_time_limit_ends_training_with_a_resumable_checkpoint(tmp_path):
     state = make_loop(tmp_path, total_steps=50, max_train_minutes=1e-9).run()
     assert state.step == 1 and not state.finished
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-1"]
@@ -338,7 +338,7 @@ def test_the_clock_ends_training_with_a_checkpoint_and_a_resumed_run_goes_on(tmp
 
 
 class Seekable(IterableDataset):
-    """Ten rows that say where they are, readable from any of them."""
+    """Ten rows that record reads, readable from any position."""
 
     start = 0
 
@@ -354,7 +354,7 @@ class Seekable(IterableDataset):
             }
 
 
-def test_a_resumed_run_seeks_by_the_position_of_the_last_batch(tmp_path):
+def test_resumed_run_seeks_to_the_position_of_the_last_batch(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
     make_loop(whole, data=Seekable(), batch_size=None, total_steps=5).run()
@@ -372,7 +372,7 @@ class Stream(IterableDataset):
         return iter(rows(5))
 
 
-def test_a_stream_without_length_trains_over_its_ends(tmp_path):
+def test_stream_without_length_restarts_at_its_end(tmp_path):
     loop = make_loop(tmp_path, data=Stream(), total_steps=7)
     state = loop.run()
     assert state.step == 7 and (state.epoch, state.batch_in_epoch) == (2, 1)
@@ -380,12 +380,12 @@ def test_a_stream_without_length_trains_over_its_ends(tmp_path):
         count_training_steps(None, 1, 3.0, None)
 
 
-def test_empty_data_is_an_error(tmp_path):
+def test_loop_without_data_raises_an_error(tmp_path):
     with pytest.raises(ValueError, match="at least one batch"):
         make_loop(tmp_path, data=[]).run()
 
 
-def test_clipping_bounds_the_step(tmp_path):
+def test_gradient_clipping_bounds_the_step(tmp_path):
     loop = make_loop(tmp_path, total_steps=1, max_grad_norm=0.01, lr=1.0)
     before = torch.cat([p.detach().flatten() for p in loop.model.parameters()])
     loop.run()
@@ -393,7 +393,7 @@ def test_clipping_bounds_the_step(tmp_path):
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
-def test_best_weights_come_back_and_nan_metrics_never_win(tmp_path):
+def test_best_weights_are_restored_and_nan_metrics_are_ignored(tmp_path):
     scores = iter([0.1, 0.5, float("nan"), 0.3])
     weights = []
     loop = make_loop(
@@ -409,6 +409,6 @@ def test_best_weights_come_back_and_nan_metrics_never_win(tmp_path):
     assert torch.equal(loop.model.weight, weights[1]) and not torch.equal(weights[1], weights[3])
 
 
-def test_total_steps():
+def test_total_steps_follow_from_epochs_and_batches():
     assert count_training_steps(10, 4, 3.0, None) == 9 and count_training_steps(10, 4, 0.5, None) == 2
     assert count_training_steps(10, 4, 3.0, 5) == 5 and count_training_steps(10, 1, 0, None) == 0

@@ -1,4 +1,4 @@
-"""Token classification: CoNLL's files, labels at first tokens, scores of whole entities, whole runs."""
+"""Check token classification: CoNLL files, labels at first tokens, entity scores, and whole runs."""
 
 import gzip
 import json
@@ -51,7 +51,7 @@ def run(tiny_bert, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_variant_learns_to_tag_and_predicts_each_word(run, tiny_bert, tmp_path):
+def test_variant_learns_to_tag_every_word(run, tiny_bert, tmp_path):
     convert_checkpoint(tiny_bert, tmp_path / "gqa", 2)
     results, out = run("--num_train_epochs", 8, model=tmp_path / "gqa")
     assert results["eval_f1"] > 0.9 and results["eval_accuracy"] > 0.9 and results["eval_samples"] == 6
@@ -66,7 +66,7 @@ def test_a_variant_learns_to_tag_and_predicts_each_word(run, tiny_bert, tmp_path
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
+def test_resumed_ner_run_is_bitwise_equal(run, tmp_path):
     flags = ["--max_train_steps", 5, "--metric_for_best_model", "f1", "--eval_steps", 2]
     whole, out = run(*flags, "--checkpointing_steps", 3)
     resumed, other = run(*flags, "--resume_from_checkpoint", out / "checkpoint-3", out="resumed")
@@ -74,31 +74,33 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
     assert (out / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
-def test_words_that_are_cut_off_are_tagged_o_and_told(run, caplog):
+def test_truncated_words_are_tagged_o_with_a_warning(run, caplog):
     results, out = run("--max_train_steps", 1, "--max_length", 4)
     for split, count, words in (("train", 18, 54), ("validation", 6, 18)):  # of four to six words, two are read
-        said = rf"{split}: {count} of {count} sentences have more than --max_length 4 tokens. Their last (\d+) words"
-        assert re.search(said, caplog.text) and int(re.search(said, caplog.text)[1]) > words // 2
+        printed = (
+            rf"{split}: {count} of {count} sentences have more than --max_length 4 tokens. Their last (\d+) words"
+        )
+        assert re.search(printed, caplog.text) and int(re.search(printed, caplog.text)[1]) > words // 2
     tagged = read_conll(out / "predictions_dev.txt")
     assert all(set(tags[2:]) == {"O"} and len(tags) == len(words) for words, tags in tagged)
     assert 0 <= results["eval_accuracy"] < 1
 
 
-def test_entities_are_scored_whole():
+def test_scores_count_whole_entities():
     references = [["B-PER", "I-PER", "O", "B-LOC"]]
-    found = score_entities([["B-PER", "O", "O", "B-LOC"]], references)
-    assert found == pytest.approx({"precision": 0.5, "recall": 0.5, "f1": 0.5, "accuracy": 0.75})
+    result = score_entities([["B-PER", "O", "O", "B-LOC"]], references)
+    assert result == pytest.approx({"precision": 0.5, "recall": 0.5, "f1": 0.5, "accuracy": 0.75})
     assert score_entities([["O"] * 4], references)["f1"] == 0.0
 
 
-def test_a_dataset_gives_the_same_sentences(tmp_path):
+def test_dataset_gives_the_same_sentences_as_files(tmp_path):
     rows = [{"tokens": [w for w, _ in row], "ner_tags": [t for _, t in row]} for row in sentences()]
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)])
-    found = load_sentences(settings)
-    assert found.keys() == {"train", "validation"}
-    assert found["train"] == [(row["tokens"], row["ner_tags"]) for row in rows]
+    result = load_sentences(settings)
+    assert result.keys() == {"train", "validation"}
+    assert result["train"] == [(row["tokens"], row["ner_tags"]) for row in rows]
 
 
 def write_dataset(folder, rows, splits=("train", "validation")):
@@ -108,16 +110,16 @@ def write_dataset(folder, rows, splits=("train", "validation")):
 
 
 @pytest.mark.parametrize(("tags", "known"), [(["O", "O"], []), (["O", "B-X"], ["O", "B-X"])])
-def test_the_tags_of_a_datasets_test_split_are_known_or_all_o(tmp_path, tags, known):
+def test_test_tags_of_a_dataset_are_known_or_all_o(tmp_path, tags, known):
     rows = [{"tokens": ["a", "b"], "ner_tags": tags}]
-    found = write_dataset(tmp_path, rows, ("train", "validation", "test"))
-    assert found["test"] == [(["a", "b"], known)] and found["train"] == [(["a", "b"], tags)]
+    result = write_dataset(tmp_path, rows, ("train", "validation", "test"))
+    assert result["test"] == [(["a", "b"], known)] and result["train"] == [(["a", "b"], tags)]
 
 
 @pytest.mark.parametrize(
     ("text", "tags"), [("Ann B-PER\nleft O\n", ["B-PER", "O"]), ("Ann O\nleft O\n", []), ("Ann B-PER\nleft\n", [])]
 )
-def test_a_test_file_has_tags_or_not(tmp_path, caplog, text, tags):
+def test_test_file_may_have_tags(tmp_path, caplog, text, tags):
     (tmp_path / "t.txt").write_text(text)
     with caplog.at_level("INFO", "hf_attn_variants"):
         assert read_conll(str(tmp_path / "t.txt"), needs_tags=False) == [(["Ann", "left"], tags)]
@@ -125,7 +127,7 @@ def test_a_test_file_has_tags_or_not(tmp_path, caplog, text, tags):
     assert any(record.levelname == "WARNING" for record in caplog.records) == ("B-PER" in text and not tags)
 
 
-def test_test_sentences_with_tags_are_scored(run, tmp_path, capsys):
+def test_tagged_test_sentences_are_scored(run, tmp_path, capsys):
     scored = write(tmp_path / "scored.txt", list(sentences())[::3])
     results, _ = run("--max_train_steps", 3, "--test_file", scored)
     assert {name: results[f"test_{name}"] for name in ("f1", "accuracy")} == {
@@ -138,14 +140,14 @@ def test_test_sentences_with_tags_are_scored(run, tmp_path, capsys):
         run("--max_train_steps", 3, "--test_file", tmp_path / "other.txt", out="other")
 
 
-def test_a_tagger_that_is_only_evaluated_keeps_its_tags(run, tmp_path, caplog):
-    """Other tags than its own, as many or more, are an error: neither are outputs renamed nor is a head made anew."""
+def test_evaluated_tagger_keeps_its_tags(run, tmp_path, caplog):
+    """Check that other tags raise an error: outputs are not renamed, and no new head is made."""
     _, out = run("--max_train_steps", 2)
     rows = list(sentences())
     for text in ("Ann B-ABC\nleft O\nRome B-LOC\n", "Ann B-PER\nleft B-ORG\n"):
         (tmp_path / "odd.txt").write_text(text)
-        said = "dev tags.*B-LOC, B-PER.*'B-(ABC|ORG)'"
-        with pytest.raises(ValueError, match=said):
+        printed = "dev tags.*B-LOC, B-PER.*'B-(ABC|ORG)'"
+        with pytest.raises(ValueError, match=printed):
             run("--num_train_epochs", 0, "--validation_file", tmp_path / "odd.txt", model=out, out="odd")
     few = write(tmp_path / "few.txt", [row for row in rows if len(row) == 4])
     _, again = run("--num_train_epochs", 0, "--validation_file", few, model=out, out="again")
@@ -153,13 +155,13 @@ def test_a_tagger_that_is_only_evaluated_keeps_its_tags(run, tmp_path, caplog):
     assert names[0] == names[1]
 
 
-def test_a_model_without_a_trained_head_is_not_evaluated(run):
+def test_evaluation_without_a_trained_head_raises_an_error(run):
     with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that tags words, .* was saved as Bert"):
         run("--num_train_epochs", 0)
 
 
-def test_outputs_that_are_nan_or_infinite_give_no_tags(run, tmp_path):
-    """Sentences without tags have no loss to say so."""
+def test_nonfinite_outputs_raise_an_error(run, tmp_path):
+    """Check sentences without tags, which have no loss that could show the fault."""
     _, out = run("--max_train_steps", 1)
     tokenizer = AutoTokenizer.from_pretrained(out)
     ann, left = (tokenizer(word, add_special_tokens=False).input_ids for word in ("Ann", "left"))
@@ -173,7 +175,7 @@ def test_outputs_that_are_nan_or_infinite_give_no_tags(run, tmp_path):
         run("--num_train_epochs", 0, *flags, model=out, out="again")
 
 
-def test_a_run_with_other_tags_is_another_run(run, tmp_path):
+def test_resume_with_other_tags_raises_an_error(run, tmp_path):
     flags = ["--max_train_steps", 2, "--checkpointing_steps", 1]
     for name in ("B-AAA", "B-ZZZ"):
         (tmp_path / f"{name}.txt").write_text(f"Ann {name}\nleft O\n")
@@ -182,11 +184,11 @@ def test_a_run_with_other_tags_is_another_run(run, tmp_path):
         run(*flags, "--validation_file", tmp_path / "B-AAA.txt", "--resume_from_checkpoint", "latest")
 
 
-def test_a_tag_that_nothing_teaches_is_told(run, tmp_path, caplog):
+def test_tag_without_training_examples_gives_a_warning(run, tmp_path, caplog):
     (tmp_path / "odd.txt").write_text("Ann B-PRE\nleft O\n\nBob B-PRE\n")
     run("--max_train_steps", 1, "--validation_file", tmp_path / "odd.txt")
-    said = "No training sentence has the tag 'B-PRE', which the dev set gives to 'Ann' (Ann left)"
-    assert caplog.text.count("No training sentence") == 1 and said in caplog.text
+    printed = "No training sentence has the tag 'B-PRE', which the dev set gives to 'Ann' (Ann left)"
+    assert caplog.text.count("No training sentence") == 1 and printed in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -197,12 +199,12 @@ def test_a_tag_that_nothing_teaches_is_told(run, tmp_path, caplog):
         ({"tokens": [""][:0], "ner_tags": [""][:0]}, "."),
     ],
 )
-def test_a_dataset_that_is_wrong_is_refused(tmp_path, row, message):
+def test_invalid_ner_dataset_raises_an_error(tmp_path, row, message):
     with pytest.raises((OSError, ValueError), match=message):
         write_dataset(tmp_path, [row])
 
 
-def test_labels_that_differ_only_in_case_stay_apart(tiny_bert, tmp_path):
+def test_tags_that_differ_only_in_case_stay_distinct(tiny_bert, tmp_path):
     lines = "Ann B-PER\nand O\nbob B-per\n\n" * 6
     (tmp_path / "t.txt").write_text(lines)
     argv = ["--train_file", tmp_path / "t.txt", "--validation_file", tmp_path / "t.txt", "--max_train_steps", 1]
@@ -213,7 +215,7 @@ def test_labels_that_differ_only_in_case_stay_apart(tiny_bert, tmp_path):
     assert names[0] == names[1] and sorted(names[0].values()) == ["B-PER", "B-per", "O"]
 
 
-def test_an_overwritten_folder_keeps_no_predictions_of_another_run(run, tiny_bert, tmp_path):
+def test_overwriting_removes_old_predictions(run, tiny_bert, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/predictions_other.txt").write_text("a O\n")
     _, out = run("--max_train_steps", 1, "--overwrite_output_dir")
@@ -227,7 +229,7 @@ def test_an_overwritten_folder_keeps_no_predictions_of_another_run(run, tiny_ber
         ("Rome NN LOC", "line 2.*'Rome NN LOC'"),
     ],
 )
-def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
+def test_invalid_conll_line_error_names_the_line(tmp_path, line, message):
     (tmp_path / "bad.txt").write_text(f"Ann B-PER\n{line}\n")
     with pytest.raises(ValueError, match=message):
         read_conll(tmp_path / "bad.txt")
@@ -247,12 +249,12 @@ def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
         ),
     ],
 )
-def test_bad_flags_are_refused(flags, message):
+def test_ner_rejects_invalid_flags(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(["m", "--output_dir", "o", *flags])
 
 
-def test_a_dataset_without_tags_says_what_it_needs(tmp_path):
+def test_dataset_without_tags_error_names_the_requirement(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(OSError, match="splits train and validation and columns tokens and ner_tags"):

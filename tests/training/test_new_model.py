@@ -1,4 +1,4 @@
-"""What a model from scratch is: a flag for each field of the table, and the overrides of all other fields."""
+"""Check models from scratch: a flag for each field of the table, and overrides of all other fields."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ BLOCKS = {"attention_pattern": "random_blocks", "attention_block_size": 4, "num_
 SUMMARIES = {"attention_pattern": "fixed", "attention_block_size": 4, "num_summary_tokens": 1}
 WINDOW = {"attention_pattern": "sliding_window", "attention_window": 4}
 TALKING = {"talking_heads": "both", "talking_heads_init": "random"}
-# A value of each field, and what it needs beside it, without a prefix.
+# A value of each field and its required fields, without a prefix.
 GIVEN = {
     "num_key_value_heads": (2, {}),
     "value_head_dim": (5, {}),
@@ -48,7 +48,7 @@ GIVEN = {
 
 
 class Tokenizer:
-    """What a configuration asks of one."""
+    """A tokenizer with the attributes that a configuration needs."""
 
     pad_token_id, cls_token_id, sep_token_id = 0, 2, 3
 
@@ -73,10 +73,10 @@ def config_of(command, model_type, *more):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flag_makes_the_field_what_it_says(name):
+def test_flag_sets_its_field(name):
     prefix, row = row_of(name)
     value, beside = GIVEN[row.name]
-    stacked = {each if prefix not in row_of(each)[1].prefixes else prefix + each: it for each, it in beside.items()}
+    stacked = {item if prefix not in row_of(item)[1].prefixes else prefix + item: it for item, it in beside.items()}
     given = {**stacked, name: value}
     command, model_type = (pretrain_t5, "t5") if prefix else (pretrain, "bert")
     if name == "encoder_attention_kernel":
@@ -87,11 +87,11 @@ def test_a_flag_makes_the_field_what_it_says(name):
     assert getattr(type(config)(), name) != value
 
 
-def test_commands_have_the_flags_of_their_models():
+def test_commands_have_the_flags_of_their_architectures():
     of_encoders = {row.name for row in FIELDS if "" in row.prefixes}
     for command, expected in ((pretrain, of_encoders), (pretrain_t5, {*NAMES}), (seq2seq, {*NAMES})):
         needed = ["m", "--output_dir", "o", "--train_file", "a", "--max_train_steps", "1"]
-        fields = {each.name: each for each in dataclasses.fields(type(command.parse_args(needed)))}
+        fields = {item.name: item for item in dataclasses.fields(type(command.parse_args(needed)))}
         assert fields.keys() & {*NAMES} == expected
         for name in expected:
             assert describe_field(name).lower() in fields[name].metadata["help"].lower()
@@ -99,7 +99,7 @@ def test_commands_have_the_flags_of_their_models():
     assert set(GIVEN) == of_encoders
 
 
-def test_a_flag_is_of_a_model_from_scratch():
+def test_model_flags_need_a_model_from_scratch():
     for flag in ("--talking_heads_dynamic x2l", "--split_attention_heads", "--encoder_attention_seed 0"):
         with pytest.raises(
             ValueError, match=f"{flag.split()[0]} is only for a model from scratch, got --model_name_or_path m"
@@ -108,7 +108,7 @@ def test_a_flag_is_of_a_model_from_scratch():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "result"),
     [
         ("", {}),
         ("a=1,b=x,,c=0.5,", {"a": 1, "b": "x", "c": 0.5}),
@@ -120,8 +120,8 @@ def test_a_flag_is_of_a_model_from_scratch():
         ("a=b=c", {"a": "b=c"}),
     ],
 )
-def test_overrides_are_json_or_plain_text(text, found):
-    assert parse_overrides(text) == found
+def test_overrides_may_be_json_or_plain_text(text, result):
+    assert parse_overrides(text) == result
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ def test_overrides_are_json_or_plain_text(text, found):
         ("a=False", "`a` must be JSON or text without commas, got 'False'"),
     ],
 )
-def test_overrides_that_are_wrong_say_the_field(text, message):
+def test_invalid_override_error_names_the_field(text, message):
     with pytest.raises(ValueError, match=f"--config_overrides:? ?{message}"):
         parse_overrides(text)
 
 
-def test_overrides_make_what_flags_make():
+def test_overrides_and_flags_give_equal_configurations():
     sizes = SIZES["t5"]
     fields = 'talking_heads=both,talking_heads_dynamic=["x2l","m2l"],per_layer_values={"num_key_value_heads":[1,4]}'
     flags = ["--talking_heads", "both", "--talking_heads_dynamic", "x2l", "m2l"]
@@ -173,12 +173,12 @@ def test_overrides_make_what_flags_make():
         (["--talking_heads_dynamic", "x2l"], "`talking_heads_dynamic` needs `talking_heads`"),
     ],
 )
-def test_what_is_unknown_or_said_twice_is_refused(more, message):
+def test_unknown_or_duplicate_overrides_raise_an_error(more, message):
     with pytest.raises(ValueError, match=message):
         config_of(pretrain_t5, "t5", *more)
 
 
-def test_a_flag_that_is_no_json_or_no_choice_is_one_line(capsys):
+def test_invalid_flag_value_prints_one_line(capsys):
     for more, message in (
         (["--per_layer_values", "{"], "argument --per_layer_values: The value must be JSON: "),
         (["--talking_heads_dynamic", "x2l", "l2x"], "argument --talking_heads_dynamic: invalid choice: 'l2x'"),
@@ -197,7 +197,7 @@ def test_a_flag_that_is_no_json_or_no_choice_is_one_line(capsys):
         (pretrain_t5, "t5", "relative_attention_num_buckets=1", "`relative_attention_num_buckets` must be at least 4"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_a_clear_error(command, model_type, overrides, message):
+def test_invalid_model_configuration_raises_an_error(command, model_type, overrides, message):
     needed = ["--model_type", model_type, "--tokenizer_name", "x", "--output_dir", "o", "--max_train_steps", "1"]
     settings = command.parse_args([*needed, "--train_file", "a", "--config_overrides", overrides])
     auto_class = AutoModelForMaskedLM if model_type == "bert" else AutoModelForSeq2SeqLM
@@ -205,7 +205,7 @@ def test_a_model_that_cannot_be_built_is_a_clear_error(command, model_type, over
         load_or_make_model(settings, make_new_config(settings, Tokenizer()), auto_class)
 
 
-def test_a_vocabulary_that_the_tokenizer_does_not_fit_is_refused():
+def test_vocabulary_smaller_than_the_tokenizer_raises_an_error():
     assert config_of(pretrain, "bert", "--config_overrides", "vocab_size=64").vocab_size == 64
     with pytest.raises(ValueError, match=r"vocab_size must be at least 60, .* got 59"):
         config_of(pretrain, "bert", "--config_overrides", "vocab_size=59")

@@ -1,4 +1,4 @@
-"""Labels that are numbers in the writing of people, and labels of which each row has its own."""
+"""Check labels that are formatted numbers, and labels that are different in each row."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def kind(labels):
         ["£1,234", "£7"],
     ],
 )
-def test_numbers_for_readers(labels):
+def test_formatted_numbers_are_parsed(labels):
     with pytest.raises(ValueError, match=r"1234\.5"):
         kind(labels * 2)
 
@@ -42,7 +42,7 @@ def test_numbers_for_readers(labels):
         ["2021-01-02", *(f"2021-02-{i}" for i in range(10, 20))],
     ],
 )
-def test_each_row_has_its_own_label(labels):
+def test_unique_labels_raise_an_error(labels):
     with pytest.raises(ValueError, match=r"different labels in .*--problem_type regression"):
         kind(labels)
 
@@ -62,9 +62,9 @@ def test_each_row_has_its_own_label(labels):
         ["$", "%", "5 stars"] * 4,
     ],
 )
-def test_classes(labels):
+def test_formatted_numbers_can_be_classes(labels):
     assert kind(labels) == SINGLE_LABEL
 
 
-def test_a_regression():
+def test_formatted_numbers_can_be_regression_targets():
     assert kind(["1.5", "1000", "-2e3"]) == REGRESSION

@@ -1,3 +1,5 @@
+"""Check optimizers and schedules."""
+
 import math
 from dataclasses import replace
 
@@ -26,7 +28,7 @@ class TalkingHeads(nn.Module):
         self.x2l_proj = nn.Parameter(torch.ones(4, 4))
 
 
-def test_exempt_parameters_of_bert_t5_and_talking_heads():
+def test_parameters_without_decay_are_known():
     bert = BertForSequenceClassification(
         BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     )
@@ -45,7 +47,7 @@ def test_exempt_parameters_of_bert_t5_and_talking_heads():
     }
 
 
-def test_decay_shrinks_weights_and_leaves_identity_projections():
+def test_weight_decay_does_not_apply_to_identity_projections():
     model = TalkingHeads()
     before = model.query.weight.detach().clone()
     optimizer = create_optimizer(model, SETTINGS)
@@ -70,7 +72,7 @@ def adafactor(**changed):
     return model, optimizer, create_scheduler(optimizer, args, total_steps=8)
 
 
-def test_adafactor_takes_the_rate_and_the_schedule():
+def test_adafactor_uses_the_learning_rate_and_schedule():
     # On a gradient of ones the first update is one everywhere: the step is the rate.
     model, optimizer, scheduler = adafactor(warmup_ratio=0.0)
     before = model.query.weight.detach().clone()
@@ -88,7 +90,7 @@ def test_adafactor_scales_steps_by_each_parameter():
     torch.testing.assert_close(model.x2l_proj.detach(), torch.full((4, 4), 3.0 - 3.0 * 1e-2))
 
 
-def test_adafactors_relative_steps_are_its_own_schedule():
+def test_adafactor_relative_steps_replace_the_schedule():
     model, optimizer, scheduler = adafactor(adafactor_relative_step=True, warmup_ratio=0.0)
     rates = []
     for _ in range(3):
@@ -97,7 +99,7 @@ def test_adafactors_relative_steps_are_its_own_schedule():
     assert rates == pytest.approx([1e-6, 2e-6, 3e-6])
 
 
-def test_a_run_that_only_evaluates_needs_no_schedule_and_a_polynomial_needs_steps():
+def test_schedule_is_needed_only_for_training():
     optimizer = create_optimizer(TalkingHeads(), SETTINGS)
     given = {**vars(SETTINGS), "lr_scheduler_type": "polynomial", "warmup_ratio": 0.0}
     assert create_scheduler(optimizer, OptimizationSettings(**given), total_steps=0).get_last_lr()[0] == 1e-2
@@ -105,7 +107,7 @@ def test_a_run_that_only_evaluates_needs_no_schedule_and_a_polynomial_needs_step
         create_scheduler(optimizer, OptimizationSettings(**given | {"num_warmup_steps": 8}), total_steps=8)
 
 
-def test_groups_hold_each_trainable_parameter_once():
+def test_parameter_groups_contain_each_trainable_parameter_once():
     model = TalkingHeads()
     model.x2l_proj.requires_grad_(False)
     grouped = [id(parameter) for group in make_parameter_groups(model, 0.1) for parameter in group["params"]]
@@ -133,13 +135,13 @@ def rates_of_eight_steps(optimizer, **changed):
         ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "linear"}, [1, 1, 1, 0.75, 0.5, 0.25]),
     ],
 )
-def test_schedules_after_a_warmup_of_two_steps(kind, settings, expected):
+def test_schedules_equal_their_formulas_after_the_warmup(kind, settings, expected):
     optimizer = create_optimizer(TalkingHeads(), SETTINGS)
     rates = rates_of_eight_steps(optimizer, lr_scheduler_type=kind, lr_scheduler_kwargs=settings)
     assert rates == pytest.approx([0.0, 5e-3, *(1e-2 * part for part in expected)])
 
 
-def test_warmup_ratio_and_its_limits():
+def test_warmup_ratio_is_limited():
     optimizer = create_optimizer(TalkingHeads(), SETTINGS)
     rates = rates_of_eight_steps(optimizer)
     assert rates[:3] == [0.0, 5e-3, 1e-2] and rates[3:] == sorted(rates[3:], reverse=True)
@@ -149,7 +151,7 @@ def test_warmup_ratio_and_its_limits():
         create_scheduler(optimizer, replace(SETTINGS, lr_scheduler_kwargs={"x": 1}), total_steps=8)
 
 
-def test_a_run_without_steps_has_no_warmup():
+def test_run_without_steps_has_no_warmup():
     from hf_attn_variants.training.engine.settings import get_warmup_steps
 
     assert get_warmup_steps(replace(SETTINGS, warmup_ratio=0.0, num_warmup_steps=9), total_steps=0) == 0

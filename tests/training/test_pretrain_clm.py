@@ -1,4 +1,4 @@
-"""`pretrain --objective clm`: the loss by hand, nothing of the future, whole runs, decoding, resume, refusals."""
+"""Check `pretrain --objective clm`: the loss, causality, whole runs, decoding, resumed runs and errors."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def tokenizer(tiny_bert):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Two shards and a held-out file of the licence."""
+    """Two shards and a held-out file of the license."""
     return write_shards(tmp_path_factory.mktemp("text"))
 
 
@@ -109,7 +109,7 @@ def scratch(model_type="bert", *more):
 
 
 def batch_of(tokenizer, length=10, rows=3):
-    """Random blocks, the last of them short, and the batch that they make."""
+    """Return random blocks, the last one short, and the batch that they form."""
     prepare = CausalLMPreparation(tokenizer, length)
     generator = np.random.default_rng(0)
     blocks = [generator.integers(5, 60, length if i < rows - 1 else length - 4) for i in range(rows)]
@@ -117,7 +117,7 @@ def batch_of(tokenizer, length=10, rows=3):
     return blocks, {name: torch.from_numpy(np.stack([e[name] for e in examples])) for name in examples[0]}
 
 
-def test_each_token_of_a_block_is_predicted_once_from_those_before(tokenizer):
+def test_each_token_is_predicted_once_from_earlier_tokens(tokenizer):
     blocks, batch = batch_of(tokenizer)
     prepare = CausalLMPreparation(tokenizer, 10)
     assert prepare.block_length == 10 and prepare.separator == tokenizer.sep_token_id
@@ -132,12 +132,12 @@ def test_each_token_of_a_block_is_predicted_once_from_those_before(tokenizer):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_loss_is_the_formulas_and_upstreams(tokenizer, name):
+def test_clm_loss_equals_the_formula_and_transformers(tokenizer, name):
     model, (blocks, batch) = model_of(name), batch_of(tokenizer)
-    found = make_label_objective(compute_causal_logits).loss_sum(model, batch)
+    actual = make_label_objective(compute_causal_logits).loss_sum(model, batch)
     sums = compute_causal_lm_sums(model, batch)
     assert make_label_objective(compute_causal_logits).count(batch) == sum(map(len, blocks)) == sums[:, 2].sum()
-    torch.testing.assert_close(found, sums[:, 0].sum())
+    torch.testing.assert_close(actual, sums[:, 0].sum())
     for i, block in enumerate(blocks):
         ids = torch.tensor([[tokenizer.cls_token_id, *block]])
         with torch.no_grad():
@@ -154,7 +154,7 @@ def test_the_loss_is_the_formulas_and_upstreams(tokenizer, name):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_no_loss_depends_on_a_later_token(tokenizer, name):
+def test_clm_loss_does_not_depend_on_later_tokens(tokenizer, name):
     model, (_, batch) = model_of(name), batch_of(tokenizer)
     changed = {key: tensor.clone() for key, tensor in batch.items()}
     changed["input_ids"][:, 5] = (changed["input_ids"][:, 5] + 7) % 60
@@ -163,7 +163,7 @@ def test_no_loss_depends_on_a_later_token(tokenizer, name):
     assert not torch.allclose(before[:2, 5:], after[:2, 5:])
 
 
-def test_shuffled_words_keep_their_next_tokens(tokenizer):
+def test_shuffling_keeps_the_next_token_of_each_word(tokenizer):
     _, batch = batch_of(tokenizer)
     shuffled = shuffle_positions(batch)
     for i in range(3):
@@ -186,7 +186,7 @@ def test_shuffled_words_keep_their_next_tokens(tokenizer):
     ],
     ids=["MQA", "window", "elu"],
 )
-def test_a_variant_from_scratch_learns_and_generates_from_its_cache(run, tokenizer, more, tmp_path):
+def test_new_clm_variant_learns_and_generates_with_a_cache(run, tokenizer, more, tmp_path):
     results = run(*scratch(), *more, "--max_train_steps", 40, "--eval_steps", 20)
     log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in log if "loss" in record]
@@ -212,14 +212,14 @@ def test_a_variant_from_scratch_learns_and_generates_from_its_cache(run, tokeniz
 
 
 @pytest.mark.parametrize("model_type", ["roberta", "electra"])
-def test_relatives_of_bert_are_decoders_too(run, model_type):
+def test_relatives_of_bert_train_as_decoders(run, model_type):
     results = run(*scratch(model_type), "--max_train_steps", 2)
     model = AutoModelForCausalLM.from_pretrained(run.out)
     assert type(model).__name__ == {"roberta": "RobertaForCausalLM", "electra": "ElectraForCausalLM"}[model_type]
     assert model.config.is_decoder and math.isfinite(results["eval_loss"])
 
 
-def test_an_encoder_goes_on_as_a_decoder(run, tiny_bert, tmp_path, caplog):
+def test_encoder_checkpoint_continues_as_a_decoder(run, tiny_bert, tmp_path, caplog):
     encoder = make_bert(tmp_path / "bert", tiny_bert)
     with caplog.at_level("INFO", logger="hf_attn_variants"):
         run("--max_train_steps", 2, "--learning_rate", 0, model=encoder)
@@ -231,7 +231,7 @@ def test_an_encoder_goes_on_as_a_decoder(run, tiny_bert, tmp_path, caplog):
         run("--max_train_steps", 2, model=run.out, objective="mlm", output_dir=tmp_path / "mlm")
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
+def test_resumed_clm_run_is_bitwise_equal(run, tmp_path):
     flags = [*scratch("bert", "--num_key_value_heads", 2), "--max_train_steps", 7, "--checkpointing_steps", 4]
     whole = run(*flags)
     checkpoint = ["--resume_from_checkpoint", run.out / "checkpoint-4"]
@@ -244,7 +244,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_processes_train_like_one(run, tmp_path):
+def test_clm_two_processes_train_like_one(run, tmp_path):
     flags = [*scratch(), "--dropout_rate", 0, "--max_train_steps", 3]
     expected = run(*flags, output_dir=tmp_path / "one")
     argv = run.flags(*flags, "--per_device_train_batch_size", 4, output_dir=tmp_path / "two")
@@ -267,14 +267,14 @@ def test_two_processes_train_like_one(run, tmp_path):
         (scratch("bert", "--max_length", 65), "--max_length must be at most 64, .* got 65"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_causal_is_refused_before_anything_is_written(run, more, message, monkeypatch):
+def test_models_that_cannot_be_causal_raise_before_writing(run, more, message, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     with pytest.raises(ValueError, match=message):
         run(*more, "--max_train_steps", 1)
     assert not run.out.exists()
 
 
-def test_checkpoints_without_a_causal_class_are_refused_by_name(run, tiny_bert, tokenizer, tmp_path, monkeypatch):
+def test_checkpoint_without_a_causal_class_raises_an_error(run, tiny_bert, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     size = len(tokenizer)
     configs = {

@@ -1,4 +1,4 @@
-"""Masked-LM pretraining on the text of this project's licence: masks, loss, gate, a whole run, exact resume."""
+"""Check masked-LM pretraining on the license text: masks, loss, trained-context check, a whole run, exact resume."""
 
 import gzip
 import json
@@ -63,7 +63,7 @@ def tokenizer(tiny_bert):
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Three shards and a held-out file of the licence."""
+    """Three shards and a held-out file of the license."""
     folder = tmp_path_factory.mktemp("text")
     articles = LICENCE.read_text().split("\n\n")[:14]
     for i in range(3):
@@ -94,7 +94,7 @@ def scratch(model_type="bert", *more):
 
 
 def masked_counts(prepare, blocks):
-    found = {"chosen": 0, "mask": 0, "random": 0, "kept": 0, "tokens": 0}
+    actual = {"chosen": 0, "mask": 0, "random": 0, "kept": 0, "tokens": 0}
     for i, block in enumerate(blocks):
         example = prepare(block, (0, i))
         original = np.concatenate([[prepare.cls_id], block, [prepare.sep_id]])
@@ -103,12 +103,12 @@ def masked_counts(prepare, blocks):
         assert (labels[chosen] == original[chosen]).all() and (inputs[~chosen] == original[~chosen]).all()
         assert not chosen[[0, -1]].any() and (example["labels"][len(original) :] == IGNORED_LABEL).all()
         assert example["attention_mask"].tolist() == [1] * len(original) + [0] * (prepare.length - len(original))
-        found["tokens"] += len(block)
-        found["chosen"] += chosen.sum()
-        found["mask"] += (inputs[chosen] == prepare.mask_id).sum()
-        found["kept"] += (inputs[chosen] == original[chosen]).sum()
-    found["random"] = found["chosen"] - found["mask"] - found["kept"]
-    return found
+        actual["tokens"] += len(block)
+        actual["chosen"] += chosen.sum()
+        actual["mask"] += (inputs[chosen] == prepare.mask_id).sum()
+        actual["kept"] += (inputs[chosen] == original[chosen]).sum()
+    actual["random"] = actual["chosen"] - actual["mask"] - actual["kept"]
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -118,25 +118,25 @@ def blocks(tokenizer):
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
-def test_masking_rates(tokenizer, blocks, whole_words):
+def test_masks_have_the_requested_rates(tokenizer, blocks, whole_words):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, whole_words=whole_words)
-    found = masked_counts(prepare, blocks * 5)
-    assert found["tokens"] > 20_000
-    assert found["chosen"] / found["tokens"] == pytest.approx(0.15, abs=0.015)
-    assert found["mask"] / found["chosen"] == pytest.approx(0.8, abs=0.03)
-    assert found["random"] / found["chosen"] == pytest.approx(0.1, abs=0.025)
+    actual = masked_counts(prepare, blocks * 5)
+    assert actual["tokens"] > 20_000
+    assert actual["chosen"] / actual["tokens"] == pytest.approx(0.15, abs=0.015)
+    assert actual["mask"] / actual["chosen"] == pytest.approx(0.8, abs=0.03)
+    assert actual["random"] / actual["chosen"] == pytest.approx(0.1, abs=0.025)
 
 
-def test_masks_are_a_function_of_seed_epoch_and_number(tokenizer, blocks):
+def test_masks_depend_only_on_seed_epoch_and_row(tokenizer, blocks):
     def labels(seed, *key):
         return MaskedLMPreparation(tokenizer, 64, 0.15, seed)(blocks[0], key)["labels"].tolist()
 
     assert labels(1, 0, 0) == labels(1, 0, 0)
-    assert len({str(found) for found in (labels(1, 0, 0), labels(1, 1, 0), labels(1, 0, 1), labels(2, 0, 0))}) == 4
+    assert len({str(actual) for actual in (labels(1, 0, 0), labels(1, 1, 0), labels(1, 0, 1), labels(2, 0, 0))}) == 4
 
 
 @pytest.mark.parametrize("task", ["nsp", "sop"])
-def test_half_of_the_pairs_are_changed(tokenizer, blocks, task):
+def test_half_of_the_sentence_pairs_are_changed(tokenizer, blocks, task):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, sentence_task=task)
     assert prepare.block_length == 61 and prepare.takes_other_block is (task == "nsp")
     changed, cuts = 0, set()
@@ -161,14 +161,14 @@ def test_half_of_the_pairs_are_changed(tokenizer, blocks, task):
     assert str(prepare(blocks[0], (3, 5), blocks[1])) == str(prepare(blocks[0], (3, 5), blocks[1]))
 
 
-def test_pairs_that_cannot_be_made(tokenizer, blocks):
+def test_impossible_sentence_pairs_raise_an_error(tokenizer, blocks):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, sentence_task="nsp")
     short = prepare(blocks[0][:1], (0, 0), blocks[1])
     assert short["sentence_labels"] == IGNORED_LABEL and short["attention_mask"].sum() == 4
     assert not any(prepare(blocks[0], (0, i), None)["sentence_labels"] for i in range(20))
 
 
-def test_whole_words_are_masked_whole(tokenizer, blocks):
+def test_whole_word_masking_masks_all_pieces(tokenizer, blocks):
     prepare = MaskedLMPreparation(tokenizer, 64, 0.3, seed=0, whole_words=True)
     starts = find_word_starts(tokenizer)
     whole = parts = 0
@@ -182,7 +182,7 @@ def test_whole_words_are_masked_whole(tokenizer, blocks):
     assert whole > 500 and parts > 500
 
 
-def test_a_vocabulary_may_have_gaps(tmp_path):
+def test_vocabulary_may_have_gaps(tmp_path):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "talk", "##ing", "heads"]
     vocabulary = {piece: 3 * i for i, piece in enumerate(pieces)}  # as where a trainer saw a piece twice
     raw = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
@@ -209,7 +209,7 @@ def test_a_vocabulary_may_have_gaps(tmp_path):
     assert make_new_config(args, tokenizer).vocab_size == 22
 
 
-def test_words_of_byte_level_pieces():
+def test_byte_level_pieces_are_grouped_into_words():
     raw = Tokenizer(BPE())
     raw.pre_tokenizer, raw.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     trainer = BpeTrainer(vocab_size=600, special_tokens=["<s>", "</s>"], initial_alphabet=ByteLevel.alphabet())
@@ -223,7 +223,7 @@ def test_words_of_byte_level_pieces():
 
 
 @pytest.mark.thorough
-def test_words_of_sentencepiece(shared_data):
+def test_sentencepiece_pieces_are_grouped_into_words(shared_data):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
     ids = tokenizer("Unbelievably gargling (electrolytes), 1998.", add_special_tokens=False)["input_ids"]
     tokens, starts = tokenizer.convert_ids_to_tokens(ids), find_word_starts(tokenizer)[ids]
@@ -280,7 +280,7 @@ def batch_of_random_tokens():
 
 
 @pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
-def test_the_loss_of_masked_positions_alone_is_the_models_own(model):
+def test_loss_on_masked_positions_equals_the_model_loss(model):
     batch = batch_of_random_tokens()
     objective = make_masked_lm_objective(model)
     count = objective.count(batch)
@@ -289,10 +289,10 @@ def test_the_loss_of_masked_positions_alone_is_the_models_own(model):
     gradients = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
     ours = objective.loss_sum(model, batch) / count
     torch.testing.assert_close(ours, own)
-    for found, expected in zip(
+    for actual, expected in zip(
         torch.autograd.grad(ours, list(model.parameters()), allow_unused=True), gradients, strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
     assert model(**batch).logits.shape == (3, 10, 50)
     batch["labels"][:] = IGNORED_LABEL
     nothing = objective.loss_sum(model, batch)
@@ -309,7 +309,7 @@ def test_the_loss_of_masked_positions_alone_is_the_models_own(model):
     ],
     ids=["BERT", "MQA BERT", "ALBERT"],
 )
-def test_the_loss_with_a_sentence_task_is_the_models_own(model, label_name):
+def test_loss_with_a_sentence_task_equals_the_model_loss(model, label_name):
     model.eval()
     batch = batch_of_random_tokens() | {"token_type_ids": (torch.arange(10) > 4).long().repeat(3, 1)}
     own = model(**batch, **{label_name: torch.tensor([1, 0, 1])}).loss
@@ -326,7 +326,7 @@ def test_the_loss_with_a_sentence_task_is_the_models_own(model, label_name):
 
 @pytest.mark.parametrize("model", tiny_models(), ids=lambda model: type(model).__name__)
 @torch.no_grad()
-def test_without_attention_no_position_sees_another(model):
+def test_positions_are_independent_without_attention(model):
     model.eval()
     ids = batch_of_random_tokens()["input_ids"]
     changed = ids.clone()
@@ -339,7 +339,7 @@ def test_without_attention_no_position_sees_another(model):
     assert torch.equal(model(ids).logits, before)
 
 
-def test_shuffling_keeps_tokens_and_their_labels():
+def test_shuffled_context_keeps_tokens_and_labels():
     batch = batch_of_random_tokens()
     shuffled = shuffle_positions(batch)
     assert torch.equal(shuffled["input_ids"], shuffle_positions(batch)["input_ids"])
@@ -354,17 +354,17 @@ def test_shuffling_keeps_tokens_and_their_labels():
 @pytest.mark.parametrize(
     ("shuffled", "zeroed", "passed"), [(3.31, 3.31, True), (3.31, 3.2, False), (3.2, 9.0, False), (2.0, 9.0, False)]
 )
-def test_the_gate_needs_both_costs(shuffled, zeroed, passed):
+def test_context_check_needs_both_losses(shuffled, zeroed, passed):
     assert compute_context_results(3.0, shuffled, zeroed)["gate_passed"] is passed
 
 
 @pytest.mark.thorough
-def test_a_new_bert_reads_windows(run, tokenizer):
+def test_new_bert_trains_with_windows(run, tokenizer):
     flags = ["--attention_pattern", "sliding_window", "--attention_window", 4, "--num_global_tokens", 1]
     results, out = run(*scratch("bert", *flags), *STEPS)
     config = AutoConfig.from_pretrained(out)
-    found = config.attention_pattern, config.attention_window, config.num_global_tokens
-    assert found == ("sliding_window", 4, 1)
+    actual = config.attention_pattern, config.attention_window, config.num_global_tokens
+    assert actual == ("sliding_window", 4, 1)
     wider = AutoModelForMaskedLM.from_pretrained(out, attention_window=64).eval()
     model = AutoModelForMaskedLM.from_pretrained(out).eval()
     ids = torch.arange(5, 29)[None]
@@ -377,7 +377,7 @@ def test_a_new_bert_reads_windows(run, tokenizer):
         run(*scratch("bert", *flags[:2]), *STEPS, out=out.parent / "other")
 
 
-def test_fields_of_variants_may_be_overrides(tokenizer):
+def test_variant_fields_may_be_overrides(tokenizer):
     fields = "encoder_attention_pattern=fixed,encoder_attention_block_size=4,encoder_num_summary_tokens=1"
     settings = SimpleNamespace(model_type="t5", config_overrides=fields, dropout_rate=None)
     config = make_new_config(settings, tokenizer)
@@ -385,7 +385,7 @@ def test_fields_of_variants_may_be_overrides(tokenizer):
 
 
 @pytest.mark.thorough
-def test_a_new_albert_variant_trains_and_loads(run, tokenizer):
+def test_new_albert_variant_trains_and_loads(run, tokenizer):
     results, out = run(*scratch("albert", "--num_key_value_heads", 2, "--talking_heads", "logits"), *STEPS)
     assert results["steps"] == 6 and results["train_samples"] == 24 and results["train_tokens"] == 24 * 24
     assert results["eval_samples"] == 8 and results["eval_loss"] == pytest.approx(np.log(results["eval_perplexity"]))
@@ -411,7 +411,7 @@ def test_a_new_albert_variant_trains_and_loads(run, tokenizer):
     ("model_type", "task", "loaded"),
     [("bert", "nsp", AttnVariantBertForPreTraining), ("albert", "sop", AttnVariantAlbertForPreTraining)],
 )
-def test_a_sentence_task_trains_its_head_too(run, model_type, task, loaded):
+def test_sentence_task_trains_its_head(run, model_type, task, loaded):
     results, out = run(*scratch(model_type, "--num_key_value_heads", 2), "--sentence_task", task, *STEPS)
     assert results["eval_sentence_loss"] > 0 and results["eval_sentence_accuracy"] in [i / 8 for i in range(9)]
     model = AutoModelForPreTraining.from_pretrained(out)
@@ -425,7 +425,7 @@ def test_a_sentence_task_trains_its_head_too(run, model_type, task, loaded):
         assert again[name] == pytest.approx(results[name], rel=1e-6)
 
 
-def test_a_run_says_how_fast_it_was_and_how_well_it_used_the_device(run):
+def test_run_reports_throughput_and_utilization(run):
     results, out = run(*scratch(), *STEPS, "--peak_tflops", "0.5", "--logging_steps", 3)
     # Seconds are compared, not rates: they are rounded to a millisecond, a good part of so short a run.
     seconds, tokens = results["train_runtime"], results["train_tokens"]
@@ -443,12 +443,12 @@ def test_a_run_says_how_fast_it_was_and_how_well_it_used_the_device(run):
         run(*scratch(), *STEPS, "--peak_tflops", 0, out=out.parent / "zero")
 
 
-def test_without_a_peak_there_is_no_share_of_it(run):
+def test_utilization_needs_a_known_peak(run):
     results, _ = run(*scratch(), *STEPS)
     assert results["train_tflops_per_second"] > 0 and not {"train_mfu", "peak_tflops"} & results.keys()
 
 
-def test_pairs_need_room_and_two_token_types(run):
+def test_sentence_pairs_need_length_and_two_token_types(run):
     with pytest.raises(ValueError, match=r"--max_length.*--sentence_task.*4"):
         run(*scratch(), *STEPS, "--sentence_task", "sop", "--max_length", 4)
     with pytest.raises(ValueError, match=r"--sentence_task nsp.*got 1"):
@@ -459,7 +459,7 @@ def test_pairs_need_room_and_two_token_types(run):
         run(*scratch(), *STEPS, "--sentence_task", "nsp", "--shuffle_buffer_size", 1)
 
 
-def test_a_sentence_task_is_not_evaluated_with_a_new_head(run):
+def test_evaluating_a_sentence_task_with_a_new_head_raises_an_error(run):
     _, out = run(*scratch(), *STEPS)
     with pytest.raises(ValueError, match="cannot be loaded as BertForPreTraining"):
         run(
@@ -470,7 +470,7 @@ def test_a_sentence_task_is_not_evaluated_with_a_new_head(run):
     assert results["steps"] == 6
 
 
-def test_continued_training_starts_where_the_checkpoint_is(run):
+def test_continued_training_starts_from_the_checkpoint(run):
     first, out = run(*scratch(), "--max_train_steps", 40, "--learning_rate", "1e-2")
     log = [json.loads(line) for line in (out / "train_log.jsonl").read_text().splitlines()]
     assert log[0]["loss"] - first["eval_loss"] > 1
@@ -494,7 +494,7 @@ def records(out):
         ["--sentence_task", "nsp"],
     ],
 )
-def test_an_interrupted_run_resumes_bit_equal(run, tmp_path, monkeypatch, more):
+def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, more):
     # 30 steps of 4 examples go over an epoch's end; dropout is BERT's.
     flags = [*scratch(), "--max_train_steps", 30, "--checkpointing_steps", 4, "--eval_steps", 10, *more]
     flags += ["--metric_for_best_model", "loss"]
@@ -523,9 +523,9 @@ def test_an_interrupted_run_resumes_bit_equal(run, tmp_path, monkeypatch, more):
 
 
 @pytest.mark.thorough
-def test_a_model_that_reads_its_context_passes_the_gate_and_an_untrained_one_is_warned_of(tokenizer, tmp_path, caplog):
-    # A block of 11 begins with either letter, so that each follows from its neighbours alone. Upstream's
-    # initialisation is made for 768 hidden units; with 16 it would leave attention too little to learn from.
+def test_trained_model_passes_the_context_check_and_an_untrained_one_gives_a_warning(tokenizer, tmp_path, caplog):
+    # A block of 11 can begin with either letter, so that only neighbors determine a letter. The default
+    # initialization is made for 768 hidden units; with 16 the attention would learn too slowly.
     (tmp_path / "train-0.txt.gz").write_bytes(gzip.compress(b"a b " * 3000))
     (tmp_path / "valid.txt").write_text("a b " * 300)
     flags = ["--model_type", "bert", "--config_overrides", f"{TINY},initializer_range=0.25", "--dropout_rate", 0]
@@ -544,7 +544,7 @@ def test_a_model_that_reads_its_context_passes_the_gate_and_an_untrained_one_is_
     assert trained["gate_shuffled_loss"] - trained["eval_loss"] == pytest.approx(trained["gate_shuffled_cost"])
 
 
-def test_a_shard_that_breaks_in_training_is_named(text, tokenizer, tmp_path):
+def test_broken_shard_error_names_the_file(text, tokenizer, tmp_path):
     for path in text.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     broken = tmp_path / "train-1.txt.gz"
@@ -554,7 +554,7 @@ def test_a_shard_that_breaks_in_training_is_named(text, tokenizer, tmp_path):
         main(parse_args(argv_of(tmp_path, tokenizer, tmp_path / "out", *flags)))
 
 
-def test_text_without_a_token_fails_before_an_earlier_run_is_removed(run, tmp_path):
+def test_empty_text_raises_before_removing_the_earlier_run(run, tmp_path):
     void = tmp_path / "void.txt"
     void.write_text("\u200b [PAD] \u200b\n")
     _, out = run(*scratch(), *STEPS)
@@ -566,7 +566,7 @@ def test_text_without_a_token_fails_before_an_earlier_run_is_removed(run, tmp_pa
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_chooses_its_weights_by_the_same_text(text, tokenizer, tmp_path):
+def test_resumed_run_selects_weights_with_the_same_text(text, tokenizer, tmp_path):
     (tmp_path / "dev.txt").write_text(LICENCE.read_text())
     flags = [
         "--train_file",
@@ -592,7 +592,7 @@ def test_a_resumed_run_chooses_its_weights_by_the_same_text(text, tokenizer, tmp
         again("--metric_for_best_model", "loss", "--resume_from_checkpoint", "latest")
 
 
-def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
+def test_dataset_validation_split_is_used(tokenizer, tmp_path):
     articles = [article for article in LICENCE.read_text().split("\n\n") if article.strip()]
     (tmp_path / "data").mkdir()
     for split, rows in (("train", articles[4:]), ("validation", articles[:4])):
@@ -635,7 +635,7 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
         (scratch("bert", "--max_length", 65), "--max_length must be at most 64, .* got 65"),
     ],
 )
-def test_bad_arguments_fail_before_anything_is_written(run, tmp_path, more, message):
+def test_invalid_mlm_arguments_raise_before_writing(run, tmp_path, more, message):
     with pytest.raises(ValueError, match=message):
         run(*STEPS, *more)
     assert not list(tmp_path.glob("out/*"))
@@ -650,7 +650,7 @@ def test_bad_arguments_fail_before_anything_is_written(run, tmp_path, more, mess
         ("distilbert", "dim=16,n_layers=2,n_heads=4,hidden_dim=32,max_position_embeddings=64"),
     ],
 )
-def test_a_new_relative_of_bert_trains_and_loads(run, model_type, sizes):
+def test_new_relative_of_bert_trains_and_loads(run, model_type, sizes):
     argv = ["--model_type", model_type, "--config_overrides", sizes, "--num_key_value_heads", 2]
     results, out = run(*argv, "--max_train_steps", 2)
     model = AutoModelForMaskedLM.from_pretrained(out)
@@ -662,7 +662,7 @@ def test_a_new_relative_of_bert_trains_and_loads(run, model_type, sizes):
         run("--model_name_or_path", out, *STEPS, "--sentence_task", "sop", out=out.parent / "pairs")
 
 
-def test_what_is_no_masked_lm_is_refused(run, tokenizer, tmp_path):
+def test_model_without_a_masked_lm_raises_an_error(run, tokenizer, tmp_path):
     ElectraForPreTraining(ElectraConfig(**SIZES | {"vocab_size": len(tokenizer)})).save_pretrained(tmp_path / "e")
     with pytest.raises(ValueError, match=r"as ElectraForMaskedLM, .* names ElectraForPreTraining.*uptrain"):
         run("--model_name_or_path", tmp_path / "e", *STEPS)
@@ -675,8 +675,8 @@ def test_what_is_no_masked_lm_is_refused(run, tokenizer, tmp_path):
         run("--model_name_or_path", tmp_path / "r", *STEPS)
 
 
-def test_positions_of_roberta_begin_behind_its_padding(run, tokenizer, tmp_path):
-    # 64 positions, of which the padding token's and those before it are none of a text's.
+def test_roberta_positions_start_after_the_padding_index(run, tokenizer, tmp_path):
+    # 64 positions, of which texts cannot use the padding index and those before it.
     used = 63 - tokenizer.pad_token_id
     results, _ = run(*scratch("roberta"), "--max_train_steps", 1, "--max_length", used)
     assert results["steps"] == 1
@@ -684,13 +684,13 @@ def test_positions_of_roberta_begin_behind_its_padding(run, tokenizer, tmp_path)
         run(*scratch("roberta"), *STEPS, "--max_length", used + 1, out=tmp_path / "long")
 
 
-def test_held_out_text_of_which_nothing_is_masked_is_an_error_before_training(run, tmp_path, monkeypatch):
+def test_held_out_text_without_masks_raises_before_training(run, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     (tmp_path / "short.txt").write_text("a\n")
     with pytest.raises(ValueError, match=r"short\.txt"):
         run(*STEPS, *scratch(), "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01)
 
 
-def test_a_stream_has_no_epochs(run):
+def test_epochs_with_a_stream_raise_an_error(run):
     with pytest.raises(ValueError, match="--max_train_steps"):
         run(*scratch())

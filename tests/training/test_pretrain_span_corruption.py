@@ -1,4 +1,4 @@
-"""Span-corruption pretraining on the text of this project's licence: a whole run, exact resume, errors before work."""
+"""Check span-corruption pretraining on the license text: a whole run, exact resume, and early errors."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ TINY = "d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,relative_attention_nu
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A tokenizer, two shards and a held-out file of the licence."""
+    """A tokenizer, two shards and a held-out file of the license."""
     folder = tmp_path_factory.mktemp("text")
     make_sentinel_tokenizer(folder / "tokenizer")
     articles = LICENCE.read_text().split("\n\n")[:14]
@@ -45,13 +45,13 @@ def run(text, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_variant_from_scratch_learns_and_goes_on_from_its_checkpoint(run):
+def test_new_t5_variant_learns_and_continues_from_its_checkpoint(run):
     results = run("--max_train_steps", 40, "--eval_steps", 20)
     log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in log if "loss" in record]
     assert len(losses) == 40 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert results["block_length"] == 34 and results["target_length"] == 8
-    # Of 34 tokens 5 are left out, in two spans: 32 inputs and 8 targets, fewer in an epoch's last block.
+    # 5 of 34 tokens are masked in two spans: 32 inputs and 8 targets, fewer in the last block of an epoch.
     assert 0.99 < results["train_tokens"] / (40 * results["train_samples"]) <= 1 and results["steps"] == 40
     assert results["train_samples"] > 300 and results["train_tflops_per_second"] > 0
     assert {"eval_perplexity", "eval_accuracy", "gate_passed", "gate_shuffled_cost"} <= results.keys()
@@ -63,7 +63,7 @@ def test_a_variant_from_scratch_learns_and_goes_on_from_its_checkpoint(run):
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5) and again["steps"] == 0
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
+def test_resumed_span_corruption_run_is_bitwise_equal(run, tmp_path):
     flags = ["--max_train_steps", 7, "--checkpointing_steps", 4, "--dropout_rate", 0.1]
     whole = run(*flags)
     resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", output_dir=tmp_path / "resumed")
@@ -85,19 +85,19 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
         (["--max_train_steps", 1, "--shuffle_buffer_size", 0], "--shuffle_buffer_size must be at least 1"),
     ],
 )
-def test_bad_flags_fail_before_any_work(run, more, message):
+def test_span_corruption_rejects_invalid_flags_before_any_work(run, more, message):
     more = more if "--max_train_steps" in more or "--num_train_epochs" in more else [*more, "--max_train_steps", 1]
     with pytest.raises(ValueError, match=message):
         run(*more)
     assert not (run.out / "all_results.json").exists()
 
 
-def test_an_encoder_is_no_t5(run, tiny_bert):
+def test_encoder_with_span_corruption_raises_an_error(run, tiny_bert):
     with pytest.raises(ValueError, match=r"\(bert\)"):
         run("--max_train_steps", 1, "--model_name_or_path", tiny_bert, scratch=False)
 
 
-def test_help_ends_with_an_example(capsys):
+def test_span_corruption_help_ends_with_an_example(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     assert (

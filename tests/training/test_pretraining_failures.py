@@ -1,4 +1,4 @@
-"""What goes wrong in either pretraining script: an error that names the file, and a last checkpoint to go on from."""
+"""Check failures of the pretraining scripts: an error that names the file, and a checkpoint to resume from."""
 
 import gzip
 import importlib
@@ -28,7 +28,7 @@ STEPS = 30
 
 @pytest.fixture
 def text(tmp_path):
-    """Three shards of the licence."""
+    """Three shards of the license."""
     articles = LICENCE.read_text().split("\n\n")
     for i in range(3):
         (tmp_path / f"train-{i}.txt.gz").write_bytes(gzip.compress("\n\n".join(articles[i::3]).encode()))
@@ -79,7 +79,7 @@ def second_shard(text):
 
 
 @pytest.mark.thorough
-def test_a_shard_that_cannot_be_read_is_named_and_the_run_goes_on_when_it_can_be(run, text, monkeypatch):
+def test_unreadable_shard_is_named_and_the_run_resumes_after_repair(run, text, monkeypatch):
     broken, opened = second_shard(text), TextFile._open
 
     class FailingDisk:
@@ -109,7 +109,7 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_run_goes_on_when_it_can_be
         run()
     last = list_checkpoints(text / "out")[-1]
     assert 2 <= json.loads((last / "train_state.json").read_text())["step"] < STEPS
-    with pytest.raises(OSError, match=broken.name):  # the checkpoint loads; the shard is as it was
+    with pytest.raises(OSError, match=broken.name):  # the checkpoint loads, and the shard is unchanged
         run("--resume_from_checkpoint", "latest")
     monkeypatch.undo()
     assert_goes_on_to_the_same_end(run, text)
@@ -117,7 +117,7 @@ def test_a_shard_that_cannot_be_read_is_named_and_the_run_goes_on_when_it_can_be
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_cut_shard_is_named_and_leaves_the_checkpoints(run, text, capsys, workers):
+def test_truncated_shard_is_named_and_keeps_the_checkpoints(run, text, capsys, workers):
     broken = second_shard(text)
     whole = broken.read_bytes()
     broken.write_bytes(whole[: len(whole) // 2])
@@ -135,7 +135,7 @@ def test_a_cut_shard_is_named_and_leaves_the_checkpoints(run, text, capsys, work
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("source", ["files", "datasets"])
-def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(run, text, monkeypatch, source):
+def test_full_disk_during_pretraining_keeps_the_last_checkpoint(run, text, monkeypatch, source):
     flags = []
     if source == "datasets":
         for i in range(3):
@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_to_go_on_from(run, text, monkeyp
     assert_goes_on_to_the_same_end(run, text, *flags)
 
 
-def test_a_datasets_folder_that_has_changed_is_another_text(run, text):
+def test_changed_dataset_folder_raises_on_resume(run, text):
     flags = ["--dataset_name", text / "data", "--max_train_steps", 2]
     articles = LICENCE.read_text().split("\n\n")
     write_rows(text / "data/train.jsonl", articles)
@@ -167,7 +167,7 @@ def test_a_datasets_folder_that_has_changed_is_another_text(run, text):
         run(*flags, "--resume_from_checkpoint", "latest")
 
 
-def test_a_process_without_a_row_takes_a_step_that_counts_nothing(run, text, monkeypatch):
+def test_process_without_a_row_takes_an_empty_step(run, text, monkeypatch):
     (text / "short.txt").write_text("a\n\n" * 40)  # three blocks, of which the second process of two has the second
 
     class SecondOfTwo(TextStream):
@@ -194,7 +194,7 @@ def test_a_process_without_a_row_takes_a_step_that_counts_nothing(run, text, mon
         ("missing.txt", None, OSError, r"missing\.txt"),
     ],
 )
-def test_a_file_without_text_fails_before_anything_is_written(run, text, name, content, error, message):
+def test_empty_file_raises_before_writing(run, text, name, content, error, message):
     if content is not None:
         (text / name).write_bytes(content)
     with pytest.raises(error, match=message):
@@ -202,14 +202,14 @@ def test_a_file_without_text_fails_before_anything_is_written(run, text, name, c
     assert not list((text / "out").glob("*"))
 
 
-def test_a_wrong_column_names_the_dataset_and_the_row(run, text):
+def test_missing_column_error_names_the_dataset_and_the_row(run, text):
     write_rows(text / "data/train.jsonl", ["Some text."], column="body")
     with pytest.raises(ValueError, match=r"\(train\).*train\.jsonl.*row 0"):
         run("--dataset_name", text / "data")
     assert not list((text / "out").glob("*"))
 
 
-def test_a_row_without_a_value_is_told_and_training_goes_on(run, text, caplog):
+def test_row_without_a_value_gives_a_warning(run, text, caplog):
     rows = LICENCE.read_text().split("\n\n")
     write_rows(text / "data/train.jsonl", [None, *rows])
     write_rows(text / "whole/train.jsonl", rows)

@@ -1,4 +1,4 @@
-"""`run_seq2seq.main` on tiny T5s: learning, decoding in the rows' order, every source of rows, resume, errors."""
+"""Check `run_seq2seq.main` on tiny T5 models: learning, decoding order, data sources, resumed runs and errors."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ def predictions(folder, split="dev"):
 
 
 @pytest.mark.thorough
-def test_training_lowers_the_loss_and_leaves_all_outputs(run, t5):
+def test_seq2seq_training_lowers_the_loss_and_writes_all_outputs(run, t5):
     convert_checkpoint(t5, t5.parent / "gqa2", 2)
     results = run("--max_train_steps", 30, "--label_smoothing_factor", 0.1, model=t5.parent / "gqa2")
     before = run("--num_train_epochs", 0, model=t5.parent / "gqa2", output_dir=run.out.with_name("before"))
@@ -59,16 +59,16 @@ def test_training_lowers_the_loss_and_leaves_all_outputs(run, t5):
     assert config["num_key_value_heads"] == 2 and config["model_type"] == "attn_variant_t5"
 
 
-def test_t5_has_no_positions_to_run_out_of_and_prints_no_bars_where_none_are_wanted(run, t5, tmp_path, capfd):
+def test_t5_has_no_length_limit_and_disabled_bars_are_not_printed(run, t5, tmp_path, capfd):
     folder = shutil.copytree(t5, tmp_path / "short")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 10}))
     run("--max_train_steps", 1, model=folder)  # sources of up to 16 tokens
-    assert "it/s" not in (said := capfd.readouterr().err) and "%|" not in said
+    assert "it/s" not in (printed := capfd.readouterr().err) and "%|" not in printed
 
 
 @pytest.mark.thorough
-def test_predictions_are_the_models_in_the_rows_order(run, t5, source):
+def test_predictions_equal_the_model_in_row_order(run, t5, source):
     results = run("--num_train_epochs", 0, "--num_beams", 1, 3, "--metrics", "bleu", "accuracy")
     rows = predictions(run.out)
     lines = source.read_text().splitlines()
@@ -87,7 +87,7 @@ def test_predictions_are_the_models_in_the_rows_order(run, t5, source):
     assert {"eval_bleu", "eval_bleu_beam3", "eval_accuracy_beam3", "eval_decode_tokens_beam3"} <= results.keys()
 
 
-def test_loss_is_that_of_upstreams_labels(run, t5):
+def test_seq2seq_loss_equals_the_loss_of_transformers_labels(run, t5):
     results = run("--num_train_epochs", 0)
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(t5).eval(), AutoTokenizer.from_pretrained(t5)
     total = tokens = 0
@@ -99,7 +99,7 @@ def test_loss_is_that_of_upstreams_labels(run, t5):
     assert results["eval_loss"] == pytest.approx(total / tokens, rel=1e-5)
 
 
-def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
+def test_tables_gzip_text_and_datasets_give_equal_rows(source, tmp_path):
     target = source.with_name("target.txt")
     pairs = list(zip(source.read_text().splitlines(), target.read_text().splitlines(), strict=True))
     folder = tmp_path / "dataset"
@@ -128,7 +128,7 @@ def test_tables_gzip_text_and_datasets_give_the_same_rows(source, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_finished_model_knows_its_columns_and_its_prefix(run, source, tmp_path, caplog):
+def test_finished_model_remembers_columns_and_prefix(run, source, tmp_path, caplog):
     pairs = zip(source.read_text().splitlines(), source.with_name("target.txt").read_text().splitlines(), strict=True)
     table = tmp_path / "t.csv"
     table.write_text("source,en,de\n" + "".join(f"x,{s},{t}\n" for s, t in pairs))
@@ -140,11 +140,11 @@ def test_a_finished_model_knows_its_columns_and_its_prefix(run, source, tmp_path
     only = {"model": run.out, "text": both[2:]}
     with caplog.at_level("INFO", "hf_attn_variants"):
         again = run("--num_train_epochs", 0, **only, output_dir=tmp_path / "again")
-    said = "--source_column 'en' --target_column 'de' --source_prefix 'to b: '"
-    assert f"{run.out / 'all_results.json'}: {said}" in caplog.text
+    printed = "--source_column 'en' --target_column 'de' --source_prefix 'to b: '"
+    assert f"{run.out / 'all_results.json'}: {printed}" in caplog.text
     assert {name: again[name] for name in kept} == kept
     assert again["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-5)
-    # What is given goes before, "no prefix" too; and parallel text has the prefix alone.
+    # Given values take precedence, also "no prefix". Parallel text only has the prefix.
     given = ["--num_train_epochs", 0, "--source_column", "source", "--source_prefix", ""]
     other = run(*given, **only, output_dir=tmp_path / "other")
     assert (other["source_column"], other["target_column"]) == ("source", "de") and "source_prefix" not in other
@@ -153,8 +153,8 @@ def test_a_finished_model_knows_its_columns_and_its_prefix(run, source, tmp_path
     assert parallel["source_prefix"] == "to b: " and "source_column" not in parallel
 
 
-def test_a_run_of_an_earlier_version_goes_on():
-    """Its checkpoints name the columns that were read where none were given."""
+def test_run_of_an_earlier_version_resumes():
+    """Check checkpoints that name the detected columns if none were given."""
     settings = parse_args(["m", "--output_dir", "x", "--source_file", "a", "--target_file", "b"])
     values = settings.resume_values(with_best_weights=True)
     assert (values["source_column"], values["target_column"]) == ("source", "target")
@@ -162,7 +162,7 @@ def test_a_run_of_an_earlier_version_goes_on():
 
 @pytest.mark.parametrize("blank", [{}, {"target": ""}, {"target": " "}], ids=["none", "empty", "a space"])
 @pytest.mark.parametrize("kind", ["lines", "table", "dataset"])
-def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source, tmp_path, caplog, kind, blank):
+def test_predictions_without_targets_keep_their_rows(source, tmp_path, caplog, kind, blank):
     (tmp_path / "test.txt").write_text("one\n\ntwo\n")
     folder = tmp_path / "dataset"
     folder.mkdir()
@@ -181,8 +181,8 @@ def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source
 
 
 @pytest.mark.parametrize("kind", ["table", "dataset"])
-def test_rows_with_a_blank_side_are_left_out_and_told(tmp_path, caplog, kind):
-    """A no-break space is a text; the same rows of a table and of a dataset."""
+def test_rows_with_a_blank_side_are_skipped_with_a_warning(tmp_path, caplog, kind):
+    """Check a no-break space, which is text; tables and datasets give the same rows."""
     pairs = [("one", ""), ("\u00a0", "zwei"), ("", "drei"), ("four", "vier")]
     rows = "".join(json.dumps({"source": one, "target": other}) + "\n" for one, other in pairs)
     for name in ("train", "validation", "test"):
@@ -194,12 +194,12 @@ def test_rows_with_a_blank_side_are_left_out_and_told(tmp_path, caplog, kind):
     splits = load_seq2seq_data(parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])).splits
     assert all(split.pairs() == [pairs[1], pairs[3]] for split in splits.values()) and len(splits) == 3
     assert caplog.text.count("2 of 4 rows are left out") == 3
-    # Predictions are found again beside what they were read from; training keeps no numbers.
+    # Predictions name the rows of their files; training rows have no numbers.
     assert all(splits[name].keys == [{"row": 2}, {"row": 4}] for name in ("dev", "test")) and not splits["train"].keys
     assert splits["dev"].take(1).keys == [{"row": 2}]
 
 
-def test_predictions_name_their_rows_of_several_files(run, source, tmp_path):
+def test_predictions_identify_rows_of_several_files(run, source, tmp_path):
     for name, texts in (("a", ["", "one"]), ("b", ["two"])):
         rows = [{"source": text, "target": "x"} for text in texts]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -207,18 +207,18 @@ def test_predictions_name_their_rows_of_several_files(run, source, tmp_path):
     text = ["--validation_file", *files, "--test_source_file", source.parent / "test.txt", "--num_train_epochs", 0]
     (source.parent / "test.txt").write_text("three\n\n")
     run(text=text)
-    found = [(row["file"], row["row"], row["source"]) for row in predictions(run.out)]
-    assert found == [(files[0], 2, "one"), (files[1], 1, "two")]
+    result = [(row["file"], row["row"], row["source"]) for row in predictions(run.out)]
+    assert result == [(files[0], 2, "one"), (files[1], 1, "two")]
     assert [(row["row"], row["source"]) for row in predictions(run.out, "test")] == [(1, "three"), (2, "")]
 
 
 @pytest.mark.parametrize("name", ["train", "validation"])
 @pytest.mark.parametrize("kind", ["table", "dataset"])
-def test_a_split_without_targets_is_one_error(tmp_path, kind, name):
-    for each in ("train", "validation"):
-        target = "" if each == name else "x"
-        (tmp_path / f"{each}.jsonl").write_text(json.dumps({"source": "one", "target": target}) + "\n")
-    files = [part for each in ("train", "validation") for part in (f"--{each}_file", tmp_path / f"{each}.jsonl")]
+def test_split_without_targets_raises_an_error(tmp_path, kind, name):
+    for item in ("train", "validation"):
+        target = "" if item == name else "x"
+        (tmp_path / f"{item}.jsonl").write_text(json.dumps({"source": "one", "target": target}) + "\n")
+    files = [part for item in ("train", "validation") for part in (f"--{item}_file", tmp_path / f"{item}.jsonl")]
     flags = {"table": files, "dataset": ["--dataset_name", tmp_path]}[kind]
     args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])
     with pytest.raises(ValueError, match=rf"{name}.* (row must have a text in each|is empty)"):
@@ -226,7 +226,7 @@ def test_a_split_without_targets_is_one_error(tmp_path, kind, name):
 
 
 @pytest.mark.parametrize("kind", ["table", "dataset"])
-def test_targets_of_some_test_rows_are_not_dropped(tmp_path, kind):
+def test_test_rows_with_partial_targets_raise_an_error(tmp_path, kind):
     (tmp_path / "test.jsonl").write_text('{"source": "one", "target": null}\n{"source": "two", "target": "zwei"}\n')
     flags = {"table": ["--test_file", tmp_path / "test.jsonl"], "dataset": ["--dataset_name", tmp_path]}[kind]
     args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
@@ -235,7 +235,7 @@ def test_targets_of_some_test_rows_are_not_dropped(tmp_path, kind):
 
 
 @pytest.mark.thorough
-def test_a_test_split_without_targets_is_predicted(run, source):
+def test_test_split_without_targets_is_predicted(run, source):
     unscored = source.with_name("test.txt")
     unscored.write_text("\n" + source.read_text())
     results = run("--max_train_steps", 1, "--test_source_file", unscored)
@@ -249,7 +249,7 @@ def test_a_test_split_without_targets_is_predicted(run, source):
     assert "test_bleu" in scored and "eval_loss" not in scored
 
 
-def test_the_test_split_is_decoded_after_the_dev_scores_are_written_and_pushed_last(run, source, monkeypatch):
+def test_test_split_is_decoded_after_the_dev_scores(run, source, monkeypatch):
     written = []
 
     def decode(decoder, data, num_beams=1):
@@ -273,7 +273,7 @@ def test_the_test_split_is_decoded_after_the_dev_scores_are_written_and_pushed_l
     assert "predictions_test.jsonl" not in written[0] and predictions(run.out, "test")
 
 
-def test_a_test_split_is_left_out_where_it_is_not_wanted(run, source):
+def test_test_split_is_skipped_on_request(run, source):
     results = run("--num_train_epochs", 0, "--skip_predict", "--test_source_file", source)
     assert "test_samples" not in results and not (run.out / "predictions_test.jsonl").exists()
     with pytest.raises(ValueError, match="neither a dev nor a test split"):
@@ -281,7 +281,7 @@ def test_a_test_split_is_left_out_where_it_is_not_wanted(run, source):
 
 
 @pytest.mark.parametrize("more", [[], ["--eval_loss_only"]])
-def test_the_last_evaluation_is_not_computed_twice(run, monkeypatch, more):
+def test_last_evaluation_is_computed_once(run, monkeypatch, more):
     done = []
 
     def loss(evaluator):
@@ -303,7 +303,7 @@ def test_the_last_evaluation_is_not_computed_twice(run, monkeypatch, more):
     assert done == ["loss", 1, 3] and again["eval_bleu_beam3"] == results["eval_bleu_beam3"]
 
 
-def test_generation_runs_in_mixed_precision_too(run, t5, monkeypatch):
+def test_generation_uses_mixed_precision(run, t5, monkeypatch):
     def generate(model, **inputs):
         seen.append(torch.is_autocast_enabled("cpu"))
         return generate_plain(model, **inputs)
@@ -314,14 +314,14 @@ def test_generation_runs_in_mixed_precision_too(run, t5, monkeypatch):
     assert seen and all(seen)
 
 
-def test_a_model_that_refuses_a_cache_decodes_without_one(run, t5, tmp_path):
+def test_model_without_cache_support_decodes_without_a_cache(run, t5, tmp_path):
     fields = {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]}
     convert_checkpoint(t5, tmp_path / "dynamic", **fields)
     results = run("--max_train_steps", 1, model=tmp_path / "dynamic")
     assert results["eval_decode_tokens"] > 0 and "eval_bleu" in results
 
 
-def test_a_model_from_scratch_is_the_variant_asked_for(run, t5):
+def test_new_model_is_the_requested_variant(run, t5):
     scratch = ["--model_type", "t5", "--tokenizer_name", t5, "--num_key_value_heads", 1, "--max_train_steps", 2]
     fields = "d_model=32,d_kv=8,d_ff=48,num_layers=2,num_heads=4"
     others = ["--position_embedding_type", "sinusoidal", "--score_function", "additive"]
@@ -336,7 +336,7 @@ def test_a_model_from_scratch_is_the_variant_asked_for(run, t5):
     assert results["num_parameters"] == model.num_parameters()
 
 
-def test_a_glue_task_trains_as_text(run, glue):
+def test_glue_task_trains_text_to_text(run, glue):
     text = ["--task_name", "cola", "--data_dir", glue / "CoLA"]
     results = run("--max_train_steps", 2, "--eval_loss_only", text=text)
     assert "eval_matthews_correlation" in results and results["task_name"] == "cola"
@@ -348,7 +348,7 @@ def test_a_glue_task_trains_as_text(run, glue):
     assert [row["index"] for row in rows] == [str(i) for i in range(len(rows))]
 
 
-def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):
+def test_resumed_seq2seq_run_has_equal_losses(run, tmp_path):
     flags = ["--max_train_steps", 6, "--checkpointing_steps", 4, "--dropout_rate", 0.1, "--group_by_length"]
     whole = run(*flags)
     resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", output_dir=tmp_path / "resumed")
@@ -358,7 +358,7 @@ def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):
             output_dir=tmp_path / "other")  # fmt: skip
 
 
-def test_a_resumed_run_scores_as_before_where_it_keeps_the_best_weights(run):
+def test_resumed_seq2seq_run_keeps_the_best_weights(run):
     flags = ["--max_train_steps", 4, "--checkpointing_steps", 2, "--metric_for_best_model", "bleu"]
     run(*flags, "--num_beams", 1, 2)
     flags += ["--resume_from_checkpoint", run.out / "checkpoint-2", "--num_beams"]
@@ -373,14 +373,14 @@ def test_a_resumed_run_scores_as_before_where_it_keeps_the_best_weights(run):
             run(*flags, *more)
 
 
-def test_the_best_weights_by_bleu_are_kept(run):
+def test_best_weights_by_bleu_are_kept(run):
     results = run("--max_train_steps", 9, "--eval_steps", 3, "--metric_for_best_model", "bleu")
     log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
     scores = {record["step"]: record["eval_bleu"] for record in log if "eval_bleu" in record}
     assert results["eval_bleu"] == max(scores.values()) == scores[results["best_step"]]
 
 
-def test_cut_rows_are_counted(run, caplog):
+def test_truncated_rows_are_counted(run, caplog):
     run("--num_train_epochs", 0, "--max_length", 6)
     assert "dev: " in caplog.text and "sources have more than --max_length 6 tokens and are cut" in caplog.text
     assert "targets have more than --max_target_length 6 tokens" in caplog.text
@@ -403,13 +403,13 @@ def test_cut_rows_are_counted(run, caplog):
         (["--num_key_value_heads", 2], "--num_key_value_heads is only for a model from scratch"),
     ],
 )
-def test_bad_flags_fail_before_any_work(run, more, message):
+def test_seq2seq_rejects_invalid_flags_before_any_work(run, more, message):
     with pytest.raises(ValueError, match=message):
         run(*more)
     assert not (run.out / "all_results.json").exists()
 
 
-def test_bad_text_says_what_is_wrong(run, source, tiny_bert, tmp_path):
+def test_invalid_seq2seq_text_raises_an_error(run, source, tiny_bert, tmp_path):
     short, empty = tmp_path / "short.txt", tmp_path / "empty.txt"
     short.write_text("one\n")
     empty.write_text("")
@@ -431,7 +431,7 @@ def test_bad_text_says_what_is_wrong(run, source, tiny_bert, tmp_path):
         run("--eval_steps", 2, text=["--source_file", source, "--target_file", source])
 
 
-def test_a_tokenizer_that_pads_left_learns_the_same(run, t5, tmp_path):
+def test_left_padding_tokenizer_gives_equal_seq2seq_training(run, t5, tmp_path):
     flags = ["--max_train_steps", 2, "--max_target_length", 5]
     plain = run(*flags)
     left = run(*flags, model=copy_left_sided(t5, tmp_path / "left"), output_dir=tmp_path / "other")
@@ -439,7 +439,7 @@ def test_a_tokenizer_that_pads_left_learns_the_same(run, t5, tmp_path):
     assert predictions(tmp_path / "other") == predictions(run.out)
 
 
-def test_a_tokenizer_without_an_end_of_texts_is_refused(run, t5, tmp_path):
+def test_tokenizer_without_an_end_token_raises_an_error(run, t5, tmp_path):
     folder = shutil.copytree(t5, tmp_path / "endless")
     backend = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(backend | {"post_processor": None}))
@@ -453,7 +453,7 @@ def test_a_tokenizer_without_an_end_of_texts_is_refused(run, t5, tmp_path):
         run(model=folder)
 
 
-def test_help_ends_with_an_example(capsys):
+def test_seq2seq_help_ends_with_an_example(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     assert "python scripts/run_seq2seq.py ./t5-gqa2 --source_file" in capsys.readouterr().out.split("\nexamples")[1]

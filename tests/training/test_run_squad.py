@@ -1,4 +1,4 @@
-"""`run_squad.main` on a few questions with tiny models: learning, files that agree, resume, errors before work."""
+"""Check `run_squad.main` on a few questions with tiny models: learning, outputs, resumed runs and early errors."""
 
 import json
 
@@ -41,7 +41,7 @@ def load(folder, name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["bert", "albert", "t5"])
-def test_each_architecture_learns_its_questions_by_heart(run, readers, kind):
+def test_every_architecture_learns_its_questions(run, readers, kind):
     model = readers[kind]
     convert_checkpoint(model, model.parent / "gqa2", 2)
     results = run("--max_train_steps", 80, "--group_by_length", model=model.parent / "gqa2")
@@ -63,7 +63,7 @@ def test_each_architecture_learns_its_questions_by_heart(run, readers, kind):
     )
 
 
-def test_a_model_of_windows_reads_the_question_everywhere(run, readers, tmp_path):
+def test_window_model_attends_to_the_question_globally(run, readers, tmp_path):
     windows = {"attention_pattern": "sliding_window", "attention_window": 2}
     convert_checkpoint(readers["bert"], tmp_path / "windows", **windows)
     results = run("--max_train_steps", 2, model=tmp_path / "windows")
@@ -79,7 +79,7 @@ def test_a_model_of_windows_reads_the_question_everywhere(run, readers, tmp_path
     assert losses[False] != pytest.approx(losses[True], rel=1e-3)
 
 
-def test_version_2_learns_when_to_be_silent(run):
+def test_squad_version_2_learns_unanswerable_questions(run):
     results = run("--max_train_steps", 120, "--metric_for_best_model", "f1", "--eval_steps", 40, version_2=True)
     assert results["eval_NoAns_total"] == 2 and results["eval_HasAns_total"] == 5 and results["eval_f1"] > 80
     assert results["eval_best_f1"] >= results["eval_f1"]
@@ -94,7 +94,7 @@ def test_version_2_learns_when_to_be_silent(run):
     assert silent["eval_best_f1"] == pytest.approx(results["eval_best_f1"])
 
 
-def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):
+def test_resumed_squad_run_has_equal_losses(run, tmp_path):
     flags = ["--max_train_steps", 8, "--checkpointing_steps", 3, "--dropout_rate", 0.1]
     whole = run(*flags)
     resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-3", output_dir=tmp_path / "resumed")
@@ -111,7 +111,7 @@ def test_a_resumed_run_ends_with_the_same_losses(run, tmp_path):
         ("--max_eval_samples", 4, "hash of the dev data was"),
     ],
 )
-def test_a_resumed_run_scores_as_before_where_it_keeps_the_best_weights(run, flag, value, message):
+def test_resumed_squad_run_keeps_the_best_weights(run, flag, value, message):
     last = ["--max_train_steps", 2, "--checkpointing_steps", 1]
     best = [*last, "--metric_for_best_model", "f1", "--output_dir", run.out.with_name("best")]
     run(*last)
@@ -121,7 +121,7 @@ def test_a_resumed_run_scores_as_before_where_it_keeps_the_best_weights(run, fla
         run(*best, flag, value, "--resume_from_checkpoint", "latest")
 
 
-def test_a_test_file_is_predicted(run):
+def test_squad_test_file_is_predicted(run):
     run("--max_train_steps", 1)  # writes the questions
     results = run("--max_train_steps", 1, "--test_file", run.file(), output_dir=run.out.with_name("test"))
     folder = run.out.with_name("test")
@@ -129,7 +129,7 @@ def test_a_test_file_is_predicted(run):
     assert load(folder, "predictions_test.json") == load(folder, "predictions_dev.json")
 
 
-def test_a_tokenizer_that_pads_left_learns_the_same(run, readers, tmp_path):
+def test_left_padding_tokenizer_gives_equal_squad_training(run, readers, tmp_path):
     flags = ["--max_train_steps", 3, "--max_query_length", 4]
     plain = run(*flags)
     left = run(*flags, model=copy_left_sided(readers["bert"], tmp_path / "left"), output_dir=tmp_path / "other")
@@ -138,7 +138,7 @@ def test_a_tokenizer_that_pads_left_learns_the_same(run, readers, tmp_path):
     assert saved.padding_side == saved.truncation_side == "right"
 
 
-def test_a_push_that_fails_loses_no_predictions(run, monkeypatch):
+def test_failed_push_keeps_the_predictions(run, monkeypatch):
     def fail(*place):
         raise OSError("no network")
 
@@ -165,37 +165,37 @@ def test_a_push_that_fails_loses_no_predictions(run, monkeypatch):
         (["--metric_for_best_model", "HasAns_f1"], "must be one of loss, exact_match, f1"),
     ],
 )
-def test_bad_flags_fail_before_any_work(run, more, message):
+def test_squad_rejects_invalid_flags_before_any_work(run, more, message):
     with pytest.raises(ValueError, match=message):
         run(*more)
     assert not (run.out / "all_results.json").exists()
 
 
 @pytest.mark.parametrize(("lengths", "stride"), [((128, 64), 30), ((192, 64), 62), ((196, 64), 128), ((384, 64), 128)])
-def test_the_stride_that_is_not_given_fits(readers, lengths, stride):
+def test_default_stride_fits_the_length(readers, lengths, stride):
     argv = [readers["t5"], "--output_dir", "o", "--max_length", lengths[0], "--max_query_length", lengths[1]]
     settings = parse_args([str(part) for part in argv])
     tokenizer = AutoTokenizer.from_pretrained(readers["t5"])
     config = AutoConfig.from_pretrained(readers["t5"])
-    room = lengths[0] - lengths[1] - tokenizer.num_special_tokens_to_add(pair=True)
-    found = compute_stride(settings, config, tokenizer)
-    assert found == (128 if room > 128 else room // 2) and abs(found - stride) <= 1
+    free = lengths[0] - lengths[1] - tokenizer.num_special_tokens_to_add(pair=True)
+    result = compute_stride(settings, config, tokenizer)
+    assert result == (128 if free > 128 else free // 2) and abs(result - stride) <= 1
 
 
-def test_a_metric_that_the_dev_split_cannot_give_is_refused_before_training(run, tmp_path):
+def test_unavailable_dev_metric_raises_before_training(run, tmp_path):
     flags = ["--metric_for_best_model", "NoAns_f1", "--version_2_with_negative"]
     with pytest.raises(ValueError, match="'NoAns_f1'"):
         run(*flags)
     assert not list(tmp_path.glob("out/*.jsonl"))
 
 
-def test_unanswerable_questions_need_the_flag(run, tmp_path):
+def test_unanswerable_questions_need_the_version_2_flag(run, tmp_path):
     file = write_questions(tmp_path / "negative.json", version_2=True)
     with pytest.raises(ValueError, match=r"2 questions have no answer in their context.*--version_2_with_negative"):
         run("--validation_file", file)
 
 
-def test_help_ends_with_an_example(capsys):
+def test_squad_help_ends_with_an_example(capsys):
     with pytest.raises(SystemExit):
         parse_args(["--help"])
     assert "python scripts/run_squad.py ./minilm-gqa4 --train_file" in capsys.readouterr().out.split("\nexample")[1]

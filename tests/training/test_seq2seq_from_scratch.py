@@ -1,4 +1,4 @@
-"""`seq2seq --model_type`: a new T5, BART and Marian, plain and as a variant, learns its pairs and writes them."""
+"""Check `seq2seq --model_type`: a new T5, BART and Marian, plain and as a variant, learns its pairs."""
 
 import math
 
@@ -38,7 +38,7 @@ def run(tokenizer, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("variant", [[], ["--num_key_value_heads", 1]], ids=["plain", "MQA"])
 @pytest.mark.parametrize("model_type", SIZES)
-def test_a_new_model_learns_and_begins_as_its_architecture_does(run, tokenizer, model_type, variant):
+def test_new_seq2seq_model_learns_and_uses_the_start_of_its_architecture(run, tokenizer, model_type, variant):
     results = run(model_type, *variant, "--max_train_steps", 60, "--num_beams", 1, 2)
     assert results["eval_loss"] < 0.7 * math.log(45)  # of the tokenizer's tokens, each as likely as another
     assert {"eval_bleu", "eval_bleu_beam2"} <= results.keys() and results["eval_bleu"] > 0
@@ -56,7 +56,7 @@ def test_a_new_model_learns_and_begins_as_its_architecture_does(run, tokenizer, 
     assert torch.equal(written, uncached)
 
 
-def test_what_is_overridden_is_the_last_word(run):
+def test_overrides_take_precedence(run):
     run("marian", "--max_train_steps", 1, overrides=",decoder_start_token_id=2,scale_embedding=true")
     config = AutoModelForSeq2SeqLM.from_pretrained(run.out).config
     assert (config.decoder_start_token_id, config.scale_embedding) == (2, True)

@@ -1,4 +1,4 @@
-"""Metrics of texts against sacrebleu called directly and values worked out by hand; metrics of `evaluate`."""
+"""Compare metrics of texts with sacrebleu and hand-computed values, and check metrics of `evaluate`."""
 
 import textwrap
 
@@ -15,44 +15,44 @@ TEXTS = ["The dog sits on the red mat.", "A man sees a house in the garden .", "
 RIGHT = ["The dog sat on the red mat.", "A man sees a house in his garden.", "Big dogs run."]
 
 
-def test_bleu_and_chrf_are_sacrebleus():
-    found = score_texts(["bleu", "chrf"], TEXTS, [(text,) for text in RIGHT])
-    assert found == {
+def test_bleu_and_chrf_equal_sacrebleu():
+    result = score_texts(["bleu", "chrf"], TEXTS, [(text,) for text in RIGHT])
+    assert result == {
         "bleu": sacrebleu.corpus_bleu(TEXTS, [RIGHT]).score,
         "chrf": sacrebleu.corpus_chrf(TEXTS, [RIGHT]).score,
     }
-    assert 10 < found["bleu"] < 90
+    assert 10 < result["bleu"] < 90
     assert score_texts(["bleu"], RIGHT, [(text,) for text in RIGHT]) == {"bleu": pytest.approx(100.0)}
 
 
-def test_rows_may_have_unequal_numbers_of_references():
+def test_rows_may_have_different_numbers_of_references():
     references = [(RIGHT[0], TEXTS[0]), (RIGHT[1],), (RIGHT[2], "something else", TEXTS[2])]
     more = score_texts(["bleu", "accuracy"], TEXTS, references)
     fewer = score_texts(["bleu", "accuracy"], TEXTS, [(text,) for text in RIGHT])
     assert more["bleu"] > fewer["bleu"] and fewer["accuracy"] == 0.0 and more["accuracy"] == pytest.approx(2 / 3)
 
 
-def test_rouge_by_hand():
+def test_rouge_equals_hand_computed_values():
     pytest.importorskip("rouge_score")
-    found = score_texts(["rouge"], ["the cat sat", "x"], [("the cats sat down",), ("y", "x")])
+    result = score_texts(["rouge"], ["the cat sat", "x"], [("the cats sat down",), ("y", "x")])
     # First row: 3 words against 4, the cat(s) by its stem: rouge-1 and -L 6/7, rouge-2 2 * 2 / (2 + 3); second: 1.
     expected = {"rouge1": 6 / 7, "rouge2": 4 / 5, "rougeL": 6 / 7, "rougeLsum": 6 / 7}
     for name, value in expected.items():
         second = 0.0 if name == "rouge2" else 1.0  # a single word has no pair
-        assert found[name] == pytest.approx(100 * (value + second) / 2)
+        assert result[name] == pytest.approx(100 * (value + second) / 2)
 
 
-def test_rouge_lsum_compares_sentence_by_sentence():
+def test_rouge_lsum_compares_sentences():
     pytest.importorskip("rouge_score")
-    found = score_texts(["rouge"], ["The cat sat. A dog ran!"], [("A dog ran! The cat sat.",)])
-    assert found["rougeL"] == pytest.approx(50) and found["rougeLsum"] == pytest.approx(100)
+    result = score_texts(["rouge"], ["The cat sat. A dog ran!"], [("A dog ran! The cat sat.",)])
+    assert result["rougeL"] == pytest.approx(50) and result["rougeLsum"] == pytest.approx(100)
 
 
-def test_each_metric_has_its_package():
+def test_each_metric_names_its_package():
     assert TEXT_METRICS.keys() == METRIC_PACKAGES.keys()
 
 
-def test_unknown_and_missing_metrics_are_named(monkeypatch):
+def test_unknown_and_missing_metrics_raise_an_error(monkeypatch):
     with pytest.raises(ValueError, match="'meteor'"):
         check_text_metrics(["bleu", "meteor"])
     monkeypatch.setitem(METRIC_PACKAGES, "other", "no_such_package")
@@ -79,7 +79,7 @@ METRIC = textwrap.dedent(
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Where `evaluate` keeps its copies: one folder, for Python finds the modules in it by the first."""
+    """A folder for the copies of `evaluate`, one for all tests, because Python imports modules from the first one."""
     import evaluate
 
     folder = tmp_path_factory.mktemp("evaluate")
@@ -99,10 +99,10 @@ def script(tmp_path, cache):
     return write
 
 
-def test_a_metric_of_evaluate_scores_what_it_returns_as_numbers(script, tmp_path):
+def test_evaluate_metric_scores_its_numeric_results(script, tmp_path):
     one = script("one_reference", '{"letters": sum(map(len, predictions)), "each": [1], "right": references[0]}')
-    found = score_texts(["accuracy", one], ["ab", "c"], [("ab",), ("d",)])
-    assert found == {"accuracy": 0.5, "letters": 3.0}
+    result = score_texts(["accuracy", one], ["ab", "c"], [("ab",), ("d",)])
+    assert result == {"accuracy": 0.5, "letters": 3.0}
     with pytest.raises(ValueError, match="one reference per text"):
         score_texts([one], ["ab"], [("ab", "d")])
     several = script("several", '{"most": float(max(map(len, references)))}', "datasets.List(text)")
@@ -120,7 +120,7 @@ def test_a_metric_of_evaluate_scores_what_it_returns_as_numbers(script, tmp_path
 
 
 @pytest.mark.parametrize(
-    "value, flags, best, said",
+    "value, flags, best, printed",
     [
         ("wer", [], 2, "lowest wer. If the highest values are better, set --greater_is_better"),
         ("letters", [], 3, "highest letters. If the lowest values are better, set --no-greater_is_better"),
@@ -128,7 +128,7 @@ def test_a_metric_of_evaluate_scores_what_it_returns_as_numbers(script, tmp_path
         ("wer", ["--greater_is_better"], 3, ""),
     ],
 )
-def test_the_best_weights_of_a_metric_of_evaluate(script, tmp_path, caplog, value, flags, best, said):
+def test_best_weights_can_be_selected_by_an_evaluate_metric(script, tmp_path, caplog, value, flags, best, printed):
     # Tried once, then of three steps, then of the best weights.
     values = '{"%s": [0.0, 2.0, 1.0, 3.0, 3.0][(self.__dict__.setdefault("n", []).append(0) or len(self.n)) - 1]}'
     source, target = make_text(tmp_path)
@@ -137,10 +137,10 @@ def test_the_best_weights_of_a_metric_of_evaluate(script, tmp_path, caplog, valu
     argv += ["--metrics", script(f"{value}_{len(flags)}", values % value), "--metric_for_best_model", value]
     argv += ["--max_train_steps", 3, "--eval_steps", 1, "--max_eval_samples", 4, "--cpu", "--disable_tqdm", *flags]
     assert main(parse_args(list(map(str, argv))))["best_step"] == best
-    assert ("The best weights are" in caplog.text) == bool(said) and said in caplog.text
+    assert ("The best weights are" in caplog.text) == bool(printed) and printed in caplog.text
 
 
-def test_a_direction_without_a_metric_is_refused():
+def test_direction_without_a_metric_raises_an_error():
     with pytest.raises(ValueError, match="--greater_is_better needs --metric_for_best_model or --early_stopping"):
         parse_args(["m", "--output_dir", "o", "--source_file", "a", "--target_file", "b", "--no-greater_is_better"])
 
@@ -153,13 +153,13 @@ def test_a_direction_without_a_metric_is_refused():
         ("texts", '{"right": "yes"}', "string", "no number"),
     ],
 )
-def test_a_metric_that_cannot_score_texts_is_refused_at_once(script, name, values, kind, message):
+def test_metric_for_other_inputs_raises_immediately(script, name, values, kind, message):
     with pytest.raises(ValueError, match=message) as caught:
         get_text_metric(script(name, values, kind=kind))
     assert "\n" not in str(caught.value)
 
 
-def test_a_metric_of_the_hub_is_asked_for_by_its_repository_and_trusted(cache, monkeypatch):
+def test_hub_metric_needs_a_repository_name_and_trust(cache, monkeypatch):
     import evaluate
     from hub.local_hub import LocalHub
 
@@ -177,6 +177,6 @@ def test_a_metric_of_the_hub_is_asked_for_by_its_repository_and_trusted(cache, m
 
 
 @pytest.mark.parametrize("references", [[("a",)], [("a",), ()]])
-def test_every_row_needs_a_reference(references):
+def test_row_without_a_reference_raises_an_error(references):
     with pytest.raises(ValueError, match="references"):
         score_texts(["accuracy"], ["a", "b"], references)

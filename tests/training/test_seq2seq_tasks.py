@@ -1,4 +1,4 @@
-"""GLUE and SQuAD worded as text: T5's wording, and generated texts read back as predictions."""
+"""Check GLUE and SQuAD as text-to-text tasks: T5's wording, and generated texts as predictions."""
 
 import numpy as np
 import pytest
@@ -24,20 +24,20 @@ from hf_attn_variants.training.seq2seq.settings import TEXT_TASKS
         ("stsb", ["Representatives", "An Ethiopian"], "stsb sentence1: Representatives sentence2: An Ethiopian"),
     ],
 )
-def test_sources_are_worded_as_t5_does(name, texts, expected):
+def test_sources_are_worded_like_t5(name, texts, expected):
     assert format_glue(TASKS[name], texts) == expected
 
 
-def test_labels_are_words_and_scores_are_rounded():
+def test_labels_become_words_and_scores_are_rounded():
     assert format_label(TASKS["cola"], 0) == "unacceptable" and format_label(TASKS["mnli"], 2) == "contradiction"
     scores = {3.25: "3.2", 0: "0.0", 5.0: "5.0", 2.57: "2.6", 0.3: "0.4"}  # 0.3 / 0.2 is less than 1.5
     assert [format_label(TASKS["stsb"], score) for score in scores] == [*scores.values()]
 
 
-def test_texts_that_are_no_label_are_wrong():
+def test_generated_texts_other_than_labels_count_as_wrong():
     labels = np.array([0, 1, 2, 1])
-    found = parse_texts(TASKS["mnli"], ["entailment", " neutral", "contra", ""], labels)
-    assert (found == labels).tolist() == [True, True, False, False]
+    result = parse_texts(TASKS["mnli"], ["entailment", " neutral", "contra", ""], labels)
+    assert (result == labels).tolist() == [True, True, False, False]
     scores = parse_texts(TASKS["stsb"], ["3.2", "many", "nan", " 1 "], np.zeros(4))
     assert scores.tolist() == [3.2, -1.0, -1.0, 1.0]
 
@@ -46,7 +46,7 @@ def arguments(*argv):
     return parse_args(["m", "--output_dir", "out", *map(str, argv)])
 
 
-def test_a_glue_task_is_read_and_scored(glue):
+def test_glue_task_is_read_and_scored_as_text(glue):
     data = load_task(arguments("--task_name", "stsb", "--data_dir", glue / "STS-B", "--source_prefix", "x "))
     dev = data.splits["dev"]
     assert set(data.splits) == {"train", "dev", "test"} and data.splits["test"].references is None
@@ -60,7 +60,7 @@ def test_a_glue_task_is_read_and_scored(glue):
     assert data.score([row[0] for row in first.references], first.references)["pearson"] > 0.99
 
 
-def test_squad_is_read_and_scored(tmp_path):
+def test_squad_is_read_and_scored_as_text(tmp_path):
     file = write_questions(tmp_path / "dev.json")
     data = load_task(arguments("--task_name", "squad", "--train_file", file, "--validation_file", file))
     dev = data.splits["dev"]
@@ -70,7 +70,7 @@ def test_squad_is_read_and_scored(tmp_path):
     assert scores == pytest.approx({"exact_match": 60.0, "f1": 100 * (3 + 2 / 3) / 5})
 
 
-def test_only_evaluating_needs_no_training_split(tmp_path, glue):
+def test_text_to_text_evaluation_needs_no_training_split(tmp_path, glue):
     (tmp_path / "dev.tsv").write_text((glue / "CoLA/dev.tsv").read_text())
     flags = ["--task_name", "cola", "--data_dir", tmp_path]
     assert set(load_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
@@ -81,7 +81,7 @@ def test_only_evaluating_needs_no_training_split(tmp_path, glue):
     assert set(load_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
 
 
-def test_wrong_tasks_and_files_say_so(tmp_path, glue):
+def test_invalid_tasks_and_files_raise_an_error(tmp_path, glue):
     with pytest.raises(ValueError, match="got 'sst3'"):
         load_task(arguments("--task_name", "sst3"))
     with pytest.raises(ValueError, match=r"--train_file.*--task_name.*2"):

@@ -1,4 +1,4 @@
-"""Settings: what a command line makes of them, what they refuse, and what a resumed run must share."""
+"""Check settings: how a command line sets them, their errors, and the settings that a resumed run must share."""
 
 import dataclasses
 import inspect
@@ -42,23 +42,23 @@ def type_of(command):
 
 
 @pytest.mark.parametrize("command", NEEDED, ids=lambda command: command.__name__.split(".")[-1])
-def test_a_flag_is_a_field_and_a_default_the_fields(command):
+def test_flags_and_defaults_follow_the_fields(command):
     settings = command.parse_args(["m", "--output_dir", "o", *NEEDED[command]])
     given = {"model_name_or_path", "output_dir", *(name[2:] for name in NEEDED[command] if name.startswith("--"))}
     again = type(settings)(**{name: getattr(settings, name) for name in given})
     assert again == settings
-    flags = [each.name for _, fields in group_fields(type(settings)) for each in fields]
-    assert sorted(flags) == sorted(each.name for each in dataclasses.fields(settings))
+    flags = [item.name for _, fields in group_fields(type(settings)) for item in fields]
+    assert sorted(flags) == sorted(item.name for item in dataclasses.fields(settings))
     assert command.__name__.replace("hf_attn_variants.commands.", "").replace("_", "-") in COMMANDS
 
 
-def test_a_type_says_how_its_flag_is_read():
+def test_field_type_determines_the_flag_parser():
     argv = ["m", "--output_dir", "o", "--source_file", "a", "--target_file", "b"]
     argv += ["--num_beams", "1", "4", "--learning_rate", "1e-3", "--group_by_length", "--checkpointing_steps", "epoch"]
     settings = seq2seq.parse_args([*argv, "--lr_scheduler_kwargs", '{"x": 1}', "--max_length", "7"])
     assert (settings.num_beams, settings.learning_rate, settings.group_by_length) == ((1, 4), 1e-3, True)
     assert (settings.checkpointing_steps, settings.lr_scheduler_kwargs) == ("epoch", {"x": 1})
-    # What depends on other settings is filled in.
+    # Defaults that depend on other settings.
     assert (settings.max_target_length, settings.metrics) == (7, ("bleu",))
 
 
@@ -79,14 +79,14 @@ def test_a_type_says_how_its_flag_is_read():
         ({"hub_model_id": "me/x"}, "need --push_to_hub"),
     ],
 )
-def test_settings_made_in_python_are_checked_as_flags_are(changed, message):
+def test_python_settings_are_checked_like_flags(changed, message):
     good = {"model_name_or_path": "m", "task_name": "stsb", "output_dir": "o"}
     GlueSettings(**good)
     with pytest.raises(ValueError, match=message):
         GlueSettings(**good | changed)
 
 
-def test_values_are_taken_as_a_command_line_would_give_them():
+def test_python_values_are_converted_like_flags():
     settings = MaskedLMSettings(
         train_file="a.txt",
         validation_file=["b.txt", "c.txt"],
@@ -101,22 +101,22 @@ def test_values_are_taken_as_a_command_line_would_give_them():
     assert type(settings.max_train_steps) is int and type(settings.learning_rate) is float
 
 
-@pytest.mark.parametrize("settings", [type_of(command) for command in NEEDED], ids=lambda each: each.__name__)
-def test_a_field_is_as_the_nearest_class_declares_it(settings):
-    """A dataclass with several bases takes the fields of the first of them, whatever another one made of them."""
-    for each in dataclasses.fields(settings):
-        owner = next(base for base in settings.__mro__ if each.name in inspect.get_annotations(base))
-        assert each.metadata == owner.__dataclass_fields__[each.name].metadata, (each.name, owner)
+@pytest.mark.parametrize("settings", [type_of(command) for command in NEEDED], ids=lambda item: item.__name__)
+def test_field_default_comes_from_the_nearest_class(settings):
+    """Check dataclasses with several bases, which would use the default of the first one."""
+    for item in dataclasses.fields(settings):
+        owner = next(base for base in settings.__mro__ if item.name in inspect.get_annotations(base))
+        assert item.metadata == owner.__dataclass_fields__[item.name].metadata, (item.name, owner)
 
 
-def test_settings_do_not_change():
+def test_settings_are_frozen():
     settings = GlueSettings(model_name_or_path="m", task_name="stsb", output_dir="o")
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.seed = 1
     assert dataclasses.replace(settings, seed=1).seed == 1 and settings.seed == 42
 
 
-def test_a_resumed_run_shares_what_decides_its_weights():
+def test_resumed_run_must_share_settings_that_affect_weights():
     shared = {"model_name_or_path": "m", "output_dir": "o"}
     glue_settings = GlueSettings(task_name="stsb", **shared)
     always, best = (glue_settings.resume_values(with_best) for with_best in (False, True))
@@ -128,14 +128,14 @@ def test_a_resumed_run_shares_what_decides_its_weights():
     assert text.resume_values(True)["validation_file"] == ["b", "c"]
 
 
-def test_groups_come_in_an_order_that_a_reader_expects():
+def test_flag_groups_are_in_reading_order():
     titles = [title for title, _ in group_fields(GlueSettings)]
     assert titles == ["task", "model", "data", "training", "output", "hub"]
     assert [title for title, _ in group_fields(MaskedLMSettings)][:3] == ["objective", "masking", "text"]
-    shared = {each.name for each in dataclasses.fields(TrainingSettings)}
-    more = {each.name for each in dataclasses.fields(FineTuningSettings)} - shared
+    shared = {item.name for item in dataclasses.fields(TrainingSettings)}
+    more = {item.name for item in dataclasses.fields(FineTuningSettings)} - shared
     assert more == {"max_train_samples", "group_by_length", "pad_to_multiple_of"}
 
 
-def test_the_schedules_are_those_of_transformers():
+def test_schedule_names_equal_transformers():
     assert set(SCHEDULES) == {kind.value for kind in SchedulerType} - {"reduce_lr_on_plateau", "greedy"}

@@ -1,4 +1,4 @@
-"""Span corruption: T5's lengths, spans that are what they should be, nothing lost, and the gate's shuffle."""
+"""Check span corruption: T5's lengths, valid spans, complete text, and shuffled context."""
 
 import json
 
@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(make_sentinel_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
-def test_lengths_are_those_of_the_t5_paper():
+def test_lengths_equal_the_t5_paper():
     # 512 inputs are made of 568 tokens, and have 114 targets: the lengths that T5 was pretrained with.
     assert compute_block_length(512, 0.15, 3.0) == 568 and compute_corrupted_lengths(568, 0.15, 3.0) == (512, 114)
     assert count_noise(568, 0.15, 3.0) == (85, 28)
@@ -32,14 +32,14 @@ def test_lengths_are_those_of_the_t5_paper():
 
 @pytest.mark.parametrize("max_length", [4, 7, 48, 64, 200, 512])
 @pytest.mark.parametrize(("density", "mean_span"), [(0.15, 3.0), (0.5, 1.0), (0.3, 10.0)])
-def test_the_longest_block_that_fits_is_taken(max_length, density, mean_span):
+def test_longest_fitting_block_is_used(max_length, density, mean_span):
     length = compute_block_length(max_length, density, mean_span)
     assert compute_corrupted_lengths(length, density, mean_span)[0] <= max_length
     assert compute_corrupted_lengths(length + 1, density, mean_span)[0] > max_length
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, 52, 568])
-def test_spans_hold_the_noise_and_do_not_touch(length):
+def test_spans_cover_the_noise_without_touching(length):
     noise, count = count_noise(length, 0.15, 3.0)
     for seed in range(20):
         spans = draw_noise_spans(length, 0.15, 3.0, np.random.default_rng(seed))
@@ -48,7 +48,7 @@ def test_spans_hold_the_noise_and_do_not_touch(length):
         assert (spans[1:, 0] > spans[:-1, 1]).all() and (spans[0, 0] > 0 or length == 1) and spans[-1, 1] == length
 
 
-def test_every_place_is_equally_often_noise_but_for_the_ends():
+def test_noise_is_uniform_except_at_the_ends():
     share = np.zeros(100)
     for seed in range(2000):
         for begin, end in draw_noise_spans(100, 0.15, 3.0, np.random.default_rng(seed)):
@@ -57,7 +57,7 @@ def test_every_place_is_equally_often_noise_but_for_the_ends():
     assert np.abs(share[10:80] - share[10:80].mean()).max() < 0.05
 
 
-def test_inputs_and_targets_together_are_the_text(tokenizer):
+def test_inputs_and_targets_together_contain_the_text(tokenizer):
     prepare = SpanCorruption(tokenizer, 32, seed=3)
     words = np.arange(20, 20 + prepare.block_length)
     for number in range(20):
@@ -74,13 +74,13 @@ def test_inputs_and_targets_together_are_the_text(tokenizer):
                 sentinel = token
             else:
                 spans.setdefault(sentinel, []).append(token)
-        found = [part for token in inputs[:-1] for part in spans.get(token, [token])]
-        assert found == words.tolist()
+        result = [part for token in inputs[:-1] for part in spans.get(token, [token])]
+        assert result == words.tolist()
         used = [token for token in inputs if token in prepare.sentinels]
         assert used == prepare.sentinels[: len(used)].tolist() == list(spans)
 
 
-def test_examples_are_a_function_of_seed_and_key_and_short_blocks_are_padded(tokenizer):
+def test_examples_depend_only_on_seed_and_key(tokenizer):
     prepare, other = SpanCorruption(tokenizer, 32, seed=3), SpanCorruption(tokenizer, 32, seed=4)
     words = np.arange(20, 20 + prepare.block_length)
     same = PreparedBlocks([words], prepare)[0], prepare(words, (0, 0))
@@ -95,7 +95,7 @@ def test_examples_are_a_function_of_seed_and_key_and_short_blocks_are_padded(tok
         assert (short["labels"] >= 0).sum() == noise + spans + 1
 
 
-def test_shuffling_moves_words_alone(tokenizer):
+def test_shuffling_moves_only_words(tokenizer):
     prepare = SpanCorruption(tokenizer, 32, seed=3)
     examples = [prepare(np.arange(20, 20 + n), (0, n)) for n in (prepare.block_length, 9)]
     batch = {key: torch.from_numpy(np.stack([example[key] for example in examples])) for key in examples[0]}
@@ -107,7 +107,7 @@ def test_shuffling_moves_words_alone(tokenizer):
     assert torch.equal(shuffled["input_ids"][~words], batch["input_ids"][~words])
 
 
-def test_mt5s_sentinels_are_found(tokenizer, tmp_path):
+def test_mt5_sentinels_are_detected(tokenizer, tmp_path):
     folder = make_sentinel_tokenizer(tmp_path / "mt5")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         spelled = json.loads((folder / name).read_text())
@@ -118,7 +118,7 @@ def test_mt5s_sentinels_are_found(tokenizer, tmp_path):
     assert SpanCorruption(mt5, 32, 0).sentinels.tolist() == SpanCorruption(tokenizer, 32, 0).sentinels.tolist()
 
 
-def test_tokenizers_and_lengths_that_do_not_do_are_named(tokenizer, tiny_bert):
+def test_unsuitable_tokenizers_and_lengths_raise_an_error(tokenizer, tiny_bert):
     with pytest.raises(ValueError, match=r"28.*8.*--max_length"):
         SpanCorruption(tokenizer, 512, 0)
     with pytest.raises(ValueError, match="padding token"):

@@ -1,4 +1,4 @@
-"""Reading SQuAD: what a good file gives, and what a bad one says."""
+"""Check the SQuAD reader: valid files, and errors for invalid ones."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ from fixtures.squad import CONTEXTS, make_questions, write_questions
 from hf_attn_variants.training.squad.data import check_unanswerable, hash_questions, read_squad
 
 
-def test_plain_and_gzip_files_give_all_questions(tmp_path):
+def test_plain_and_gzip_squad_files_give_all_questions(tmp_path):
     plain = write_questions(tmp_path / "dev.json")
     packed = tmp_path / "dev.json.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
@@ -19,7 +19,7 @@ def test_plain_and_gzip_files_give_all_questions(tmp_path):
     assert hash_questions(read_squad(packed)) == hash_questions(questions) != hash_questions(questions[1:])
 
 
-def test_unanswerable_questions_need_version_2(tmp_path):
+def test_unanswerable_questions_need_squad_version_2(tmp_path):
     questions = read_squad(write_questions(tmp_path / "dev.json", version_2=True))
     assert [q.id for q in questions if not q.answers] == ["0-none", "1-none"]
     check_unanswerable("dev.json", questions, version_2=True)
@@ -27,7 +27,7 @@ def test_unanswerable_questions_need_version_2(tmp_path):
         check_unanswerable("dev.json", questions, version_2=False)
 
 
-def test_a_test_file_needs_no_answers(tmp_path):
+def test_squad_test_file_needs_no_answers(tmp_path):
     content = make_questions()
     for paragraph in content["data"][0]["paragraphs"]:
         for qa in paragraph["qas"]:
@@ -57,7 +57,7 @@ def change(path, edit):
         (lambda p: p.clear(), "at least one question"),
     ],
 )  # fmt: skip
-def test_errors_name_the_file_and_the_question(tmp_path, edit, message):
+def test_squad_errors_name_the_file_and_the_question(tmp_path, edit, message):
     with pytest.raises(ValueError, match=message) as error:
         read_squad(change(tmp_path / "bad.json", edit))
     assert "bad.json" in str(error.value)
@@ -73,7 +73,7 @@ def test_errors_name_the_file_and_the_question(tmp_path, edit, message):
         (None, OSError, r"bad\.json"),
     ],
 )
-def test_other_files_are_no_squad(tmp_path, content, kind, message):
+def test_other_json_files_raise_an_error(tmp_path, content, kind, message):
     path = tmp_path / "bad.json"
     if content is not None:
         path.write_bytes(content)
@@ -81,7 +81,7 @@ def test_other_files_are_no_squad(tmp_path, content, kind, message):
         read_squad(path)
 
 
-def test_a_cut_gzip_file_is_an_error(tmp_path):
+def test_truncated_squad_gzip_raises_an_error(tmp_path):
     path = tmp_path / "dev.json.gz"
     path.write_bytes(gzip.compress(json.dumps(make_questions()).encode())[:-20])
     with pytest.raises(OSError, match="gzip file"):

@@ -1,4 +1,4 @@
-"""Windows over contexts: they cover every token, hold the answer, and the predictions read from them are its text."""
+"""Check windows over contexts: they cover every token and the answer, and predictions are text of the context."""
 
 import numpy as np
 import pytest
@@ -36,20 +36,20 @@ def windows(questions, tokenizer):
     return make_windows(questions, tokenizer, LENGTH, DEFAULT_STRIDE, QUERY)
 
 
-def test_windows_share_a_stride_and_cover_the_context(questions, tokenizer, windows):
+def test_windows_overlap_by_the_stride_and_cover_the_context(questions, tokenizer, windows):
     for number, question in enumerate(questions):
-        found = [w for w in windows if w.question == number]
-        assert len(found) > 1 and all(len(w.input_ids) <= LENGTH for w in found)
+        result = [w for w in windows if w.question == number]
+        assert len(result) > 1 and all(len(w.input_ids) <= LENGTH for w in result)
         whole = tokenizer(question.context, add_special_tokens=False, return_offsets_mapping=True)
-        joined = list(map(tuple, found[0].offsets.tolist()))
-        for window in found[1:]:
+        joined = list(map(tuple, result[0].offsets.tolist()))
+        for window in result[1:]:
             rows = list(map(tuple, window.offsets.tolist()))
             assert rows[:DEFAULT_STRIDE] == joined[-DEFAULT_STRIDE:]
             joined += rows[DEFAULT_STRIDE:]
         assert joined == whole["offset_mapping"]
 
 
-def test_the_answer_is_marked_in_the_windows_that_hold_all_of_it(questions, windows):
+def test_answer_is_labeled_in_windows_that_contain_it_completely(questions, windows):
     for number, question in enumerate(questions):
         marked = [w for w in windows if w.question == number and w.start != NO_ANSWER]
         assert bool(marked) == bool(question.answers)
@@ -59,13 +59,13 @@ def test_the_answer_is_marked_in_the_windows_that_hold_all_of_it(questions, wind
         for window in windows:
             if window.question == number and question.answers and window not in marked:
                 answer = question.answers[0]
-                behind = answer.start + len(answer.text)
-                assert window.offsets[0, 0] > answer.start or window.offsets[-1, 1] < behind
+                after = answer.start + len(answer.text)
+                assert window.offsets[0, 0] > answer.start or window.offsets[-1, 1] < after
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("answer", ["caf" + chr(0xE9), "cafe" + chr(0x301), "cafe" + chr(0xAD), chr(0x200B) + "cafe"])
-def test_an_answer_may_begin_or_end_in_what_no_token_holds(answer, shared_data):
+def test_answer_may_begin_or_end_between_tokens(answer, shared_data):
     for name in ("bert-base-uncased", "albert", "t5"):
         tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers" / name)
         context = f"They met in the {answer} that day, and in another place on all of the others."
@@ -76,14 +76,14 @@ def test_an_answer_may_begin_or_end_in_what_no_token_holds(answer, shared_data):
         assert context[begin[0] : end[1]].strip() in answer
 
 
-def test_a_long_question_is_cut_and_said_so(questions, tokenizer, caplog):
+def test_long_question_is_truncated_with_a_warning(questions, tokenizer, caplog):
     windows = make_windows(questions[:1], tokenizer, LENGTH, DEFAULT_STRIDE, 2)
     assert tokenizer.decode(windows[0].input_ids).count("Where did") == 1
     assert "Mary" not in tokenizer.decode(windows[0].input_ids[: windows[0].context_begin])
     assert "1 of 1 questions have more than --max_query_length 2" in caplog.text
 
 
-def test_batches_are_padded_and_carry_the_positions(tokenizer, windows):
+def test_batches_are_padded_and_contain_answer_positions(tokenizer, windows):
     short = sorted(windows, key=lambda w: len(w.input_ids))[:1] + windows[:2]
     batch = make_window_collator(tokenizer, None)(short)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == batch["token_type_ids"].shape
@@ -94,7 +94,7 @@ def test_batches_are_padded_and_carry_the_positions(tokenizer, windows):
         assert types[: windows[0].context_begin].sum() == 0 and types[windows[0].context_begin :].all()
 
 
-def test_questions_are_marked_as_global(tokenizer, windows):
+def test_question_tokens_are_global(tokenizer, windows):
     batch = make_window_collator(tokenizer, None, marks_questions=True)(windows[:3])
     assert batch["global_attention_mask"].shape == batch["input_ids"].shape
     for window, ids, marks in zip(windows, batch["input_ids"], batch["global_attention_mask"], strict=False):
@@ -111,11 +111,11 @@ def test_questions_are_marked_as_global(tokenizer, windows):
         (transformers.BertConfig(), False),
     ],
 )
-def test_who_takes_marks(config, takes):
+def test_only_window_models_get_global_masks(config, takes):
     assert takes_global_mask(config) == takes
 
 
-def test_logits_at_the_answers_place_give_its_text(questions, windows):
+def test_logits_at_the_answer_give_its_text(questions, windows):
     starts, ends = (np.zeros((len(windows), LENGTH)) for _ in range(2))
     for i, window in enumerate(windows):
         if window.start != NO_ANSWER:
@@ -133,7 +133,7 @@ def test_logits_at_the_answers_place_give_its_text(questions, windows):
         assert [e["probability"] for e in entries] == sorted((e["probability"] for e in entries), reverse=True)
 
 
-def test_spans_never_run_backwards_nor_beyond_the_longest_nor_out_of_the_context(questions, windows):
+def test_predicted_spans_are_ordered_short_and_within_the_context(questions, windows):
     generator = np.random.default_rng(0)
     starts, ends = (generator.normal(size=(len(windows), LENGTH)) for _ in range(2))
     for longest in (1, 3):

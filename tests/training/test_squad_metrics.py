@@ -1,4 +1,4 @@
-"""SQuAD's metrics against scores worked out by hand by the official scripts' rules."""
+"""Compare SQuAD's metrics with scores that are computed by hand with the official rules."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def question(key, *answers):
     return Question(key, "?", "", tuple(Answer(text, 0) for text in answers))
 
 
-def test_normalisation_drops_case_punctuation_articles_and_spaces():
+def test_normalization_removes_case_punctuation_articles_and_spaces():
     assert normalize_answer("  The  Denver-Broncos!, an  apple\tof A.") == "denverbroncos apple of"
     assert normalize_answer("theatre") == "theatre"  # an article inside a word stays
 
@@ -32,38 +32,38 @@ def test_normalisation_drops_case_punctuation_articles_and_spaces():
         ("", "dog", 0, 0),
     ],
 )
-def test_scores_of_an_answer(prediction, truth, exact, f1):
+def test_answer_scores_equal_hand_computed_values(prediction, truth, exact, f1):
     assert compute_exact_match(prediction, truth) == exact
     assert compute_token_f1(prediction, truth) == pytest.approx(f1)
 
 
-def test_an_answer_of_which_nothing_is_left_counts_as_each_official_script_counts_it():
+def test_empty_normalized_answers_follow_the_official_scripts():
     assert score_answer("the", ["a"]) == (1.0, 0.0)
     assert score_answer("the", ["a"], both_empty=1.0) == (1.0, 1.0)
 
 
-def test_the_nearest_of_several_answers_counts():
+def test_best_of_several_answers_counts():
     questions = [question("a", "a dog", "the big dog"), question("b", "Wales")]
-    found = compute_squad(questions, {"a": "big dog", "b": "south Wales"})
-    assert found == pytest.approx({"exact_match": 50.0, "f1": 100 * (1 + 2 / 3) / 2})
+    result = compute_squad(questions, {"a": "big dog", "b": "south Wales"})
+    assert result == pytest.approx({"exact_match": 50.0, "f1": 100 * (1 + 2 / 3) / 2})
 
 
-def test_version_2_counts_silence_and_finds_the_best_threshold():
+def test_version_2_scores_empty_answers_and_the_best_threshold():
     questions = [question("a", "Tom"), question("b", "red house"), question("c"), question("d")]
     texts = {"a": "Tom", "b": "house", "c": "Mary", "d": "Tom"}
     odds = {"a": -3.0, "b": 1.0, "c": -1.0, "d": 2.0}
-    found = compute_squad(questions, texts, odds, no_answer_threshold=0.0)
+    result = compute_squad(questions, texts, odds, no_answer_threshold=0.0)
     # Answered: a (right) and c (wrong); silent: b (wrong) and d (right).
-    assert found["exact"] == found["f1"] == 50.0 and found["total"] == 4
-    assert found["HasAns_exact"] == found["HasAns_f1"] == 50.0 and found["NoAns_exact"] == 50.0
+    assert result["exact"] == result["f1"] == 50.0 and result["total"] == 4
+    assert result["HasAns_exact"] == result["HasAns_f1"] == 50.0 and result["NoAns_exact"] == 50.0
     # From silence, 2 right: keeping a gives 3; c loses one; b wins F1 2/3, not enough.
-    assert found["best_exact"] == found["best_f1"] == 75.0
-    assert found["best_exact_thresh"] == found["best_f1_thresh"] == -3.0
+    assert result["best_exact"] == result["best_f1"] == 75.0
+    assert result["best_exact_thresh"] == result["best_f1_thresh"] == -3.0
     everything = compute_squad(questions, texts, odds)
     assert everything["exact"] == 25.0 and everything["f1"] == pytest.approx(100 * (1 + 2 / 3) / 4)
 
 
-def test_metrics_need_a_prediction_of_every_question():
+def test_missing_prediction_raises_an_error():
     with pytest.raises(ValueError, match="1 questions without one, such as a"):
         compute_squad([question("a", "x")], {"b": "x"})
     with pytest.raises(ValueError, match="no question"):

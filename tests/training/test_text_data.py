@@ -1,4 +1,4 @@
-"""Text streams: no token lost, one order for a seed on any number of processes, entry in the middle, broken files."""
+"""Check text streams: complete packing, order by seed for any number of processes, seeking, and broken files."""
 
 import gzip
 import itertools
@@ -27,7 +27,7 @@ from hf_attn_variants.training.pretraining.text_stream import (
     read_blocks,
 )
 
-# Of the Gettysburg Address: real sentences, two articles a file.
+# Sentences of the Gettysburg Address, with two articles per file.
 ARTICLES = [
     "Four score and seven years ago our fathers brought forth\non this continent, a new nation.",
     "Now we are engaged in a great civil war, testing whether that nation can long endure.",
@@ -59,7 +59,7 @@ def expected_tokens(tokenizer, texts=ARTICLES):
     return list(itertools.chain(*ids))
 
 
-def test_packing_loses_no_token(tokenizer, shards):
+def test_packing_keeps_every_token(tokenizer, shards):
     blocks = read_blocks(shards, tokenizer, LENGTH, tokenizer.sep_token_id)
     assert {len(block) for block in blocks[:-1]} == {LENGTH} and 0 < len(blocks[-1]) <= LENGTH
     assert np.concatenate(blocks).tolist() == expected_tokens(tokenizer)
@@ -69,7 +69,7 @@ def test_packing_loses_no_token(tokenizer, shards):
 
 @pytest.mark.parametrize("length", [1, 4, LENGTH, 1000])
 @pytest.mark.parametrize("batch", [1, 32])
-def test_packing_goes_on_from_the_place_of_any_block(tokenizer, shards, monkeypatch, length, batch):
+def test_packing_continues_from_any_block(tokenizer, shards, monkeypatch, length, batch):
     monkeypatch.setattr(text_data, "TEXTS_PER_CALL", batch)
     assert_goes_on_from_any_block(shards, tokenizer, length, tokenizer.sep_token_id)
 
@@ -81,7 +81,7 @@ def assert_goes_on_from_any_block(shards, *settings):
         assert [(block.tolist(), at) for block, at in again] == [(block.tolist(), at) for block, at in whole[i:]]
 
 
-def test_a_file_without_empty_lines_is_cut_at_line_ends(tokenizer, tmp_path, monkeypatch):
+def test_file_without_empty_lines_is_split_at_line_ends(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", 60)
     path = tmp_path / "lines.txt"
     path.write_text("\n".join(line for text in ARTICLES for line in text.splitlines()))
@@ -92,7 +92,7 @@ def test_a_file_without_empty_lines_is_cut_at_line_ends(tokenizer, tmp_path, mon
 
 
 @pytest.mark.parametrize("word", ["Schnee", "雪"], ids=["words", "none"])
-def test_one_long_line_is_cut_between_words_or_characters(word, tokenizer, tmp_path, monkeypatch):
+def test_long_line_is_split_between_words_or_characters(word, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(text_stream, "MAX_ARTICLE_BYTES", 60)
     path = tmp_path / "line.txt"
     path.write_text((" ".join if word.isascii() else "".join)([word] * 100), encoding="utf-8")
@@ -104,7 +104,7 @@ def test_one_long_line_is_cut_between_words_or_characters(word, tokenizer, tmp_p
     assert_goes_on_from_any_block([TextFile(path)], tokenizer, LENGTH, tokenizer.sep_token_id)
 
 
-def test_a_table_is_no_text(tmp_path):
+def test_table_as_text_raises_an_error(tmp_path):
     (tmp_path / "rows.csv").write_text("text,label\na dog,1\n")
     with pytest.raises(ValueError, match=r"rows\.csv.*--dataset_name"):
         check_text_files([tmp_path / "rows.csv"])
@@ -126,7 +126,7 @@ def rows(batches):
     return torch.cat([batch["ids"] for batch in batches]).tolist()
 
 
-def test_order_is_a_function_of_seed_and_epoch_and_keeps_every_block(tokenizer, shards):
+def test_block_order_depends_only_on_seed_and_epoch(tokenizer, shards):
     stream = make_stream(tokenizer, shards)
     first = list(stream)
     assert rows(stream) == rows(first) == rows(make_stream(tokenizer, shards))
@@ -155,7 +155,7 @@ def any_shards(request, shards, tmp_path):
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_seek_goes_on_after_any_batch(tokenizer, any_shards, epoch):
+def test_seek_continues_after_any_batch(tokenizer, any_shards, epoch):
     stream = make_stream(tokenizer, any_shards)
     stream.start_epoch(epoch)
     whole = list(stream)
@@ -168,7 +168,7 @@ def test_seek_goes_on_after_any_batch(tokenizer, any_shards, epoch):
             assert all(torch.equal(batch[key], expected[key]) for key in expected)
 
 
-def test_seek_opens_no_shard_before_its_place(tokenizer, any_shards, monkeypatch):
+def test_seek_opens_only_the_needed_shards(tokenizer, any_shards, monkeypatch):
     stream = make_stream(tokenizer, any_shards, batch_size=1, window=2)
     whole = list(stream)
     opened = []
@@ -182,7 +182,7 @@ def test_seek_opens_no_shard_before_its_place(tokenizer, any_shards, monkeypatch
     assert len(opened) == 1 and whole[-2]["position"][2] == len(any_shards) - 1
 
 
-def test_two_processes_share_each_batch_of_one(tokenizer, shards):
+def test_two_processes_split_the_batch_of_one(tokenizer, shards):
     one = list(make_stream(tokenizer, shards, batch_size=10))
     both = [list(make_stream(tokenizer, shards, i, 2, batch_size=5)) for i in range(2)]
     assert len(one[-1]["ids"]) == 3  # shared as 2 and 1
@@ -190,7 +190,7 @@ def test_two_processes_share_each_batch_of_one(tokenizer, shards):
         assert torch.equal(batch["ids"], torch.cat([left["ids"], right["ids"]]))
 
 
-def test_a_process_without_a_row_takes_the_last_step_with_nothing_to_predict(tokenizer, tmp_path):
+def test_process_without_a_row_gets_an_empty_last_batch(tokenizer, tmp_path):
     path = tmp_path / "war.txt"
     path.write_text("war " * (17 * LENGTH - 1))
     one = list(make_stream(tokenizer, [TextFile(path)], batch_size=4))
@@ -206,7 +206,7 @@ def test_a_process_without_a_row_takes_the_last_step_with_nothing_to_predict(tok
     assert all((batch["labels"] >= 0).all() for batch in [*one, *both[0], *both[1][:-1]])
 
 
-def test_special_tokens_that_a_text_spells_out_are_left_out(tokenizer, tmp_path):
+def test_special_tokens_in_text_are_removed(tokenizer, tmp_path):
     path, plain = tmp_path / "special.txt", tmp_path / "plain.txt"
     path.write_text("[CLS] war [MASK][MASK] nation , zzz [SEP]\n\n[PAD] [SEP]\n\n[PAD] field")
     plain.write_text("war nation , zzz\n\nfield")
@@ -221,7 +221,7 @@ def test_special_tokens_that_a_text_spells_out_are_left_out(tokenizer, tmp_path)
     assert t5.convert_ids_to_tokens(block) == ["a", "b", "c", "</s>"]
 
 
-def test_rows_of_a_dataset(tokenizer, tmp_path):
+def test_dataset_rows_are_read_as_text(tokenizer, tmp_path):
     path = tmp_path / "train.jsonl"
     datasets.Dataset.from_dict({"text": ARTICLES}).to_json(path)
     stream = datasets.load_dataset("json", data_files=str(path), split="train", streaming=True)
@@ -233,7 +233,7 @@ def test_rows_of_a_dataset(tokenizer, tmp_path):
         next(DatasetRows("articles", stream, "body").read_articles())
 
 
-def test_rows_without_a_value_are_left_out_and_told_once(tmp_path, caplog):
+def test_rows_without_a_value_are_skipped_with_one_warning(tmp_path, caplog):
     path = tmp_path / "nulls.jsonl"
     datasets.Dataset.from_dict({"text": ["a", None, "b", None]}).to_json(path)
     source = DatasetRows("nulls", datasets.load_dataset("json", data_files=str(path), split="train", streaming=True))
@@ -244,7 +244,7 @@ def test_rows_without_a_value_are_left_out_and_told_once(tmp_path, caplog):
     ]
 
 
-def test_white_space_is_kept_where_asked(tmp_path):
+def test_whitespace_is_kept_on_request(tmp_path):
     code = "def f(x):\n    return  1\n\treturn 2"
     (tmp_path / "code.txt").write_text(code + "\n\nend\n")
     backend = Tokenizer(BPE({symbol: i for i, symbol in enumerate([*ByteLevel.alphabet(), "</s>"])}, []))
@@ -255,7 +255,7 @@ def test_white_space_is_kept_where_asked(tmp_path):
         assert byte_level.decode(block) == f"{read}</s>end</s>"
 
 
-def test_broken_files_are_named(tmp_path):
+def test_broken_file_error_names_the_file(tmp_path):
     whole = gzip.compress("\n\n".join(ARTICLES * 50).encode(), mtime=0)
     files = {
         "cut.txt.gz": whole[: len(whole) // 2],
@@ -279,7 +279,7 @@ def test_broken_files_are_named(tmp_path):
         check_text_files([tmp_path])
 
 
-def test_hash_sees_names_sizes_and_ends(tmp_path):
+def test_text_hash_uses_names_sizes_and_ends(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("one")
     first = hash_files([TextFile(path)])

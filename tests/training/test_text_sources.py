@@ -1,4 +1,4 @@
-"""A `datasets` folder as text: a shard for each file, its changes seen, errors that name the file and the row."""
+"""Check a `datasets` folder as text: one shard per file, detected changes, and errors that name file and row."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def open_folder(tmp_path):
     return call
 
 
-def test_each_file_is_a_shard_that_is_read_alone(open_folder, tmp_path):
+def test_each_dataset_file_is_a_separate_shard(open_folder, tmp_path):
     files = {"train-0.jsonl": ROWS[:30], "train-1.jsonl.gz": ROWS[30:], "validation.jsonl": ["x"]}
     text = open_folder(
         {name: (gzip.compress if ".gz" in name else bytes)(as_lines(rows)) for name, rows in files.items()}
@@ -47,7 +47,7 @@ def test_each_file_is_a_shard_that_is_read_alone(open_folder, tmp_path):
     assert list(text.train[1].read_articles(8)) == [(8, "row 38"), (9, "row 39")]
 
 
-def test_changed_files_are_another_text(open_folder):
+def test_changed_files_change_the_text_hash(open_folder):
     first = open_folder({"train.jsonl": as_lines(ROWS)})
     assert open_folder({}).train_fingerprint == first.train_fingerprint
     second = open_folder({"validation.jsonl": as_lines(ROWS)})
@@ -61,18 +61,18 @@ EVALUATION_FLAGS = {"metric_for_best_model": "loss", "early_stopping_patience": 
 
 
 @pytest.mark.parametrize("flag", EVALUATION_FLAGS)
-def test_an_evaluation_needs_a_split(open_folder, flag):
+def test_evaluation_text_needs_a_split(open_folder, flag):
     with pytest.raises(ValueError, match=f"--{flag}.* has no split 'validation'"):
         open_folder({"train.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]})
     assert open_folder({"validation.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]}).dev
 
 
-def test_a_revision_on_the_hub_is_another_text():
+def test_hub_revision_changes_the_text_hash():
     one, other = (text_stream._hash_dataset([f"hf://datasets/a/b@{sha}/train.parquet"]) for sha in ("12", "34"))
     assert one != other
 
 
-def test_a_shard_that_cannot_be_read_is_named(open_folder):
+def test_unreadable_dataset_shard_is_named(open_folder):
     packed = gzip.compress(as_lines(ROWS), mtime=0)
     train = open_folder(
         {
@@ -109,12 +109,12 @@ def test_a_shard_that_cannot_be_read_is_named(open_folder):
         ("validation.jsonl", as_lines(ROWS), ValueError, "has only validation"),
     ],
 )
-def test_a_folder_without_text_is_named(open_folder, tmp_path, name, content, error, message):
+def test_folder_without_text_error_names_the_folder(open_folder, tmp_path, name, content, error, message):
     with pytest.raises(error, match=message):
         open_folder({name: content})
 
 
-def test_a_name_that_is_nowhere(tmp_path, open_folder):
+def test_unknown_dataset_name_raises_an_error(tmp_path, open_folder):
     tmp_path.rmdir()
     with pytest.raises(OSError, match=rf"--dataset_name {tmp_path} .*\(FileNotFoundError"):
         open_folder({})

@@ -1,4 +1,4 @@
-"""BLEU and ROUGE of texts that neither spaces nor the letters a to z divide into words."""
+"""Check BLEU and ROUGE of scripts without spaces or with other letters than a to z."""
 
 import importlib.util
 
@@ -28,32 +28,32 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("script", TEXTS)
-def test_scores_of_scripts(script):
+def test_scripts_without_spaces_have_scores(script):
     reference, prediction = TEXTS[script]
     tokenize = {"zh": "zh", "ja": JAPANESE, "th": "char"}.get(script, "13a")
     assert choose_tokenizer([reference]) == tokenize
-    found = score_texts(["bleu", "rouge"], [prediction], [(reference,)])
-    assert found["bleu"] == sacrebleu.corpus_bleu([prediction], [[reference]], tokenize=tokenize).score > 40
-    assert 70 < found["rougeL"] < 100 and found["rouge1"] < 100
+    result = score_texts(["bleu", "rouge"], [prediction], [(reference,)])
+    assert result["bleu"] == sacrebleu.corpus_bleu([prediction], [[reference]], tokenize=tokenize).score > 40
+    assert 70 < result["rougeL"] < 100 and result["rouge1"] < 100
     assert score_texts(["rouge"], [reference], [(reference,)])["rouge2"] == pytest.approx(100)
 
 
-def test_a_sentence_is_a_line_to_rouge():
+def test_rouge_treats_sentences_as_lines():
     one, other = "今天很好。我们走。", "我们走。今天很好。"
     assert score_texts(["rouge"], [one], [(other,)])["rougeLsum"] == pytest.approx(100)
 
 
-def test_english_and_german_stay_what_they_were():
+def test_english_and_german_scores_do_not_change():
     predictions, references = (
         ["A dog runs. Für zwei!", "cats sleeping"],
         [("The dog runs. Für drei!",), ("cats slept",)],
     )
     scorer = RougeScorer(["rouge1"], use_stemmer=True)
     scores = [scorer.score(row[0], text)["rouge1"] for text, row in zip(predictions, references, strict=True)]
-    found = score_texts(["bleu", "rouge"], predictions, references)
-    assert found["rouge1"] == pytest.approx(50 * sum(score.fmeasure for score in scores))
+    result = score_texts(["bleu", "rouge"], predictions, references)
+    assert result["rouge1"] == pytest.approx(50 * sum(score.fmeasure for score in scores))
     streams = [[row[0] for row in references]]
-    assert found["bleu"] == sacrebleu.corpus_bleu(predictions, streams).score
+    assert result["bleu"] == sacrebleu.corpus_bleu(predictions, streams).score
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,12 @@ def test_english_and_german_stay_what_they_were():
         ([], None, "13a"),
     ],
 )
-def test_the_choice(references, language, expected):
+def test_tokenizer_is_selected_by_language(references, language, expected):
     assert choose_tokenizer(references, language) == expected
 
 
 @pytest.mark.parametrize("flags", [[], ["--tokenize", "char"]])
-def test_the_results_name_the_tokenizer(tmp_path, flags):
+def test_results_name_the_text_tokenizer(tmp_path, flags):
     for name, side in (("s", 0), ("t", 1)):
         (tmp_path / name).write_text("".join(f"{pair[side]}\n" for pair in [("one", "今天天气很好")] * 2))
     paths = ["--source_file", str(tmp_path / "s"), "--target_file", str(tmp_path / "t")]
@@ -86,6 +86,6 @@ def test_the_results_name_the_tokenizer(tmp_path, flags):
     )
 
 
-def test_uptrain_takes_the_flag():
+def test_uptrain_supports_the_tokenizer_flag():
     argv = ["m", "--output_dir", "o", "--objective", "seq2seq", "--source_file", "a", "--target_file", "b"]
     assert uptrain.parse_args([*argv, "--tokenize", "zh"]).tokenize == "zh"

@@ -1,4 +1,4 @@
-"""Tokens and FLOPs of a run: against torch's own count of what a step executes, and by hand."""
+"""Compare the tokens and FLOPs of a run with torch's counter of a step, and with hand computations."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 64, "n
 
 
 def executed(model, batch, loss):
-    """FLOPs of the matrix products that a step executes, by torch's counter."""
+    """Return the FLOPs of the matrix products of a step, by torch's counter."""
     model.train()
     with FlopCounterMode(display=False) as counter:
         loss(model, batch).backward()
@@ -40,14 +40,14 @@ def output_sum(model, batch):
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 1}, {"talking_heads": "both"}])
-def test_an_encoders_step_takes_what_torch_counts(fields):
+def test_encoder_step_flops_equal_the_torch_counter(fields):
     config = AttnVariantBertConfig(**BERT, **fields, attn_implementation="eager")
     model = AttnVariantBertForTokenClassification(config)
     tokens, flops = TrainingCost(model).count(batch_of(7), items=2)
     assert tokens == 14 and flops == executed(model, batch_of(7), output_sum)
 
 
-def test_upstreams_model_costs_what_ours_does_and_padding_nothing():
+def test_transformers_model_has_equal_flops_and_padding_counts_nothing():
     model = BertForQuestionAnswering(BertConfig(**BERT, attn_implementation="eager"))
     batch = batch_of(7)
     cost = TrainingCost(model)
@@ -60,7 +60,7 @@ def test_upstreams_model_costs_what_ours_does_and_padding_nothing():
     assert shorter == (10, alone[0][1] + alone[1][1]) and shorter[1] < flops
 
 
-def test_a_masked_lms_head_counts_for_masked_tokens_alone():
+def test_masked_lm_head_counts_only_masked_tokens():
     model = AttnVariantAlbertForMaskedLM(AttnVariantAlbertConfig(**ALBERT, attn_implementation="eager"))
     labels = torch.full((2, 9), -100)
     labels[0, 2:4], labels[1, 5] = 7, 8
@@ -68,12 +68,12 @@ def test_a_masked_lms_head_counts_for_masked_tokens_alone():
     batch = batch_of(9, labels=labels)
     assert objective.count(batch) == 3
     tokens, flops = TrainingCost(model, objective.head_of_items).count(batch, items=3)
-    found = executed(model, batch, objective.loss_sum)
-    assert tokens == 18 and flops == found
+    result = executed(model, batch, objective.loss_sum)
+    assert tokens == 18 and flops == result
 
 
 @pytest.mark.parametrize("name", ["Roberta", "Electra", "DistilBert"])
-def test_a_head_counts_for_masked_tokens_whatever_its_name(name):
+def test_masked_lm_head_is_recognized_under_any_name(name):
     sizes = {"vocab_size": 50, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64}
     fields = sizes if name == "DistilBert" else BERT | ({"embedding_size": 16} if name == "Electra" else {})
     config_class = getattr(hf_attn_variants, f"AttnVariant{name}Config")
@@ -88,7 +88,7 @@ def test_a_head_counts_for_masked_tokens_whatever_its_name(name):
 
 
 @pytest.mark.parametrize("name", ["Roberta", "Electra", "DistilBert"])
-def test_a_classifiers_head_reads_a_sequence_once(name):
+def test_classification_head_counts_once_per_sequence(name):
     sizes = {"vocab_size": 50, "dim": 32, "n_layers": 3, "n_heads": 4, "hidden_dim": 64}
     config_class = getattr(hf_attn_variants, f"AttnVariant{name}Config")
     model = getattr(hf_attn_variants, f"AttnVariant{name}ForSequenceClassification")(
@@ -100,7 +100,7 @@ def test_a_classifiers_head_reads_a_sequence_once(name):
     assert TrainingCost(model).coefficients == base.coefficients
 
 
-def test_an_encoder_decoder_counts_sources_and_targets():
+def test_encoder_decoder_flops_count_sources_and_targets():
     config = AttnVariantT5Config(**T5, num_key_value_heads=2, decoder_start_token_id=0, attn_implementation="eager")
     model = AttnVariantT5ForConditionalGeneration(config)
     batch = batch_of(6, labels=torch.randint(5, 50, (2, 4)))
@@ -110,7 +110,7 @@ def test_an_encoder_decoder_counts_sources_and_targets():
     assert TrainingCost(model).count(batch, items=5)[0] == 17
 
 
-def test_weights_that_are_not_trained_have_no_gradient_to_pay_for():
+def test_frozen_weights_have_no_backward_flops():
     model = AttnVariantBertForTokenClassification(AttnVariantBertConfig(**BERT))
     whole = TrainingCost(model).count(batch_of(7), items=2)[1]
     for parameter in model.parameters():
@@ -118,7 +118,7 @@ def test_weights_that_are_not_trained_have_no_gradient_to_pay_for():
     assert TrainingCost(model).count(batch_of(7), items=2)[1] == round(whole * 2 / 3)
 
 
-def test_shared_layers_count_as_often_as_they_run():
+def test_shared_layers_count_once_per_run():
     model = AttnVariantAlbertForMaskedLM(AttnVariantAlbertConfig(**ALBERT, attn_implementation="eager"))
     whole = TrainingCost(model)
     for parameter in model.predictions.parameters():
@@ -128,6 +128,6 @@ def test_shared_layers_count_as_often_as_they_run():
     assert whole.passes == 3 and TrainingCost(model).passes == pytest.approx(2 + body / (body + head))
 
 
-def test_another_model_has_tokens_and_no_flops():
+def test_unknown_model_reports_tokens_without_flops():
     assert TrainingCost(nn.Linear(3, 2)).count(batch_of(5), items=2) == (10, 0)
     assert TrainingCost(nn.Linear(3, 2)).count({"x": torch.ones(2, 3)}, items=2) == (0, 0)

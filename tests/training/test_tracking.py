@@ -1,4 +1,4 @@
-"""What a run writes of itself: `all_results.json` and its curves."""
+"""Check the records of a run: `all_results.json` and its curves."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from hf_attn_variants.training.engine.settings import TrainingSettings
         ("google-bert/bert-base-uncased", "google-bert/bert-base-uncased"),
     ],
 )
-def test_a_folder_does_not_read_like_a_hub_id(given, written, tmp_path, monkeypatch):
+def test_local_folder_is_not_recorded_as_a_hub_id(given, written, tmp_path, monkeypatch):
     (tmp_path / "runs/bert").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     settings = TrainingSettings(model_name_or_path=given, output_dir="o", push_to_hub=True, hub_token="hf_secret")
@@ -35,7 +35,7 @@ def test_a_folder_does_not_read_like_a_hub_id(given, written, tmp_path, monkeypa
     assert record["eval_loss"] is None
 
 
-def test_a_full_disk_leaves_nothing_half_written(tmp_path):
+def test_full_disk_leaves_no_partial_records(tmp_path):
     with full_disk(64):
         with pytest.raises(OSError, match=r"results\.json cannot be written \(OSError: .*File too large"):
             save_results(
@@ -46,7 +46,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_bar_keeps_its_room_in_80_columns_and_scores_stand_above_it(tmp_path, capsys):
+def test_progress_bar_fits_80_columns_with_scores_above_it(tmp_path, capsys):
     screen = io.StringIO()
     bar = tqdm(total=5000, initial=1234, desc="Training", unit="step", ncols=80, file=screen)
     log = RunLog(Accelerator(cpu=True), tmp_path, bar)

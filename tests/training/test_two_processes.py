@@ -1,4 +1,4 @@
-"""Two gloo processes: the losses of one, the same bits after SIGKILL and SIGTERM, Ctrl-C, and two strangers."""
+"""Check two gloo processes: equal losses, exact resume after signals, Ctrl-C, and unrelated processes."""
 
 import importlib
 import json
@@ -48,7 +48,7 @@ def records(out):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SIZES)
-def test_two_processes_train_like_one_with_the_batch_doubled(flags, tmp_path, name):
+def test_two_gloo_processes_equal_one_process_with_a_double_batch(flags, tmp_path, name):
     script = importlib.import_module(f"hf_attn_variants.commands.{COMMANDS[name]}")
     # Each of two processes evaluates five rows, one of them a second time.
     more = ["--max_train_steps", 5, "--dropout_rate", 0, "--validation_file", ROOT / "README.md"]
@@ -61,12 +61,12 @@ def test_two_processes_train_like_one_with_the_batch_doubled(flags, tmp_path, na
     results = json.loads((tmp_path / "two/all_results.json").read_text())
     for key in ("eval_loss", "gate_shuffled_cost", "train_loss", "train_tokens", "eval_samples"):
         assert results[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-5), key
-    found, kept = (load_file(tmp_path / out / "model.safetensors") for out in ("two", "one"))
-    assert_close(found, kept, rtol=1e-3, atol=1e-4)
+    actual, expected = (load_file(tmp_path / out / "model.safetensors") for out in ("two", "one"))
+    assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.thorough
-def test_killed_and_then_terminated_processes_go_on_to_the_same_bits(flags, tmp_path):
+def test_killed_and_terminated_processes_resume_bitwise_equal(flags, tmp_path):
     more = ["--max_train_steps", 12, "--checkpointing_steps", 2, "--dropout_rate", 0.1]
     whole, cut, script = tmp_path / "whole", tmp_path / "cut", "pretrain_mlm"
     statuses, output = run_processes(2, run_script, script, flags(script, whole, 2, *more))
@@ -92,7 +92,7 @@ def test_killed_and_then_terminated_processes_go_on_to_the_same_bits(flags, tmp_
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_ctrl_c_ends_the_step_of_all_processes_and_the_first_one_speaks(flags, tmp_path):
+def test_ctrl_c_stops_all_processes_and_prints_one_message(flags, tmp_path):
     argv = flags("pretrain_mlm", tmp_path / "out", 2, "--max_train_steps", 12, "--dataloader_num_workers", 1)
     pressed = Signal(signal.SIGINT, 5)
     statuses, output = run_processes(2, run_script, "pretrain_mlm", argv, pressed)
@@ -116,7 +116,7 @@ SCRIPTS = {
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="processes launched on accelerators know of each other")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_processes_that_do_not_know_of_each_other_stop_before_any_work(name, tmp_path):
+def test_unconnected_processes_raise_before_any_work(name, tmp_path):
     argv = ["--output_dir", str(tmp_path / "runs/out"), "--model_name_or_path", "no/model", *SCRIPTS[name]]
     argv += ["--train_file", "x.txt", "--max_train_steps", "1"] if name.startswith("pretrain") else []
     statuses, output = run_processes(2, run_script, name, argv)
@@ -136,7 +136,9 @@ def test_processes_that_do_not_know_of_each_other_stop_before_any_work(name, tmp
         ("OMPI_COMM_WORLD_SIZE", [], "--cpu|accelerate launch"),
     ],
 )
-def test_so_do_those_of_other_launchers(variable, flags, advice, tmp_path, monkeypatch):
+def test_unconnected_processes_of_other_launchers_raise_before_any_work(
+    variable, flags, advice, tmp_path, monkeypatch
+):
     monkeypatch.setenv(variable, "4")
     argv = ["--output_dir", str(tmp_path / "out"), "--model_name_or_path", "no/model", "--task_name", "cola", *flags]
     with pytest.raises(ValueError, match=rf"4 processes were launched \({variable}=4\).*({advice})"):

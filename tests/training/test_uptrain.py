@@ -1,4 +1,4 @@
-"""`uptrain.main` on tiny converted models: quality comes back, what is trained, resume, whole checkpoints, errors."""
+"""Check `uptrain.main` on tiny converted models: recovered quality, trainable parts, resumed runs and errors."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def run(grouped_bert, bert, source, tmp_path):
 
     def flags(objective, *more, model, teacher, steps, output_dir):
         pairs = ["--source_file", source, "--target_file", source.with_name("target.txt")]
-        is_t5 = Path(model).parent.name.startswith("t5")  # a folder "bert5" is none
+        is_t5 = Path(model).parent.name.startswith("t5")  # the folder "bert5" does not exist
         text = pairs if is_t5 else [] if "--train_file" in more else ["--train_file", source]
         argv = ["--model_name_or_path", model, "--objective", objective, *text, "--output_dir", output_dir]
         argv += ["--teacher", teacher] if teacher is not None else []
@@ -93,7 +93,7 @@ def records(folder):
     return [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
 
 
-def test_distillation_brings_the_teachers_embeddings_back(run, bert, grouped_bert, source):
+def test_distillation_recovers_the_embeddings_of_the_teacher(run, bert, grouped_bert, source):
     results = run(steps=60, objective="distill")
     assert results["eval_loss"] < 0.5 * results["initial_eval_loss"]
     assert results["eval_embedding_cosine"] > results["initial_eval_embedding_cosine"]
@@ -126,7 +126,7 @@ def test_distillation_brings_the_teachers_embeddings_back(run, bert, grouped_ber
         ("seq2seq", []),
     ],
 )
-def test_a_student_that_equals_its_teacher_has_nothing_to_learn(run, bert, t5, objective, more):
+def test_student_equal_to_its_teacher_has_zero_loss(run, bert, t5, objective, more):
     model = t5 if objective == "seq2seq" else bert
     results = run(objective, "--num_train_epochs", 0, *more, model=model, teacher=model, steps=None)
     terms = {key: results[key] for key in results if key.startswith("eval_") and key.endswith(("error", "divergence"))}
@@ -139,8 +139,8 @@ def test_a_student_that_equals_its_teacher_has_nothing_to_learn(run, bert, t5, o
 
 
 @pytest.mark.parametrize("trainable", ["all", "lora"])
-def test_a_pooler_that_the_language_model_has_no_place_for_stays(run, grouped_bert, tmp_path, trainable):
-    # As in bert-base-uncased; a classifier put on the result would begin with a pooler drawn anew.
+def test_pooler_is_kept_without_a_place_in_the_language_model(run, grouped_bert, tmp_path, trainable):
+    # bert-base-uncased has a pooler; without it, a classifier would start with a random pooler.
     with_pooler = shutil.copytree(grouped_bert, tmp_path / "with-pooler")
     pooler = {"bert.pooler.dense.weight": torch.randn(32, 32), "bert.pooler.dense.bias": torch.randn(32)}
     # Whole numbers, of positions in old checkpoints, stay whole.
@@ -157,7 +157,7 @@ def test_a_pooler_that_the_language_model_has_no_place_for_stays(run, grouped_be
 
 
 @pytest.mark.parametrize("trainable", ["attention", "all", "lora"])
-def test_only_what_is_trainable_moves(run, grouped_bert, trainable):
+def test_only_trainable_parameters_change(run, grouped_bert, trainable):
     if trainable == "lora":
         pytest.importorskip("peft")
     results = run("distill", "--trainable", trainable, "--lora_rank", 4, steps=20)
@@ -180,7 +180,7 @@ def test_only_what_is_trainable_moves(run, grouped_bert, trainable):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("objective", "trainable"), [("distill", "all"), ("mlm", "attention"), ("distill", "lora")])
-def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path, objective, trainable):
+def test_resumed_uptraining_is_bitwise_equal(run, tmp_path, objective, trainable):
     if trainable == "lora":
         pytest.importorskip("peft")
     more = ["--checkpointing_steps", 4, "--eval_steps", 3, "--dropout_rate", 0.1, "--trainable", trainable]
@@ -209,7 +209,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path, objective, trainab
         )
 
 
-def test_masked_lm_learns_with_and_without_a_teacher(run, bert):
+def test_masked_lm_uptrains_with_and_without_a_teacher(run, bert):
     alone = run("mlm", "--trainable", "all", "--learning_rate", "1e-2", teacher=None, steps=40)
     assert alone["eval_loss"] == alone["eval_cross_entropy"] < 0.8 * alone["initial_eval_loss"]
     taught = run("mlm", "--overwrite_output_dir", steps=4)
@@ -218,13 +218,13 @@ def test_masked_lm_learns_with_and_without_a_teacher(run, bert):
     assert type(AutoModelForMaskedLM.from_pretrained(run.out)).__name__ == "AttnVariantBertForMaskedLM"
 
 
-def test_embeddings_alone_are_distilled(run):
+def test_only_embeddings_can_be_distilled(run):
     results = run("embedding", steps=40)
     assert results["eval_embedding_cosine"] > results["initial_eval_embedding_cosine"]
     assert results["eval_loss"] == pytest.approx(1 - results["eval_embedding_cosine"], abs=1e-6)
 
 
-def test_a_teacher_with_fewer_positions_reads_pieces(run, bert, grouped_t5, tmp_path):
+def test_teacher_with_fewer_positions_encodes_pieces(run, bert, grouped_t5, tmp_path):
     longer = tmp_path / "longer"
     window = {"attention_pattern": "sliding_window", "attention_window": 8}
     convert_checkpoint(bert, longer, max_position_embeddings=256, **window)
@@ -247,7 +247,7 @@ def write_pairs(source, path):
     return path
 
 
-def test_an_encoder_reads_lines_and_columns_of_tables(run, source, tmp_path):
+def test_encoder_uptrains_on_lines_and_table_columns(run, source, tmp_path):
     table = write_pairs(source, tmp_path / "rows.jsonl")
 
     def initial_loss(*text, **options):
@@ -273,7 +273,7 @@ def test_an_encoder_reads_lines_and_columns_of_tables(run, source, tmp_path):
             initial_loss(*flags)
 
 
-def test_alberts_pairs_have_token_types(run, source, tmp_path, bert, monkeypatch):
+def test_albert_pairs_have_token_types(run, source, tmp_path, bert, monkeypatch):
     config = AlbertConfig(
         vocab_size=AutoConfig.from_pretrained(bert).vocab_size,
         embedding_size=8,
@@ -300,7 +300,7 @@ def test_alberts_pairs_have_token_types(run, source, tmp_path, bert, monkeypatch
     assert set(AutoTokenizer.from_pretrained(run.out)("a", "b")["token_type_ids"]) == {0, 1}
 
 
-def test_answers_are_distilled(run, bert, tmp_path):
+def test_question_answering_is_distilled(run, bert, tmp_path):
     torch.manual_seed(0)
     teacher = AutoModelForQuestionAnswering.from_pretrained(bert)
     with torch.no_grad():
@@ -328,7 +328,7 @@ def test_answers_are_distilled(run, bert, tmp_path):
         ({"num_labels": 3}, "logits_divergence"),
     ],
 )
-def test_what_a_classifier_answers_is_distilled_as_it_was_learned(run, bert, tmp_path, fields, term):
+def test_classifier_is_distilled_with_its_problem_type(run, bert, tmp_path, fields, term):
     torch.manual_seed(0)
     teacher = AutoModelForSequenceClassification.from_pretrained(bert, **fields)
     with torch.no_grad():
@@ -344,7 +344,7 @@ def test_what_a_classifier_answers_is_distilled_as_it_was_learned(run, bert, tmp
     assert results["eval_loss"] < 0.5 * results["initial_eval_loss"]
 
 
-def test_scores_and_classes_are_not_compared(run, bert, tmp_path):
+def test_teacher_with_another_problem_type_raises_an_error(run, bert, tmp_path):
     for name, fields in (("scores", {"problem_type": "regression"}), ("classes", {})):
         model = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=2, **fields)
         model.save_pretrained(tmp_path / name)
@@ -355,7 +355,7 @@ def test_scores_and_classes_are_not_compared(run, bert, tmp_path):
         run("distill", "--logits_weight", 1, model=tmp_path / "mqa", teacher=tmp_path / "classes")
 
 
-def test_a_t5_learns_its_pairs_and_reports_bleu(run, grouped_t5, source, tmp_path):
+def test_t5_uptrains_on_pairs_and_reports_bleu(run, grouped_t5, source, tmp_path):
     target = source.with_name("target.txt")
     more = ["--trainable", "all", "--learning_rate", "5e-3", "--predict_with_generate", "--dropout_rate", 0]
     more += ["--validation_source_file", source, "--validation_target_file", target, "--eval_steps", 100]
@@ -371,7 +371,7 @@ def test_a_t5_learns_its_pairs_and_reports_bleu(run, grouped_t5, source, tmp_pat
         assert float(model(**batch).loss) == pytest.approx(results["eval_cross_entropy"], rel=1e-5)
 
 
-def test_a_t5_is_distilled_from_a_table(run, grouped_t5, t5, source, tmp_path):
+def test_t5_is_distilled_on_a_table(run, grouped_t5, t5, source, tmp_path):
     lines = zip(*(path.read_text().splitlines() for path in (source, source.with_name("target.txt"))), strict=True)
     table = tmp_path / "rows.jsonl"
     table.write_text("".join(json.dumps({"en": s, "de": t}) + "\n" for s, t in lines))
@@ -385,7 +385,7 @@ def test_a_t5_is_distilled_from_a_table(run, grouped_t5, t5, source, tmp_path):
     assert "eval_cross_entropy" in results and "eval_embedding_cosine" not in results
 
 
-def test_the_result_is_a_whole_sentence_transformers_checkpoint(run, grouped_bert, tmp_path):
+def test_result_is_a_complete_sentence_transformers_checkpoint(run, grouped_bert, tmp_path):
     model = shutil.copytree(grouped_bert, tmp_path / "model")
     (model / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}]))
     (model / "1_Pooling").mkdir()
@@ -399,8 +399,8 @@ def test_the_result_is_a_whole_sentence_transformers_checkpoint(run, grouped_ber
     assert not (run.out / "conversion_report.json").exists()
 
 
-def test_the_result_brings_its_code(run):
-    """With which it loads where the package is not: tests/hub/test_loading_elsewhere.py."""
+def test_result_contains_its_code(run):
+    """Check the code files; tests/hub/test_loading_elsewhere.py loads such a model without the package."""
     run()
     config = json.loads((run.out / "config.json").read_text())
     assert config["num_key_value_heads"] == 1
@@ -408,12 +408,12 @@ def test_the_result_brings_its_code(run):
         assert (run.out / f"{reference.partition('.')[0]}.py").is_file()
 
 
-def test_the_best_weights_are_kept(run):
+def test_best_weights_of_an_uptraining_are_kept(run):
     results = run("distill", "--learning_rate", 0, "--eval_steps", 1, "--early_stopping_patience", 2, steps=9)
     assert results["steps"] == 3 and results["best_step"] == 1
 
 
-def test_gradient_checkpointing_changes_nothing(run):
+def test_gradient_checkpointing_changes_no_result(run):
     more = ["--overwrite_output_dir"]
     plain = run("distill", *more)
     again = run("distill", *more, "--gradient_checkpointing")
@@ -421,11 +421,11 @@ def test_gradient_checkpointing_changes_nothing(run):
     assert math.isfinite(run("distill", *more, "--mixed_precision", "bf16")["eval_loss"])
 
 
-def test_alpha_is_a_share_of_the_pretraining_steps(run):
+def test_alpha_is_a_fraction_of_the_pretraining_steps(run):
     assert run("distill", "--alpha", 0.05, "--pretraining_steps", 41, steps=None)["steps"] == 3
 
 
-def test_a_teacher_that_gives_no_numbers_stops_the_run_before_training(run, bert, tmp_path):
+def test_teacher_with_nan_outputs_raises_before_training(run, bert, tmp_path):
     teacher = shutil.copytree(bert, tmp_path / "broken")
     tensors = load_file(teacher / "model.safetensors")
     for value, error, message in (
@@ -465,14 +465,14 @@ def test_a_teacher_that_gives_no_numbers_stops_the_run_before_training(run, bert
         ("distill", ["--eval_steps", 1, "--metric_for_best_model", "bleu"], "--metric_for_best_model.*'bleu'"),
     ],
 )
-def test_errors_before_training(run, objective, more, message, monkeypatch):
+def test_uptraining_errors_are_raised_before_training(run, objective, more, message, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     without_teacher = more[:2] == ["--teacher", ""]
     with pytest.raises((ValueError, OSError), match=message):
         run(objective, *(more[2:] if without_teacher else more), **({"teacher": None} if without_teacher else {}))
 
 
-def test_models_that_do_not_fit_are_refused_by_name(run, bert, grouped_t5, t5, tiny_bert, tmp_path, monkeypatch):
+def test_incompatible_models_error_names_the_models(run, bert, grouped_t5, t5, tiny_bert, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     with pytest.raises(ValueError, match="--objective"):
         run("mlm", model=grouped_t5, teacher=None)
@@ -491,7 +491,7 @@ def test_models_that_do_not_fit_are_refused_by_name(run, bert, grouped_t5, t5, t
         run("distill", teacher=other)
 
 
-def test_pairs_that_do_not_fit_are_refused(run, grouped_t5, tmp_path, monkeypatch):
+def test_invalid_pairs_raise_an_error(run, grouped_t5, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     short = tmp_path / "short.txt"
     short.write_text("the dog\n")
@@ -501,7 +501,7 @@ def test_pairs_that_do_not_fit_are_refused(run, grouped_t5, tmp_path, monkeypatc
         run("seq2seq", "--validation_source_file", short, model=grouped_t5, teacher=None)
 
 
-def test_targets_are_checked_as_those_of_seq2seq(run, t5, tmp_path, monkeypatch, caplog):
+def test_targets_are_checked_like_those_of_seq2seq(run, t5, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     with pytest.raises(ValueError, match=r"--max_target_length must be at least 2"):
         run("seq2seq", "--max_target_length", 1, model=t5, teacher=None)
@@ -526,7 +526,7 @@ def test_targets_are_checked_as_those_of_seq2seq(run, t5, tmp_path, monkeypatch,
     assert "train: " in caplog.text and "sources have more than --max_length 8 tokens and are cut" in caplog.text
 
 
-def test_a_teacher_knows_both_texts_of_a_pair(run, bert, source, tmp_path, monkeypatch):
+def test_teacher_distinguishes_both_texts_of_a_pair(run, bert, source, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     teacher = shutil.copytree(bert, tmp_path / "one-type")
     tensors = load_file(teacher / "model.safetensors")
@@ -539,14 +539,14 @@ def test_a_teacher_knows_both_texts_of_a_pair(run, bert, source, tmp_path, monke
         run("distill", *pairs, teacher=teacher)
 
 
-def test_held_out_text_of_which_nothing_counts_is_an_error(run, tmp_path, monkeypatch):
+def test_held_out_text_without_masked_tokens_raises_an_error(run, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     (tmp_path / "short.txt").write_text("dog\n")
     with pytest.raises(ValueError, match="loss counts"):
         run("mlm", "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01, teacher=None)
 
 
-def test_a_resumed_run_is_scored_on_the_same_text(run, source, tmp_path, monkeypatch):
+def test_resumed_uptraining_uses_the_same_evaluation_text(run, source, tmp_path, monkeypatch):
     lines = source.read_text().splitlines(keepends=True)
     for name, rows in (("dev1.txt", lines[:5]), ("dev2.txt", lines[5:10])):
         (tmp_path / name).write_text("".join(rows))
@@ -558,13 +558,13 @@ def test_a_resumed_run_is_scored_on_the_same_text(run, source, tmp_path, monkeyp
         run("mlm", "--checkpointing_steps", 2, *more, teacher=None)
 
 
-def test_lora_without_peft_is_a_clear_error(run, monkeypatch):
+def test_lora_without_peft_raises_an_error(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match="--trainable"):
         run("distill", "--trainable", "lora")
 
 
-def test_help_ends_with_examples(capsys):
+def test_uptrain_help_ends_with_examples(capsys):
     with pytest.raises(SystemExit) as done:
         parse_args(["--help"])
     assert (
@@ -574,7 +574,7 @@ def test_help_ends_with_examples(capsys):
 
 
 @pytest.mark.thorough
-def test_two_processes_train_like_one_with_the_batch_doubled(run, grouped_bert, bert, tmp_path):
+def test_uptraining_in_two_processes_equals_one_with_a_double_batch(run, grouped_bert, bert, tmp_path):
     more = ["--gradient_accumulation_steps", 2, "--per_device_eval_batch_size", 2]
     # 3 steps of 16 rows: the last batch of an epoch would repeat rows to give each process as many.
     out = {"model": grouped_bert, "teacher": bert, "steps": 3, "output_dir": tmp_path / "two"}
@@ -588,7 +588,7 @@ def test_two_processes_train_like_one_with_the_batch_doubled(run, grouped_bert, 
         assert results[name] == pytest.approx(expected[name], rel=1e-4)
 
 
-def test_a_training_that_gains_nothing_warns_and_its_card_says_it(run, caplog):
+def test_training_without_improvement_gives_a_warning_and_a_note_on_the_card(run, caplog):
     message = "The held-out loss did not improve: "
     worse = run("distill", "--learning_rate", 1.0, "--num_warmup_steps", 0, steps=2)
     assert worse["eval_loss"] > worse["initial_eval_loss"] and worse["held_out_loss_improved"] is False

@@ -1,4 +1,4 @@
-"""Uptraining of both stacks: heads that classify or answer read one text twice, one without a head reads targets."""
+"""Check the uptraining of encoders and decoders: heads read one text twice, and other models need targets."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def run(tokenizer, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("head", [BartForSequenceClassification, BartForQuestionAnswering])
-def test_a_head_that_reads_its_text_twice_is_distilled_on_lines(run, tokenizer, head):
+def test_classification_encoder_decoder_is_distilled_on_lines(run, tokenizer, head):
     torch.manual_seed(0)
     run.save(head(BartConfig(vocab_size=len(tokenizer), **SIZES, **TOKENS)))
     convert(run.folder / "model", 2, method="mean", output_dir=run.folder / "gqa")
@@ -63,7 +63,7 @@ def test_a_head_that_reads_its_text_twice_is_distilled_on_lines(run, tokenizer, 
         run("--train_file", run.source, "--predict_with_generate")
 
 
-def test_both_stacks_without_a_head_are_distilled_on_pairs(run, tokenizer):
+def test_encoder_decoder_without_a_head_is_distilled_on_pairs(run, tokenizer):
     torch.manual_seed(0)
     run.save(BartModel(BartConfig(vocab_size=len(tokenizer), **SIZES, **TOKENS)))
     convert(run.folder / "model", 2, method="mean", output_dir=run.folder / "gqa")
@@ -74,7 +74,7 @@ def test_both_stacks_without_a_head_are_distilled_on_pairs(run, tokenizer):
         run(*pairs, "--logits_weight", 1)
 
 
-def test_an_encoder_whose_configuration_says_otherwise_reads_lines(run, tokenizer):
+def test_encoder_with_an_encoder_decoder_configuration_uses_lines(run, tokenizer):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "initializer_factor": 1.0}
     model = T5EncoderModel(T5Config(vocab_size=len(tokenizer), **sizes))
     model.config.is_encoder_decoder = True  # as that of a T5 whose encoder was taken
@@ -84,7 +84,7 @@ def test_an_encoder_whose_configuration_says_otherwise_reads_lines(run, tokenize
     assert results["eval_loss"] < results["initial_eval_loss"]
 
 
-def test_choices_are_refused(run, tokenizer):
+def test_multiple_choice_heads_raise_an_error(run, tokenizer):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
     run.save(BertForMultipleChoice(BertConfig(vocab_size=len(tokenizer), **sizes)))
     with pytest.raises(ValueError, match="BertForMultipleChoice"):

@@ -1,4 +1,4 @@
-"""`uptrain --objective span_corruption`: T5's pretraining goes on: batches, schedule, length, resume, refusals."""
+"""Check `uptrain --objective span_corruption`: batches, schedule, length, resumed runs and errors."""
 
 import dataclasses
 import json
@@ -36,13 +36,13 @@ BATCH = ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 1]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Two shards and a held-out file of the licence."""
+    """Two shards and a held-out file of the license."""
     return write_shards(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
-    """A multi-head T5 with dropout 0.1 that has sentinels, and in "mqa" beside it the same with averaged heads."""
+    """A multi-head T5 with dropout 0.1 and sentinels, and in "mqa" the same model with averaged heads."""
     folder = tmp_path_factory.mktemp("t5")
     make_sentinel_tokenizer(folder / "mha")
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def settings_of(**changed):
     return UptrainingSettings(**shared | files | changed)
 
 
-def test_the_batches_are_those_of_the_pretraining(run, text, t5, tmp_path, monkeypatch):
+def test_batches_equal_those_of_the_pretraining(run, text, t5, tmp_path, monkeypatch):
     seen, step = [], TrainingLoop._step
 
     def watched(self, group):
@@ -92,7 +92,7 @@ def test_the_batches_are_those_of_the_pretraining(run, text, t5, tmp_path, monke
     ours, seen = seen, []
     argv = ["--model_name_or_path", t5 / "mqa", "--output_dir", tmp_path / "pretrained", *files_of(text), *LENGTH]
     argv += [*steps, "--shuffle_buffer_size", 16, "--cpu", "--disable_tqdm", "--max_eval_samples", 8]
-    pretrain_t5.main(pretrain_t5.parse_args([str(each) for each in [*argv, "--noise_density", 0.2]]))
+    pretrain_t5.main(pretrain_t5.parse_args([str(item) for item in [*argv, "--noise_density", 0.2]]))
     assert len(ours) == len(seen) == 4 and all(len(group) == 2 for group in ours)
     for group, expected in zip(ours, seen, strict=True):
         for batch, other in zip(group, expected, strict=True):
@@ -102,7 +102,7 @@ def test_the_batches_are_those_of_the_pretraining(run, text, t5, tmp_path, monke
 
 
 @pytest.mark.thorough
-def test_the_loss_falls_and_is_that_of_the_pretraining(run, text, t5, tmp_path):
+def test_loss_decreases_and_equals_the_pretraining_loss(run, text, t5, tmp_path):
     results = run(*BATCH, "--max_train_steps", 60, "--learning_rate", 2e-2)
     assert results["eval_loss"] == results["eval_cross_entropy"] < 0.8 * results["initial_eval_loss"]
     log = [json.loads(line) for line in (run.out / "train_log.jsonl").read_text().splitlines()]
@@ -120,7 +120,7 @@ def test_the_loss_falls_and_is_that_of_the_pretraining(run, text, t5, tmp_path):
     assert AutoConfig.from_pretrained(run.out).dropout_rate == 0.1
 
 
-def test_a_teacher_adds_its_terms(run, t5):
+def test_teacher_adds_distillation_terms(run, t5):
     results = run(*BATCH, "--max_train_steps", 30, "--learning_rate", 1e-2, "--teacher", t5 / "mha")
     terms = ["cross_entropy", "logits_divergence"]
     sides = ("encoder", "decoder")
@@ -130,7 +130,7 @@ def test_a_teacher_adds_its_terms(run, t5):
     assert results[f"eval_{name}"] < results[f"initial_eval_{name}"]
 
 
-def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
+def test_resumed_stream_uptraining_is_bitwise_equal(run, tmp_path):
     flags = [*BATCH, "--max_train_steps", 9, "--checkpointing_steps", 4, "--dropout_rate", 0.1, "--eval_steps", 3]
     whole = run(*flags)
     shutil.copytree(run.out, tmp_path / "again")
@@ -148,7 +148,7 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_processes_train_like_one(run, tmp_path):
+def test_stream_uptraining_in_two_processes_equals_one(run, tmp_path):
     more = ["--max_train_steps", 3, "--total_train_batch_size", 16]
     expected = run(*more, "--per_device_train_batch_size", 8, output_dir=tmp_path / "one")
     argv = run.flags(*more, "--per_device_train_batch_size", 4, output_dir=tmp_path / "two")
@@ -167,11 +167,11 @@ def test_two_processes_train_like_one(run, tmp_path):
     ("alpha", "steps", "expected"),
     [(0.05, 1_000_000, 50_000), (0.05, 41, 3), (0.07, 100, 7), (0.1, 3, 1), (0, 10, 0), (1, 7, 7), (1e-6, 10, 1)],
 )
-def test_alpha_is_a_share_that_is_rounded_up(alpha, steps, expected):
+def test_alpha_steps_are_rounded_up(alpha, steps, expected):
     assert settings_of(alpha=alpha, pretraining_steps=steps).alpha_steps == expected
 
 
-def test_alpha_says_how_long_the_run_is(run, caplog):
+def test_alpha_determines_the_length_of_the_run(run, caplog):
     with caplog.at_level(logging.INFO, logger="hf_attn_variants"):
         results = run(*BATCH, "--alpha", 0.05, "--pretraining_steps", 41)
     assert results["steps"] == 3 and results["train_samples"] == 24
@@ -183,14 +183,14 @@ def test_alpha_says_how_long_the_run_is(run, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_a_text_that_is_shorter_than_a_step_is_told(run, caplog):
+def test_text_shorter_than_a_step_gives_a_warning(run, caplog):
     results = run("--total_train_batch_size", 4096, "--per_device_train_batch_size", 64, "--max_train_steps", 2)
     blocks = results["sequences_per_step"]
     assert 1 < blocks < 4096 and results["train_samples"] == 2 * blocks
     assert f"only {blocks} sequences, but a step needs 4096" in caplog.text
 
 
-def test_the_defaults_are_those_of_t5():
+def test_defaults_equal_t5_pretraining():
     settings = settings_of(alpha=0.05, pretraining_steps=1_000_000)
     assert (settings.optim, settings.adafactor_scale_parameter, settings.adafactor_relative_step) == (
         "adafactor",
@@ -212,7 +212,7 @@ def test_the_defaults_are_those_of_t5():
 
 
 @pytest.mark.parametrize("pretrained", [20_000, 1_000_000])
-def test_the_rate_goes_on_where_pretraining_ended(pretrained):
+def test_learning_rate_continues_from_the_pretraining(pretrained):
     settings = settings_of(alpha=0.05, pretraining_steps=pretrained)
     optimizer = create_optimizer(torch.nn.Linear(2, 2), settings)
     scheduler = create_scheduler(optimizer, settings, settings.alpha_steps)
@@ -223,7 +223,7 @@ def test_the_rate_goes_on_where_pretraining_ended(pretrained):
         scheduler.step()
 
 
-def test_what_is_given_changes_the_schedule():
+def test_given_settings_change_the_schedule():
     constant = settings_of(max_train_steps=9)
     assert (constant.lr_scheduler_type, constant.learning_rate, constant.lr_scheduler_kwargs) == ("constant", 1e-3, {})
     short = settings_of(max_train_steps=9, pretraining_steps=500)
@@ -261,14 +261,14 @@ def test_what_is_given_changes_the_schedule():
         ),
     ],
 )
-def test_errors_before_any_work(run, more, message, monkeypatch):
+def test_stream_uptraining_errors_are_raised_before_any_work(run, more, message, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     with pytest.raises(ValueError, match=message):
         run(*more)
     assert not run.out.exists()
 
 
-def test_what_is_no_text_to_pretrain_on_is_refused(run, text, tmp_path, monkeypatch):
+def test_invalid_pretraining_text_raises_an_error(run, text, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     steps = ["--max_train_steps", 1]
     with pytest.raises(ValueError, match="--validation_file"):
@@ -284,7 +284,7 @@ def test_what_is_no_text_to_pretrain_on_is_refused(run, text, tmp_path, monkeypa
         run(*steps, files=source)
 
 
-def test_a_dataset_is_a_stream(run, tmp_path):
+def test_dataset_is_read_as_a_stream(run, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     articles = LICENCE.read_text().split("\n\n")
@@ -294,7 +294,7 @@ def test_a_dataset_is_a_stream(run, tmp_path):
     assert results["steps"] == 2 and results["eval_samples"] == 8
 
 
-def test_models_that_learn_otherwise_are_refused_by_name(run, tiny_bert, tmp_path, monkeypatch):
+def test_models_with_another_objective_raise_an_error(run, tiny_bert, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     steps = ["--max_train_steps", 1]
     bert = make_bert(tmp_path / "bert", tiny_bert)
@@ -312,14 +312,14 @@ def test_models_that_learn_otherwise_are_refused_by_name(run, tiny_bert, tmp_pat
 
 
 @pytest.mark.parametrize("given", [{"noise_density": 0.5}, {"mean_noise_span_length": 1}, {"dataset_name": "x"}])
-def test_what_a_stream_has_is_refused_elsewhere(given):
+def test_stream_options_with_other_objectives_raise_an_error(given):
     with pytest.raises(ValueError, match=f"--{next(iter(given))}.*--objective span_corruption"):
         settings_of(objective="mlm", **given)
 
 
 @pytest.mark.slow
-def test_a_real_t5_learns_from_real_text(shared_data, tmp_path):
-    """The T5 of captions has never seen a sentinel: they are added, and it learns what they are for."""
+def test_real_t5_learns_span_corruption(shared_data, tmp_path):
+    """Check the T5 of captions, which has no sentinels: they are added, and it learns to use them."""
     source = shared_data / "checkpoints/t5-mini-multi30k-en-de"
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.add_tokens([f"<extra_id_{i}>" for i in range(20)], special_tokens=True)

@@ -1,4 +1,4 @@
-"""Holding out, masking by key, and the batches of an encoder-decoder."""
+"""Check held-out rows, masks by key, and the batches of an encoder-decoder."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def tokenizer(tiny_bert):
     return AutoTokenizer.from_pretrained(tiny_bert)
 
 
-def test_the_last_rows_are_held_out():
+def test_last_rows_are_held_out():
     rows = [str(i) for i in range(100)]
     assert hold_out(rows) == (rows[:95], rows[95:])
     assert hold_out(rows, max_rows=2) == (rows[:98], rows[98:])
@@ -28,7 +28,7 @@ def test_the_last_rows_are_held_out():
         hold_out(["a"])
 
 
-def test_rows_know_their_key_and_their_length():
+def test_rows_have_a_key_and_a_length():
     rows = TextRows(["aa", "bbbb", "c"])
     assert rows[1] == ("bbbb", (0, 1))
     rows.start_epoch(3)
@@ -37,7 +37,7 @@ def test_rows_know_their_key_and_their_length():
     assert hash_texts(["ab", "c"]) != hash_texts(["a", "bc"]) == hash_texts([("a", "bc")])
 
 
-def test_masks_are_a_function_of_the_key(tokenizer):
+def test_masks_depend_only_on_the_key(tokenizer):
     text = "the dog and the cat were in the house with the man"
     collate = make_masked_text_collator(tokenizer, 32, 8, probability=0.5, seed=1)
     plain = make_text_collator(tokenizer, 32, 8)([(text, (0, 0)), ("the dog", (0, 1))])
@@ -57,7 +57,7 @@ def test_masks_are_a_function_of_the_key(tokenizer):
     assert not any(torch.equal(again["labels"], other) for other in others)
 
 
-def test_targets_are_moved_one_to_the_right(tokenizer):
+def test_decoder_inputs_are_shifted_targets(tokenizer):
     collate = make_pair_collator(tokenizer, 16, None, 5, decoder_start_token_id=7, source_prefix="the ")
     batch = collate([(("dog", "the cat and the dog"), (0, 0)), (("house in the", "dog"), (0, 1))])
     assert tokenizer.batch_decode(batch["input_ids"], skip_special_tokens=True) == ["the dog", "the house in the"]

@@ -1,10 +1,12 @@
-"""The mutations of what all hosts share: generation, the base class, configurations, caches, masks, interfaces."""
+"""Mutations of the code that all architectures share: generation, base class, configurations, caches, masks,
+interfaces.
+"""
 
 import ast
 from collections.abc import Iterator
 from typing import Any
 
-from upstream.source_of_hosts import folder, parameters
+from upstream.architecture_sources import folder, parameters
 
 MODEL, GENERATION = "transformers.modeling_utils", "transformers.generation.utils"
 CACHES, MASKS = "transformers.cache_utils", "transformers.masking_utils"
@@ -46,11 +48,11 @@ ATTENTIONS = ["eager_attention_forward", "sdpa_attention_forward"]
 
 
 def _mutation(kind: str, title: str, op: dict[str, Any], names: list[str], **more: Any) -> dict[str, Any]:
-    return {"kind": kind, "title": title, "op": op, "names": names, "hosts": [], **more}
+    return {"kind": kind, "title": title, "op": op, "names": names, "architectures": [], **more}
 
 
 def general_mutations() -> Iterator[dict[str, Any]]:
-    """Yield them."""
+    """Yield the mutations of shared code."""
     for old, module in (MEMBERS | CLASSES).items():
         new = f"renamed_{old}" if not old[:1].isupper() else f"Renamed{old}"
         op = {"op": "rename_identifier", "old": old, "new": new, "modules": [module]}
@@ -74,8 +76,8 @@ def _parameters_of(module: str, name: str) -> list[str]:
     path = folder().joinpath(*module.split(".")[1:]).with_suffix(".py")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            found = parameters(node)
-            return found if node.args.args[0].arg == "self" else [node.args.args[0].arg, *found]
+            result = parameters(node)
+            return result if node.args.args[0].arg == "self" else [node.args.args[0].arg, *result]
     return []
 
 
@@ -90,7 +92,7 @@ def _of_functions() -> Iterator[dict[str, Any]]:
     for old in _parameters_of(GENERATION, name):
         yield _rename("rename", [GENERATION], [name], old, [name])
     for maker in MAKERS:
-        for old in [each for each in _parameters_of(MASKS, maker) if each in MAKER_ARGUMENTS]:
+        for old in [item for item in _parameters_of(MASKS, maker) if item in MAKER_ARGUMENTS]:
             yield _rename("rename", [MASKS], [maker], old, [maker])
     for old in _parameters_of(MASKS, "sdpa_mask"):
         called = ["mask_interface", *MASK_FUNCTIONS]

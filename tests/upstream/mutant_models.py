@@ -1,6 +1,6 @@
-"""Tiny models of every host and what is measured of them, inside one mutant of transformers.
+"""Tiny models of every architecture and their measurements, inside one mutant of Transformers.
 
-Nothing here is imported before the mutant's import hook is in place: upstream's classes are looked up when asked for.
+This module imports no class of Transformers at its top, because the import hook of the mutant must come first.
 """
 
 import importlib
@@ -70,7 +70,7 @@ _WINDOWS = _WINDOW | {f"encoder_{name}": value for name, value in _WINDOW.items(
 
 @dataclass(frozen=True)
 class Model:
-    """One upstream head, how it is configured and used, and our variants of it."""
+    """A head of Transformers, its configuration and inputs, and our variants of it."""
 
     head: str
     config: dict[str, Any]
@@ -112,19 +112,19 @@ MODELS: dict[str, tuple[Model, ...]] = {
 }
 
 
-def upstream_class(host: str, model: Model) -> type:
-    """Return the mutant's own class."""
-    return getattr(importlib.import_module(f"transformers.models.{host}.modeling_{host}"), model.head)
+def upstream_class(architecture: str, model: Model) -> type:
+    """Return the class of the mutant."""
+    return getattr(importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}"), model.head)
 
 
-def our_class(host: str, model: Model) -> type:
-    """Return our class, made in the mutant."""
-    module = importlib.import_module(f"hf_attn_variants.modeling.architectures.modeling_attn_variant_{host}")
+def our_class(architecture: str, model: Model) -> type:
+    """Return our class, loaded in the mutant."""
+    module = importlib.import_module(f"hf_attn_variants.modeling.architectures.modeling_attn_variant_{architecture}")
     return getattr(module, f"AttnVariant{model.head}")
 
 
 def build(model_class: type, config: dict[str, Any]) -> Any:
-    """Return a model in evaluation mode, every weight drawn far from upstream's small first values."""
+    """Return a model in evaluation mode with weights far from their small initial values."""
     torch.manual_seed(0)
     known = inspect.signature(model_class.config_class.__init__).parameters
     drops = {name: value for name, value in _DROPS_NOTHING.items() if name in known}
@@ -138,16 +138,16 @@ def build(model_class: type, config: dict[str, Any]) -> Any:
 
 
 def take(model: Any, tensors: list[torch.Tensor]) -> Any:
-    """Give a model the weights of another that has the same ones in the same order, whatever they are called."""
+    """Copy weights between two models that have the same weights in the same order, under any names."""
     names = list(model.state_dict())
     if len(names) != len(tensors):
-        raise RuntimeError(f"{len(names)} weights in place of {len(tensors)}")
+        raise RuntimeError(f"{len(names)} weights instead of {len(tensors)}")
     model.load_state_dict(dict(zip(names, tensors, strict=True)))
     return model
 
 
 def in_folder(model: Any, read: Callable[[str], Any]) -> Any:
-    """Save a model and read it again."""
+    """Save a model and load it again."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return read(folder).eval()
@@ -155,7 +155,7 @@ def in_folder(model: Any, read: Callable[[str], Any]) -> Any:
 
 @torch.no_grad()
 def measure(model: Any, use: str, generates: bool = True) -> dict[str, torch.Tensor]:
-    """Return what a model computes, by name."""
+    """Return a dictionary of the outputs of a model."""
     torch.manual_seed(1)
     ids = torch.randint(5, VOCABULARY, (BATCH, LENGTH))
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
@@ -212,7 +212,7 @@ def _of_decoder(model: Any, ids: torch.Tensor, name: str, memory: dict[str, Any]
 
 def _cache_name(model: Any) -> str:
     parameters = inspect.signature(model.forward).parameters
-    return next(each for each in CACHE_NAMES if each in parameters)
+    return next(item for item in CACHE_NAMES if item in parameters)
 
 
 def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[str, torch.Tensor]:
@@ -220,7 +220,7 @@ def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[st
     made = {}
     for beams in (1, 2):
         if brings_cache:
-            # For a decoder alone, `generate` makes a cache without a place for the memory, at which upstream stops.
+            # For a decoder, `generate` makes a cache without cross-attention, and Transformers fails.
             caches = vars(importlib.import_module("transformers.cache_utils"))
             pair = caches.get("EncoderDecoderCache") or caches["RenamedEncoderDecoderCache"]
             options[_cache_name(model)] = pair(caches["DynamicCache"](), caches["DynamicCache"]())
@@ -228,16 +228,16 @@ def _generated(model: Any, given: dict[str, Any], brings_cache: bool) -> dict[st
     return made
 
 
-def first_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
+def first_difference(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> str | None:
     """Return the name of the first measurement that differs by more than rounding, if any does."""
     for name, want in expected.items():
-        got = found.get(name)
+        got = result.get(name)
         if got is None:
             continue
         if got.shape != want.shape:
             return f"{name}: {tuple(got.shape)} in place of {tuple(want.shape)}"
         if not torch.allclose(got.float(), want.float(), rtol=1e-3, atol=1e-3):
             return f"{name}: off by {(got.float() - want.float()).abs().max():.2g}"
-    if "steps" in found and not torch.allclose(found["steps"], found["whole"], rtol=1e-3, atol=1e-3):
+    if "steps" in result and not torch.allclose(result["steps"], result["whole"], rtol=1e-3, atol=1e-3):
         return "steps: not the whole"
     return None

@@ -1,6 +1,7 @@
-"""Runs mutants of transformers: a process that has loaded what no mutant changes, and a fork of it for each mutant.
+"""Run mutants of Transformers: a process loads the unchanged modules, and forks once per mutant.
 
-Reads lines of JSON, {"op": ..., "hosts": [...], "names": [...]}, and answers each host with a line of JSON.
+The process reads lines of JSON, {"op": ..., "architectures": [...], "names": [...]}, and writes one line of JSON per
+architecture.
 """
 
 import contextlib
@@ -28,18 +29,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from upstream import mutant_models, rewriting  # noqa: E402
 
-SECONDS = 60  # of one host in one mutant
+SECONDS = 60  # of one architecture in one mutant
 GENERAL = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.integrations.sdpa_attention")
 
 
 class Rewriting(importlib.abc.MetaPathFinder):
-    """Loads transformers' modules as a mutation rewrites them, in memory; what it leaves alone loads as ever."""
+    """An import hook that rewrites modules of Transformers in memory; it leaves all other modules unchanged."""
 
     def __init__(self, mutation: dict[str, Any], seen: set[str]) -> None:
         self.mutation, self.seen = mutation, seen
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the rewritten module's spec, or None."""
+        """Return the spec of a rewritten module, or None."""
         if not name.startswith("transformers."):
             return None
         home = rewriting.home_of_moved(name)
@@ -70,7 +71,7 @@ class _Loader(importlib.abc.InspectLoader):
 
 
 def prepare() -> None:
-    """Load what no mutant of a host's modeling file changes."""
+    """Load the modules that no mutation of an architecture's modeling file changes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     import transformers.utils
@@ -88,33 +89,33 @@ def prepare() -> None:
 
 
 def _as_it_is(item: Any = None, **_: Any) -> Any:
-    return (lambda each: each) if item is None else item
+    return (lambda entry: entry) if item is None else item
 
 
 def purge(modules: list[str]) -> None:
-    """Forget modules of transformers and those that import them, so that they are loaded again."""
+    """Remove modules of Transformers and their importers, so that they are loaded again."""
     gone = rewriting.importers(
-        modules, {name: each for name, each in sys.modules.items() if name.startswith("transf")}
+        modules, {name: entry for name, entry in sys.modules.items() if name.startswith("transf")}
     )
     for name in gone:
         module = sys.modules.pop(name)
         parent, _, last = name.rpartition(".")
         vars(sys.modules.get(parent, module)).pop(last, None)
-    for module in [each for name, each in sys.modules.items() if name.split(".")[0] == "transformers"]:
+    for module in [entry for name, entry in sys.modules.items() if name.split(".")[0] == "transformers"]:
         cached = [name for name, value in vars(module).items() if getattr(value, "__module__", None) in gone]
         if type(module).__name__ == "_LazyModule":
             for name in cached:
                 vars(module).pop(name)
 
 
-def baseline(host: str) -> dict[str, Any]:
-    """Return weights and results of each model of a host in transformers as it is."""
+def baseline(architecture: str) -> dict[str, Any]:
+    """Return weights and results of each model of an architecture with the unmodified Transformers."""
     made = {}
-    for model in mutant_models.MODELS[host]:
-        upstream = mutant_models.build(mutant_models.upstream_class(host, model), model.config)
+    for model in mutant_models.MODELS[architecture]:
+        upstream = mutant_models.build(mutant_models.upstream_class(architecture, model), model.config)
         kept = {"upstream": _results(upstream, model)}
         for name, fields in model.own.items():
-            ours = mutant_models.our_class(host, model)
+            ours = mutant_models.our_class(architecture, model)
             try:
                 kept[name] = _results(mutant_models.build(ours, model.config | fields), model)
             except Exception as error:
@@ -124,18 +125,18 @@ def baseline(host: str) -> dict[str, Any]:
 
 
 def _results(built: Any, model: Any) -> tuple[list[Any], dict[str, Any]]:
-    return [each.clone() for each in built.state_dict().values()], mutant_models.measure(built, model.use)
+    return [entry.clone() for entry in built.state_dict().values()], mutant_models.measure(built, model.use)
 
 
-def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
-    """Return the outcome of one host in a mutant, and what was seen."""
+def judge(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[str, str]:
+    """Return the outcome of one architecture in a mutant, and the evidence."""
     worst = ("equal", "")
-    for model in mutant_models.MODELS[host]:
+    for model in mutant_models.MODELS[architecture]:
         kept = before[model.head]
         try:
             weights, expected = kept["upstream"]
             config = model.config
-            upstream = mutant_models.build(mutant_models.upstream_class(host, model), config)
+            upstream = mutant_models.build(mutant_models.upstream_class(architecture, model), config)
             mutant_models.take(upstream, weights)
             wanted = mutant_models.measure(upstream, model.use)
             difference = mutant_models.first_difference(wanted, {} if mutation.get("changes") else expected)
@@ -143,9 +144,9 @@ def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[
             return "invalid", _last_lines()
         if difference:
             return "invalid", f"upstream's own model differs: {difference}"
-        if mutation.get("is_newer"):  # no name has changed: what says it is the number of the release alone
+        if mutation.get("is_newer"):  # no name has changed, so only the release number shows the change
             importlib.import_module("transformers").__version__ = "5.99.0"
-        for name, run in _ours(host, model, upstream, wanted, kept, mutation):
+        for name, run in _ours(architecture, model, upstream, wanted, kept, mutation):
             outcome, note = _outcome(run, mutation["names"])
             if ORDER.index(outcome) > ORDER.index(worst[0]):
                 worst = outcome, f"{model.head} {name}: {note}"
@@ -157,23 +158,23 @@ def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[
 ORDER = ("equal", "refused", "refused without its name", "raw", "silent")
 
 
-def _ours(host: str, model: Any, upstream: Any, wanted: Any, kept: Any, mutation: Any) -> Any:
-    """Yield each variant's name and a function that runs it and returns how it differs."""
+def _ours(architecture: str, model: Any, upstream: Any, wanted: Any, kept: Any, mutation: Any) -> Any:
+    """Yield each variant's name and a function that runs it and returns its difference."""
 
     def loaded(fields: dict[str, Any], generates: bool = True) -> str | None:
-        ours = mutant_models.build(mutant_models.our_class(host, model), model.config | fields)
+        ours = mutant_models.build(mutant_models.our_class(architecture, model), model.config | fields)
         ours.load_state_dict(upstream.state_dict())
         return mutant_models.first_difference(mutant_models.measure(ours, model.use, generates), wanted)
 
     def talking() -> str | None:
         def read(folder: str) -> Any:
-            return mutant_models.our_class(host, model).from_pretrained(folder, talking_heads="both")
+            return mutant_models.our_class(architecture, model).from_pretrained(folder, talking_heads="both")
 
         ours = mutant_models.in_folder(upstream, read)
         return mutant_models.first_difference(mutant_models.measure(ours, model.use), wanted)
 
     def own(name: str) -> str | None:
-        ours = mutant_models.build(mutant_models.our_class(host, model), model.config | model.own[name])
+        ours = mutant_models.build(mutant_models.our_class(architecture, model), model.config | model.own[name])
         if isinstance(kept[name], str):  # it failed before the mutation
             return mutant_models.first_difference(mutant_models.measure(ours, model.use), {})
         weights, expected = kept[name]
@@ -194,10 +195,10 @@ def _outcome(run: Any, names: list[str]) -> tuple[str, str]:
         chain = [error]
         while (chain[-1].__cause__ or chain[-1].__context__) is not None:
             chain.append(chain[-1].__cause__ or chain[-1].__context__)
-        for each in chain:
-            if type(each).__name__ == "UpstreamChanged" or _is_our_value_error(each):
-                named = any(name in str(each) for name in names)
-                return "refused" if named else "refused without its name", f"{type(each).__name__}: {each}"[:400]
+        for entry in chain:
+            if type(entry).__name__ == "UpstreamChanged" or _is_our_value_error(entry):
+                named = any(name in str(entry) for name in names)
+                return "refused" if named else "refused without its name", f"{type(entry).__name__}: {entry}"[:400]
         return "raw", _last_lines()
     return ("silent", difference) if difference else ("equal", "")
 
@@ -215,27 +216,27 @@ def _last_lines() -> str:
 
 
 def in_fork(work: Any) -> bytes:
-    """Return what a function writes, run in a fork of this process; b"" where that dies or takes too long."""
+    """Return what a function writes in a fork of this process, or b"" if the fork dies or takes too long."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                found = work()
+                result = work()
             with os.fdopen(writing, "wb") as pipe:
-                pipe.write(found)
+                pipe.write(result)
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        found = pipe.read()
+        result = pipe.read()
     os.waitpid(child, 0)
-    return found
+    return result
 
 
 def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
-    """Return a line of JSON for each host of a mutation; runs in a fork."""
+    """Return a line of JSON for each architecture of a mutation; runs in a fork."""
     seen: set[str] = set()
     sys.meta_path.insert(0, Rewriting(mutation, seen))
     failed = None
@@ -247,37 +248,47 @@ def run(mutation: dict[str, Any], before: dict[str, Any]) -> bytes:
         except Exception:
             failed = "invalid", _last_lines()
 
-    def one(host: str) -> bytes:
+    def one(architecture: str) -> bytes:
         signal.alarm(SECONDS)
         begun = time.process_time()
-        outcome, note = failed or judge(host, mutation, before[host])
+        outcome, note = failed or judge(architecture, mutation, before[architecture])
         if not seen and mutation["op"]["op"] != "nothing":
             outcome, note = "invalid", "nothing was rewritten"
-        row = {"host": host, "outcome": outcome, "note": note, "seconds": round(time.process_time() - begun, 2)}
+        row = {
+            "architecture": architecture,
+            "outcome": outcome,
+            "note": note,
+            "seconds": round(time.process_time() - begun, 2),
+        }
         return (json.dumps(row) + "\n").encode()
 
     rows = []
-    for host in mutation["hosts"]:
-        lost = {"host": host, "outcome": "raw", "note": f"died, or more than {SECONDS} s", "seconds": 0.0}
-        rows.append(in_fork(lambda host=host: one(host)) or (json.dumps(lost) + "\n").encode())
+    for architecture in mutation["architectures"]:
+        lost = {
+            "architecture": architecture,
+            "outcome": "raw",
+            "note": f"died, or more than {SECONDS} s",
+            "seconds": 0.0,
+        }
+        rows.append(in_fork(lambda architecture=architecture: one(architecture)) or (json.dumps(lost) + "\n").encode())
     return b"".join(rows)
 
 
 def main() -> None:
-    """Answer mutations until there are none."""
+    """Answer requests until the input ends."""
     prepare()
     before: dict[str, Any] = {}
     for line in sys.stdin:
         mutation = json.loads(line)
-        for host in mutation["hosts"]:
-            if host not in before:
-                before[host] = pickle.loads(in_fork(lambda host=host: _try(host)))
+        for architecture in mutation["architectures"]:
+            if architecture not in before:
+                before[architecture] = pickle.loads(in_fork(lambda architecture=architecture: _try(architecture)))
         sys.stdout.write(in_fork(lambda mutation=mutation: run(mutation, before)).decode())
         sys.stdout.flush()
 
 
-def _try(host: str) -> bytes:
-    return pickle.dumps(baseline(host))
+def _try(architecture: str) -> bytes:
+    return pickle.dumps(baseline(architecture))
 
 
 if __name__ == "__main__":

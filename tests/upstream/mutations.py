@@ -1,7 +1,7 @@
-"""Mutants of the installed transformers, and what our models do in each: `python tests/upstream/mutations.py --help`.
+"""Run our models in mutants of the installed Transformers: `python tests/upstream/mutations.py --help`.
 
-A mutant is transformers with one thing changed that our code touches, and all of transformers that uses it changed
-with it. In it our models must give what the mutant's own models give, or say the name of what has changed.
+A mutant is a Transformers with one change of code that our classes use. The code of Transformers that uses it changes
+too. Our models must equal the mutant's own models, or raise an error that names the change.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from upstream.architecture_sources import ARCHITECTURES, calls_in, classes, method, parameters, role, tree_of
 from upstream.general_mutations import general_mutations
-from upstream.source_of_hosts import HOSTS, calls_in, classes, method, parameters, role, tree_of
 
 OUTCOMES = ("equal", "refused", "refused without its name", "raw", "silent", "invalid")
 BAD = ("refused without its name", "raw", "silent")
-# What new names are made of: none of transformers' names has it.
+# The pattern of new names, which occurs in no name of Transformers.
 NEW = "renamed_{}"
 # Attributes that our code reads or writes, by the role of the class whose they are; `True`: anybody's but `config`'s.
 ATTRIBUTES = {
@@ -47,38 +47,38 @@ PATHS = (
     "albert_layers",
 )  # fmt: skip
 HANDED_OVER = ("use_cache", "output_attentions")
-# Without them a model can still run: what upstream's own forward does with its default is what our models must do.
+# A model can run without these. Our models must equal the forward of Transformers with its defaults.
 DROPPABLE = ("position_bias", "token_type_ids", "position_ids", "inputs_embeds")
 
 
-def host_mutations(host: str) -> Iterator[dict[str, Any]]:
-    """Yield the mutations of one host's modeling file."""
-    tree = tree_of(host)
-    found = classes(tree)
-    kinds = ("attention", "embeddings", "stack", *(() if host in ("t5", "umt5") else ("base",)))
+def architecture_mutations(architecture: str) -> Iterator[dict[str, Any]]:
+    """Yield the mutations of one architecture's modeling file."""
+    tree = tree_of(architecture)
+    result = classes(tree)
+    kinds = ("attention", "embeddings", "stack", *(() if architecture in ("t5", "umt5") else ("base",)))
     for kind in kinds:
         groups = _groups(tree, role(tree, kind))
         for names in groups:
-            forwards = [each for name in names if (each := method(found[name], "forward"))]
-            yield from _of_method(host, kind, names, forwards, tree)
+            forwards = [item for name in names if (item := method(result[name], "forward"))]
+            yield from _of_method(architecture, kind, names, forwards, tree)
     attentions = role(tree, "attention")
     for how in ("more", "fewer", "between", "swapped"):
         op = {"op": "change_tuple", "names": attentions, "method_name": "forward", "how": how}
-        yield _mutation(host, "tuple", f"{'+'.join(attentions)}.forward returns {how}", op, ["forward"])
+        yield _mutation(architecture, "tuple", f"{'+'.join(attentions)}.forward returns {how}", op, ["forward"])
     for kind, attributes in ATTRIBUTES.items():
-        yield from _of_attributes(host, tree, role(tree, kind), attributes)
-    yield from _of_attributes(host, tree, list(found), dict.fromkeys(PATHS, True))
-    for name in {each for kind in ("attention", "embeddings", "stack") for each in role(tree, kind)}:
+        yield from _of_attributes(architecture, tree, role(tree, kind), attributes)
+    yield from _of_attributes(architecture, tree, list(result), dict.fromkeys(PATHS, True))
+    for name in {item for kind in ("attention", "embeddings", "stack") for item in role(tree, kind)}:
         op = {"op": "rename_names", "old": name, "new": f"Renamed{name}"}
-        yield _mutation(host, "class", f"{name} is called Renamed{name}", op, [name])
-        yield _mutation(host, "class", f"{name} has moved", {"op": "move_class", "name": name}, [name])
+        yield _mutation(architecture, "class", f"{name} is called Renamed{name}", op, [name])
+        yield _mutation(architecture, "class", f"{name} has moved", {"op": "move_class", "name": name}, [name])
     op = {"op": "attend_to_halves", "names": attentions}
-    yield _mutation(host, "meaning", "attention reads half of its inputs", op, [*attentions], changes=True)
-    yield _mutation(host, "nothing", "nothing", {"op": "nothing"}, [])
+    yield _mutation(architecture, "meaning", "attention reads half of its inputs", op, [*attentions], changes=True)
+    yield _mutation(architecture, "nothing", "nothing", {"op": "nothing"}, [])
 
 
 def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
-    """Return classes in groups that are called at the same places, and so change together."""
+    """Return groups of classes that are called at the same places, and so change together."""
     groups: list[list[str]] = []
     for name in names:
         mine = {id(call) for call in calls_in(tree, frozenset({name}))}
@@ -91,22 +91,30 @@ def _groups(tree: ast.Module, names: list[str]) -> list[list[str]]:
     return groups
 
 
-def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.FunctionDef], tree: ast.Module) -> Any:
+def _of_method(
+    architecture: str, kind: str, names: list[str], forwards: list[ast.FunctionDef], tree: ast.Module
+) -> Any:
     if not forwards or not calls_in(tree, frozenset(names)):
         return
     title, common = "+".join(names) + ".forward", {"names": names, "method_name": "forward"}
-    orders = [parameters(each) for each in forwards]
-    # What upstream hands over by its name from far away stays.
+    orders = [parameters(item) for item in forwards]
+    # Arguments that distant code passes by name do not change.
     known = list(dict.fromkeys(name for order in orders for name in order if name not in HANDED_OVER))
     called_by_name = {key.arg for call in calls_in(tree, frozenset(names)) for key in call.keywords}
     for old in known:
         new = NEW.format(old)
-        op = {"op": "rename_parameter", **common, "old": old, "new": new, "after": _adapter(host, names, old, new)}
-        yield _mutation(host, "rename", f"{title}: {old} is called {new}", op, [old, new])
+        op = {
+            "op": "rename_parameter",
+            **common,
+            "old": old,
+            "new": new,
+            "after": _adapter(architecture, names, old, new),
+        }
+        yield _mutation(architecture, "rename", f"{title}: {old} is called {new}", op, [old, new])
         needed = kind == "base" or (kind == "embeddings" and old == "inputs_embeds")
         if old in DROPPABLE and old in called_by_name and not needed:
             op = {"op": "drop_parameter", **common, "old": old}
-            yield _mutation(host, "drop", f"{title} without {old}", op, [old], changes=True)
+            yield _mutation(architecture, "drop", f"{title} without {old}", op, [old], changes=True)
     same = all(order == orders[0] for order in orders)
     for first, second in zip(orders[0][1:], orders[0][2:], strict=False) if kind != "base" else ():
         if {first, second} & set(HANDED_OVER):
@@ -116,23 +124,33 @@ def _of_method(host: str, kind: str, names: list[str], forwards: list[ast.Functi
         for by_place in (False, True) if same and kind in ("attention", "embeddings") else (False,):
             op = {"op": "reorder", **common, "old": first, "new": second, "by_place": by_place}
             note = " and callers go by place" if by_place else ""
-            yield _mutation(host, "reorder", f"{title}: {first} and {second} swapped{note}", op, [first, second])
+            yield _mutation(
+                architecture, "reorder", f"{title}: {first} and {second} swapped{note}", op, [first, second]
+            )
     for uses in (False, True) if kind != "base" else (False,):
-        op = {"op": "require", **common, "new": "new_thing", "uses": uses, "after": _adapter(host, names, "new_thing")}
+        op = {
+            "op": "require",
+            **common,
+            "new": "new_thing",
+            "uses": uses,
+            "after": _adapter(architecture, names, "new_thing"),
+        }
         what = "takes" if uses else "takes and ignores"
-        yield _mutation(host, "require", f"{title} {what} new_thing", op, ["new_thing"], changes=uses)
+        yield _mutation(architecture, "require", f"{title} {what} new_thing", op, ["new_thing"], changes=uses)
 
 
 # Whose encoder generation calls by itself.
 HEADS = {
-    host: "encoder" if host in ("bert", "albert", "roberta", "distilbert", "electra") else "encoder-decoder"
-    for host in HOSTS
+    architecture: "encoder"
+    if architecture in ("bert", "albert", "roberta", "distilbert", "electra")
+    else "encoder-decoder"
+    for architecture in ARCHITECTURES
 }
 
 
-def _adapter(host: str, names: list[str], old: str, new: str = "") -> str:
-    """Return what has generation, which calls an encoder by the names of its inputs, follow a change of them."""
-    is_called = any(name.endswith(("Stack", "Encoder")) for name in names) and HEADS[host] == "encoder-decoder"
+def _adapter(architecture: str, names: list[str], old: str, new: str = "") -> str:
+    """Return a change that lets `generate` call an encoder whose inputs were renamed."""
+    is_called = any(name.endswith(("Stack", "Encoder")) for name in names) and HEADS[architecture] == "encoder-decoder"
     if not is_called or old not in ("input_ids", "attention_mask", "input_features", "new_thing"):
         return ""
     return f"""
@@ -156,15 +174,15 @@ for _each in list(globals().values()):
 """
 
 
-def _of_attributes(host: str, tree: ast.Module, names: list[str], attributes: dict[str, bool]) -> Any:
+def _of_attributes(architecture: str, tree: ast.Module, names: list[str], attributes: dict[str, bool]) -> Any:
     written = {
         target.attr
         for name in names
-        for each in ast.walk(classes(tree)[name])
-        if isinstance(each, ast.Assign)
-        for target in each.targets
+        for item in ast.walk(classes(tree)[name])
+        if isinstance(item, ast.Assign)
+        for target in item.targets
         if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
-    } | {each.name for name in names for each in classes(tree)[name].body if isinstance(each, ast.FunctionDef)}
+    } | {item.name for name in names for item in classes(tree)[name].body if isinstance(item, ast.FunctionDef)}
     for old, anywhere in attributes.items():
         if old in written:
             new = NEW.format(old)
@@ -172,37 +190,54 @@ def _of_attributes(host: str, tree: ast.Module, names: list[str], attributes: di
                 op = {"op": "rename_names", "old": old, "new": new}
             else:
                 op = {"op": "rename_attribute", "names": names, "old": old, "new": new, "anywhere": anywhere}
-            title = "+".join(names) if len(names) < 4 else host
-            yield _mutation(host, "attribute", f"{title}: self.{old} is called {new}", op, [old, new])
+            title = "+".join(names) if len(names) < 4 else architecture
+            yield _mutation(architecture, "attribute", f"{title}: self.{old} is called {new}", op, [old, new])
 
 
-def _mutation(host: str, kind: str, title: str, op: dict[str, Any], names: list[str], **more: Any) -> dict[str, Any]:
-    return {"kind": kind, "title": title, "op": op | {"host": host}, "hosts": [host], "names": names, **more}
+def _mutation(
+    architecture: str, kind: str, title: str, op: dict[str, Any], names: list[str], **more: Any
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "title": title,
+        "op": op | {"architecture": architecture},
+        "architectures": [architecture],
+        "names": names,
+        **more,
+    }
 
 
-def all_mutations(hosts: Iterable[str] = HOSTS) -> list[dict[str, Any]]:
-    """Return every mutation, one host each of those that hosts share."""
-    hosts = list(hosts)
-    return [each for host in hosts for each in host_mutations(host)] + [
-        each | {"hosts": [host for host in hosts if host not in each.get("but", ())]} for each in general_mutations()
+def all_mutations(architectures: Iterable[str] = ARCHITECTURES) -> list[dict[str, Any]]:
+    """Return every mutation; mutations of shared code occur once per architecture that uses it."""
+    architectures = list(architectures)
+    return [item for architecture in architectures for item in architecture_mutations(architecture)] + [
+        item
+        | {
+            "architectures": [
+                architecture for architecture in architectures if architecture not in item.get("but", ())
+            ]
+        }
+        for item in general_mutations()
     ]
 
 
 def sample(mutations: list[dict[str, Any]], seed: int, cases: int) -> list[dict[str, Any]]:
-    """Return some of the mutations, a host each: as many of each host and of each kind as can be."""
-    single = [each | {"hosts": [host]} for each in mutations for host in each["hosts"]]
+    """Return some mutations, one architecture per mutation, with as many architectures and kinds as possible."""
+    single = [item | {"architectures": [architecture]} for item in mutations for architecture in item["architectures"]]
     random.Random(seed).shuffle(single)
     count: Counter[str] = Counter()
     chosen = []
     while single and len(chosen) < cases:
-        place = min(range(len(single)), key=lambda i: count[single[i]["kind"]] + count[single[i]["hosts"][0]])
+        place = min(range(len(single)), key=lambda i: count[single[i]["kind"]] + count[single[i]["architectures"][0]])
         chosen.append(single.pop(place))
-        count.update([chosen[-1]["kind"], chosen[-1]["hosts"][0]])
+        count.update([chosen[-1]["kind"], chosen[-1]["architectures"][0]])
     return chosen
 
 
 def run(mutations: list[dict[str, Any]], show: Any = False, log: Any = None) -> list[dict[str, Any]]:
-    """Return a row for each host of each mutation: kind, title, host, outcome, note; written to `log` as they come."""
+    """Return a row for each architecture of each mutation (kind, title, architecture, outcome, note), and write it to
+    `log`.
+    """
     worker = Path(__file__).with_name("mutant_worker.py")
     command = [sys.executable, "-W", "ignore", str(worker)]
     rows: list[dict[str, Any]] = []
@@ -210,7 +245,7 @@ def run(mutations: list[dict[str, Any]], show: Any = False, log: Any = None) -> 
         for mutation in mutations:
             process.stdin.write(json.dumps(mutation) + "\n")
             process.stdin.flush()
-            for _ in mutation["hosts"]:
+            for _ in mutation["architectures"]:
                 line = process.stdout.readline()
                 if not line:
                     raise RuntimeError(f"the worker ended at {mutation['title']}")
@@ -225,11 +260,11 @@ def run(mutations: list[dict[str, Any]], show: Any = False, log: Any = None) -> 
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row as a line of text."""
-    return f"{row['outcome']:8} {row['host']:10} {row['kind']:9} {row['title']} | {row['note']}"
+    return f"{row['outcome']:8} {row['architecture']:10} {row['kind']:9} {row['title']} | {row['note']}"
 
 
 def table(rows: list[dict[str, Any]], key: str) -> str:
-    """Return counts of outcomes by host or by kind."""
+    """Return counts of outcomes by architecture or by kind."""
     counts = {value: Counter(row["outcome"] for row in rows if row[key] == value) for value in _values(rows, key)}
     counts["all"] = Counter(row["outcome"] for row in rows)
     lines = [f"{key:14}" + "".join(f"{name[:9]:>10}" for name in OUTCOMES)]
@@ -244,29 +279,36 @@ def _values(rows: list[dict[str, Any]], key: str) -> list[str]:
 def main() -> None:
     """Run mutations from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--host", nargs="*", choices=HOSTS, default=list(HOSTS))
+    parser.add_argument("--architecture", nargs="*", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--kind", nargs="*", help="rename, drop, reorder, require, tuple, attribute, class, ...")
     parser.add_argument("--title", help="only mutations whose title has this in it")
-    parser.add_argument("--of", choices=("host", "all"), nargs="*", help="of a host's modeling file, or of all hosts'")
+    parser.add_argument(
+        "--of",
+        choices=("architecture", "all"),
+        nargs="*",
+        help="of an architecture's modeling file, or of all architectures'",
+    )
     parser.add_argument("--sample", type=int, help="so many cases, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write all rows there, a line each")
     parser.add_argument("--all", action="store_true", help="print every row, not only the bad ones")
     parser.add_argument("--list", action="store_true", help="run nothing, print the mutations")
     args = parser.parse_args()
-    mutations = [each for each in all_mutations(args.host) if not args.kind or each["kind"] in args.kind]
-    mutations = [each for each in mutations if not args.title or args.title in each["title"]]
+    mutations = [item for item in all_mutations(args.architecture) if not args.kind or item["kind"] in args.kind]
+    mutations = [item for item in mutations if not args.title or args.title in item["title"]]
     if args.of:
-        mutations = [each for each in mutations if ("host" if "host" in each["op"] else "all") in args.of]
+        mutations = [
+            item for item in mutations if ("architecture" if "architecture" in item["op"] else "all") in args.of
+        ]
     if args.sample:
         mutations = sample(mutations, args.seed, args.sample)
     if args.list:
-        print("\n".join(f"{each['kind']:9} {'+'.join(each['hosts'])} {each['title']}" for each in mutations))
+        print("\n".join(f"{item['kind']:9} {'+'.join(item['architectures'])} {item['title']}" for item in mutations))
         return
     begun = time.monotonic()
     with open(args.json, "w", encoding="utf-8") if args.json else contextlib.nullcontext() as log:
         rows = run(mutations, "all" if args.all else True, log)
-    print(table(rows, "host"), table(rows, "kind"), sep="\n\n")
+    print(table(rows, "architecture"), table(rows, "kind"), sep="\n\n")
     print(f"{len(rows)} cases in {time.monotonic() - begun:.0f} s")
 
 

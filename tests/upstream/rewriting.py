@@ -1,7 +1,7 @@
-"""Rewrites the source of transformers' modules: each mutation as a change of their syntax trees.
+"""Rewrite the source of modules of Transformers: each mutation is a change of a syntax tree.
 
-A mutation's "op" is a dictionary: "op", the name of a function here or in `rewriting_general`, its arguments, "host"
-where a host's modeling file is rewritten and "modules" where modules are that hosts share.
+The "op" of a mutation is a dictionary: "op" is the name of a function here or in `rewriting_general`, followed by its
+arguments. "architecture" names a modeling file, and "modules" names modules that architectures share.
 """
 
 import ast
@@ -10,23 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from upstream import rewriting_general
-from upstream.source_of_hosts import calls, classes, method, parameters
+from upstream.architecture_sources import calls, classes, method, parameters
 
 MOVED = "_moved_away"  # what the name of a module ends with that a class has moved to
 
 
 def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
-    """Return the source of a module as a mutation has it; None where it leaves it alone."""
+    """Return the source of a module after a mutation, or None if the mutation does not change it."""
     op = mutation["op"]
-    host = f"transformers.models.{op.get('host')}.modeling_{op.get('host')}"
+    architecture = f"transformers.models.{op.get('architecture')}.modeling_{op.get('architecture')}"
     name = op["op"]
     if name == "move_class":
-        return move_class(module, host, source, op["name"])
-    if name in HOST_OPS:
-        if module != host:
+        return move_class(module, architecture, source, op["name"])
+    if name in ARCHITECTURE_OPS:
+        if module != architecture:
             return None
         tree = ast.parse(source)
-        HOST_OPS[name](tree, **{key: value for key, value in op.items() if key not in ("op", "host", "modules")})
+        ARCHITECTURE_OPS[name](
+            tree, **{key: value for key, value in op.items() if key not in ("op", "architecture", "modules")}
+        )
         text = ast.unparse(ast.fix_missing_locations(tree)) + op.get("after", "")
         return text
     if name == "nothing":
@@ -35,15 +37,15 @@ def rewrite(mutation: dict[str, Any], module: str, source: str) -> str | None:
 
 
 def home_of_moved(name: str) -> str:
-    """Return the file's module that a moved class's module is made from."""
+    """Return the module of the file from which the module of a moved class is made."""
     return name.removesuffix(MOVED)
 
 
 def importers(names: list[str], modules: dict[str, Any]) -> set[str]:
-    """Return modules and all loaded ones that import them at their top, directly or through others."""
+    """Return some modules and all loaded modules that import them at their top, directly or indirectly."""
     imports = {name: _imported(name, module) for name, module in modules.items()}
     gone = {name for name in names if name in modules}
-    while more := {name for name, found in imports.items() if found & gone} - gone:
+    while more := {name for name, result in imports.items() if result & gone} - gone:
         gone |= more
     # Tools, which use models inside functions; the worker has changed one of them.
     return {name for name in gone if not re.match(r"transformers(\.utils\b.*|\.dependency_.*)?$", name)}
@@ -55,16 +57,16 @@ def _imported(name: str, module: Any) -> set[str]:
         return set()
     is_package = Path(path).name == "__init__.py"
     package = name.split(".") if is_package else name.split(".")[:-1]
-    found = set()
+    result = set()
     for dots, base, _ in re.findall(r"^(?:    )?from (\.*)([\w.]*) import (.)", Path(path).read_text("utf-8"), re.M):
         above = package[: len(package) - len(dots) + 1] if dots else []
-        found.add(".".join([*above, *([base] if base else [])]))
-    return found
+        result.add(".".join([*above, *([base] if base else [])]))
+    return result
 
 
 def _functions(tree: ast.Module, names: list[str], method_name: str) -> list[ast.FunctionDef]:
-    found = classes(tree)
-    return [each for name in names if name in found and (each := method(found[name], method_name))]
+    result = classes(tree)
+    return [item for name in names if name in result and (item := method(result[name], method_name))]
 
 
 def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
@@ -76,15 +78,15 @@ def _rename_names(function: ast.FunctionDef, old: str, new: str) -> None:
 
 
 def _fix_deprecations(function: ast.FunctionDef, old: str, new: str | None) -> None:
-    """Upstream's `@deprecate_kwarg("past_key_values", ..., new_name="cache")` leads to the new name, or goes."""
+    """Update the new name in Transformers' `@deprecate_kwarg("past_key_values", ..., new_name="cache")`."""
     kept = []
-    for each in function.decorator_list:
-        target = [key for key in getattr(each, "keywords", []) if key.arg == "new_name"]
+    for item in function.decorator_list:
+        target = [key for key in getattr(item, "keywords", []) if key.arg == "new_name"]
         if target and getattr(target[0].value, "value", None) == old:
             if new is None:
                 continue
             target[0].value = ast.Constant(new)
-        kept.append(each)
+        kept.append(item)
     function.decorator_list = kept
 
 
@@ -99,20 +101,20 @@ def rename_parameter(tree: ast.Module, names: list[str], method_name: str, old: 
 
 
 def drop_parameter(tree: ast.Module, names: list[str], method_name: str, old: str, **_: Any) -> None:
-    """Take a parameter away: nobody hands it over, the method goes on with its default."""
+    """Remove a parameter and its arguments, so that the method uses its default."""
     orders = {}
     for function in _functions(tree, names, method_name):
         arguments = function.args
-        place = [each.arg for each in arguments.args].index(old)
+        place = [item.arg for item in arguments.args].index(old)
         orders = parameters(function)
         defaults = [None] * (len(arguments.args) - len(arguments.defaults)) + arguments.defaults
         arguments.args.pop(place)
         default = defaults.pop(place) or ast.Constant(None)
-        arguments.defaults = [each for each in defaults if each is not None]
+        arguments.defaults = [item for item in defaults if item is not None]
         function.body.insert(0, ast.Assign([ast.Name(old, ast.Store())], default, lineno=1))
         _fix_deprecations(function, old, None)
     for call in calls(tree, set(names)):
-        call.keywords = [each for each in call.keywords if each.arg != old]
+        call.keywords = [item for item in call.keywords if item.arg != old]
         place = orders.index(old)
         if len(call.args) > place:
             call.args.pop(place)
@@ -121,28 +123,28 @@ def drop_parameter(tree: ast.Module, names: list[str], method_name: str, old: st
 def reorder(
     tree: ast.Module, names: list[str], method_name: str, old: str, new: str, by_place: bool, **_: Any
 ) -> None:
-    """Swap two parameters; callers follow, and hand all over by their places where asked for."""
+    """Swap two parameters and their arguments; with `by_place` callers pass them by position."""
     for function in _functions(tree, names, method_name):
-        before, found = parameters(function), function.args.args
-        first, second = ([each.arg for each in found].index(name) for name in (old, new))
-        found[first], found[second] = found[second], found[first]
-        if len(function.args.defaults) < len(found) - 1:
-            # What has no default stands before what has.
-            function.args.defaults = [ast.Constant(None)] * (len(found) - 2)
+        before, result = parameters(function), function.args.args
+        first, second = ([item.arg for item in result].index(name) for name in (old, new))
+        result[first], result[second] = result[second], result[first]
+        if len(function.args.defaults) < len(result) - 1:
+            # Parameters without a default come first.
+            function.args.defaults = [ast.Constant(None)] * (len(result) - 2)
         after = parameters(function)
     for call in calls(tree, set(names)):
-        if any(isinstance(each, ast.Starred) for each in call.args):
+        if any(isinstance(item, ast.Starred) for item in call.args):
             continue
         given = dict(zip(before, call.args, strict=False))
-        given |= {each.arg: each.value for each in call.keywords if each.arg in before}
-        rest = [each for each in call.keywords if each.arg not in before]
+        given |= {item.arg: item.value for item in call.keywords if item.arg in before}
+        rest = [item for item in call.keywords if item.arg not in before]
         places = max((after.index(name) for name in given), default=-1) + 1 if by_place else 1
         call.args = [given.pop(name, ast.Constant(None)) for name in after[:places]]
         call.keywords = [ast.keyword(name, value) for name, value in given.items()] + rest
 
 
 def require(tree: ast.Module, names: list[str], method_name: str, new: str, uses: bool, **_: Any) -> None:
-    """Give a method one more argument that all callers hand over; where it is used, it multiplies what is read."""
+    """Add a required argument to a method and its calls; with `uses`, it multiplies what is read."""
     for function in _functions(tree, names, method_name):
         order = parameters(function)
         function.args.args.insert(2, ast.arg(new))
@@ -152,7 +154,7 @@ def require(tree: ast.Module, names: list[str], method_name: str, new: str, uses
         if uses:
             _use(function, new)
     for call in calls(tree, set(names)):
-        if any(isinstance(each, ast.Starred) for each in call.args):
+        if any(isinstance(item, ast.Starred) for item in call.args):
             continue
         for place, value in enumerate(call.args[1:], 1):
             call.keywords.insert(place - 1, ast.keyword(order[place], value))
@@ -165,9 +167,9 @@ def _use(function: ast.FunctionDef, new: str) -> None:
     if "hidden_states" in parameters(function):
         function.body.insert(0, ast.parse(scaled.format(new=new)).body[0])
         return
-    for place, each in enumerate(function.body):
-        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) in ("hidden_states", "embeddings"):
-            name = ast.unparse(each.targets[0])
+    for place, item in enumerate(function.body):
+        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) in ("hidden_states", "embeddings"):
+            name = ast.unparse(item.targets[0])
             function.body.insert(place + 1, ast.parse(f"{name} = {name} * {new}").body[0])
             return
     raise ValueError(f"no place to use {new}")
@@ -183,8 +185,8 @@ TUPLES = {
 
 
 def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str, **_: Any) -> None:
-    """Change what a method returns, and have its callers change it back."""
-    found = list(calls(tree, set(names)))
+    """Change the tuple that a method returns, and let its callers change it back."""
+    result = list(calls(tree, set(names)))
     for function in _functions(tree, names, method_name):
         for node in ast.walk(function):
             if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
@@ -200,7 +202,7 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
     class Unpacking(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             self.generic_visit(node)
-            if not any(node is each for each in found):
+            if not any(node is item for item in result):
                 return node
             return ast.parse(TUPLES[how][1].format(ast.unparse(node)), mode="eval").body
 
@@ -208,24 +210,24 @@ def change_tuple(tree: ast.Module, names: list[str], method_name: str, how: str,
 
 
 def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, anywhere: bool, **_: Any) -> None:
-    """Rename an attribute of some classes' instances; `anywhere`: of whatever is no configuration."""
-    found = classes(tree)
-    for name, node in found.items():
+    """Rename an attribute of instances of some classes; `anywhere`: of every object except configurations."""
+    result = classes(tree)
+    for name, node in result.items():
         mine = name in names or any(ast.unparse(base) in names for base in node.bases)
-        for each in ast.walk(node):
-            if not (isinstance(each, ast.Attribute) and each.attr == old):
+        for item in ast.walk(node):
+            if not (isinstance(item, ast.Attribute) and item.attr == old):
                 continue
-            owner = ast.unparse(each.value)
+            owner = ast.unparse(item.value)
             if (owner == "self" and mine) or (
                 anywhere and not re.search(r"config|torch|functional|cache|past_key", owner)
             ):
-                each.attr = new
+                item.attr = new
             elif owner == "module":  # a model's rules for first weights
-                each.attr = new
-        for each in ast.walk(node):
-            is_asked = isinstance(each, ast.Call) and ast.unparse(each.func) in ("hasattr", "getattr")
-            if is_asked and getattr(each.args[1], "value", None) == old and (anywhere or mine):
-                each.args[1] = ast.Constant(new)
+                item.attr = new
+        for item in ast.walk(node):
+            is_asked = isinstance(item, ast.Call) and ast.unparse(item.func) in ("hasattr", "getattr")
+            if is_asked and getattr(item.args[1], "value", None) == old and (anywhere or mine):
+                item.args[1] = ast.Constant(new)
         if anywhere:
             _rename_in_paths(node, old, new)
 
@@ -233,9 +235,9 @@ def rename_attribute(tree: ast.Module, names: list[str], old: str, new: str, any
 def _rename_in_paths(node: ast.ClassDef, old: str, new: str) -> None:
     for statement in node.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
-            for each in ast.walk(statement.value):
-                if isinstance(each, ast.Constant) and isinstance(each.value, str):
-                    each.value = re.sub(rf"(?<![\w]){re.escape(old)}(?![\w])", new, each.value)
+            for item in ast.walk(statement.value):
+                if isinstance(item, ast.Constant) and isinstance(item.value, str):
+                    item.value = re.sub(rf"(?<![\w]){re.escape(old)}(?![\w])", new, item.value)
 
 
 def rename_names(tree: ast.Module, old: str, new: str, **_: Any) -> None:
@@ -244,7 +246,7 @@ def rename_names(tree: ast.Module, old: str, new: str, **_: Any) -> None:
 
 
 def attend_to_halves(tree: ast.Module, names: list[str], **_: Any) -> None:
-    """Have calls of the attention read half of the inputs' numbers: another meaning, the same names."""
+    """Let attention read half of the input's values: another meaning under the same names."""
     for name in names:
         text = (
             "def __call__(self, hidden_states, *args, **kwargs):\n"
@@ -254,22 +256,22 @@ def attend_to_halves(tree: ast.Module, names: list[str], **_: Any) -> None:
         classes(tree)[name].body += ast.parse(text).body
 
 
-def move_class(module: str, host: str, source: str, name: str) -> str | None:
-    """Move a class into a module of its own beside the host's file, which goes on to use it from there."""
-    if module == host + MOVED:
+def move_class(module: str, architecture: str, source: str, name: str) -> str | None:
+    """Move a class into a new module next to the modeling file, which imports it from there."""
+    if module == architecture + MOVED:
         return source
-    if module != host:
+    if module != architecture:
         return None
     return (
-        f"from transformers.models.{host.split('.')[2]} import __name__ as _package\nimport importlib\n"
-        f"_moved = importlib.import_module('{host + MOVED}')\n"
+        f"from transformers.models.{architecture.split('.')[2]} import __name__ as _package\nimport importlib\n"
+        f"_moved = importlib.import_module('{architecture + MOVED}')\n"
         f"globals().update({{k: v for k, v in vars(_moved).items() if not k.startswith('__') and k != '{name}'}})\n"
     )
 
 
-HOST_OPS = {
-    each.__name__: each
-    for each in (
+ARCHITECTURE_OPS = {
+    item.__name__: item
+    for item in (
         rename_parameter,
         drop_parameter,
         reorder,

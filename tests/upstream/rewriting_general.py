@@ -1,4 +1,4 @@
-"""The same for the modules that all hosts share: caches, masks, attention functions, generation, the base class."""
+"""Rewrite the modules that all architectures share: caches, masks, attention functions, generation, the base class."""
 
 import ast
 import re
@@ -7,20 +7,20 @@ from typing import Any
 
 
 def rewrite(op: dict[str, Any], module: str, source: str) -> str | None:
-    """Return a module's source as an op has it; None where it leaves it alone."""
+    """Return the source of a module after a mutation, or None if the mutation does not change it."""
     needle = op.get("needle", op.get("old"))
     if needle and not re.search(rf"\b{re.escape(needle)}\b", source):
         return None
     tree = ast.parse(source)
     before = ast.dump(tree)
-    changes = {key: value for key, value in op.items() if key not in ("op", "modules", "host", "needle")}
+    changes = {key: value for key, value in op.items() if key not in ("op", "modules", "architecture", "needle")}
     GENERAL_OPS[op["op"]](tree, **changes)
     tree = ast.fix_missing_locations(tree)
     return None if ast.dump(tree) == before else ast.unparse(tree)
 
 
 def rename_identifier(tree: ast.Module, old: str, new: str, but_of: str = "", **_: Any) -> None:
-    """Rename a name wherever it stands: definitions, names, attributes, keywords, strings that are it."""
+    """Rename an identifier everywhere: definitions, names, attributes, keywords and equal strings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and but_of and re.search(but_of, ast.unparse(node.value)):
             continue
@@ -32,12 +32,12 @@ def rename_identifier(tree: ast.Module, old: str, new: str, but_of: str = "", **
 
 
 def rename_cache_member(tree: ast.Module, old: str, new: str, **_: Any) -> None:
-    """Rename an attribute or a method of caches and their layers, known by what it is asked of."""
+    """Rename an attribute or a method of caches and their layers, wherever code reads it."""
     of_cache = re.compile(r"(cache|cache_key\]|past_key_values|layers\[.*\]|layer)$", re.IGNORECASE)
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and re.search(r"Cache|Layer(Mixin)?$", node.name):
-            for each in ast.walk(node):
-                _rename_of_self(each, old, new)
+            for item in ast.walk(node):
+                _rename_of_self(item, old, new)
         if isinstance(node, ast.Attribute) and node.attr == old and of_cache.search(ast.unparse(node.value)):
             node.attr = new
     for call in _called(tree, ["hasattr", "getattr"]):
@@ -46,7 +46,7 @@ def rename_cache_member(tree: ast.Module, old: str, new: str, **_: Any) -> None:
 
 
 def rename_of_attentions(tree: ast.Module, old: str, new: str, **_: Any) -> None:
-    """Rename an attribute that modules have and that attention functions ask for."""
+    """Rename an attribute of attention modules that attention functions read."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == old and ast.unparse(node.value) in ("self", "module"):
             node.attr = new
@@ -59,8 +59,8 @@ def _rename_of_self(node: ast.AST, old: str, new: str) -> None:
     if isinstance(node, ast.FunctionDef) and node.name == old:
         node.name = new
     if isinstance(node, ast.ClassDef):
-        for each in node.body:
-            target = each.targets[0] if isinstance(each, ast.Assign) else getattr(each, "target", None)
+        for item in node.body:
+            target = item.targets[0] if isinstance(item, ast.Assign) else getattr(item, "target", None)
             if isinstance(target, ast.Name) and target.id == old:
                 target.id = new
     if isinstance(node, ast.Attribute) and node.attr == old and ast.unparse(node.value) in ("self", "super()"):
@@ -80,7 +80,7 @@ def _called(tree: ast.Module, names: list[str]) -> Iterator[ast.Call]:
 def rename_argument(
     tree: ast.Module, functions: list[str], old: str, new: str, called: list[str] | None = None, **_: Any
 ) -> None:
-    """Rename a parameter of functions wherever they are defined, and the keyword wherever they are called."""
+    """Rename a parameter in all definitions of some functions, and the keyword in all their calls."""
     for function in _defined(tree, functions):
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and node.id == old:
@@ -93,10 +93,10 @@ def rename_argument(
 
 
 def drop_argument(tree: ast.Module, functions: list[str], called: list[str], old: str, **_: Any) -> None:
-    """Take a parameter away from functions and from their calls: its default is what there is."""
+    """Remove a parameter from functions and from their calls, so that its default is used."""
     for function in _defined(tree, functions):
         arguments = function.args
-        names = [each.arg for each in arguments.args]
+        names = [item.arg for item in arguments.args]
         if old not in names:
             continue
         place = names.index(old) - len(names) + len(arguments.defaults)
@@ -104,13 +104,13 @@ def drop_argument(tree: ast.Module, functions: list[str], called: list[str], old
         arguments.args.pop(names.index(old))
         function.body.insert(0, ast.Assign([ast.Name(old, ast.Store())], default, lineno=1))
     for call in _called(tree, called):
-        call.keywords = [each for each in call.keywords if each.arg != old]
+        call.keywords = [item for item in call.keywords if item.arg != old]
 
 
 def require_argument(
     tree: ast.Module, functions: list[str], called: list[str], new: str, uses: str | None, **_: Any
 ) -> None:
-    """Give functions one more argument that callers hand over; where it is used, it multiplies a parameter."""
+    """Add a required argument to functions and their calls; where it is used, it multiplies a parameter."""
     for function in _defined(tree, functions):
         function.args.kwonlyargs.append(ast.arg(new))
         function.args.kw_defaults.append(None)
@@ -121,10 +121,10 @@ def require_argument(
 
 
 def swap_arguments(tree: ast.Module, functions: list[str], called: list[str], old: str, new: str, **_: Any) -> None:
-    """Swap two parameters that calls hand over by their places."""
+    """Swap two parameters that calls pass by position."""
     places = None
     for function in _defined(tree, functions):
-        names = [each.arg for each in function.args.args]
+        names = [item.arg for item in function.args.args]
         places = [names.index(old), names.index(new)]
         _swap(function.args.args, *places)
     shift = 0
@@ -139,7 +139,7 @@ def _swap(items: list[Any], first: int, second: int) -> None:
 
 
 def invert_masks(tree: ast.Module, **_: Any) -> None:
-    """Have masks say what is not read: mask functions and attention functions invert them."""
+    """Let masks mark the positions that are not read: mask functions and attention functions invert them."""
     text = "def _inverted(mask):\n    return mask if mask is None or mask.dtype != torch.bool else ~mask\n"
     for function in list(_defined(tree, ["sdpa_mask"])):
         for node in ast.walk(function):
@@ -155,13 +155,13 @@ def invert_masks(tree: ast.Module, **_: Any) -> None:
 
 
 def _before_functions(tree: ast.Module, text: str) -> None:
-    place = next(i for i, each in enumerate(tree.body) if isinstance(each, ast.FunctionDef | ast.ClassDef))
+    place = next(i for i, item in enumerate(tree.body) if isinstance(item, ast.FunctionDef | ast.ClassDef))
     tree.body[place:place] = ast.parse(text).body
 
 
 GENERAL_OPS: dict[str, Callable[..., None]] = {
-    each.__name__: each
-    for each in (
+    item.__name__: item
+    for item in (
         rename_identifier,
         rename_cache_member,
         rename_of_attentions,

@@ -1,13 +1,13 @@
-"""In a changed transformers our models give what its own models give, or say what has changed: some of the mutants.
+"""Check that our models behave like a mutated Transformers, or raise an error that names the change.
 
-All of them: `python -m pytest -m slow tests/upstream/test_mutations.py`, or `python tests/upstream/mutations.py`.
+`python -m pytest -m slow tests/upstream/test_mutations.py` and `python tests/upstream/mutations.py` run all mutants.
 """
 
 import ast
 
 import pytest
 from upstream import mutations, rewriting, rewriting_general
-from upstream.source_of_hosts import HOSTS, calls, classes, method, parameters, role, tree_of
+from upstream.architecture_sources import ARCHITECTURES, calls, classes, method, parameters, role, tree_of
 
 CASES, SEED = 24, 0
 # Meanings under the same names: no signature says them.
@@ -20,10 +20,10 @@ def bad(rows):
 
 @pytest.fixture(scope="module")
 def rows():
-    """What becomes of a sample of the mutants, and of those that change nothing: less than a minute of one core."""
+    """The outcomes of a sample of the mutants and of the unchanged versions; takes less than a minute on one core."""
     every = mutations.all_mutations()
-    nothing = [each for each in every if each["kind"] == "nothing"]
-    others = [each for each in every if each["kind"] not in {"nothing", *UNSEEN}]
+    nothing = [item for item in every if item["kind"] == "nothing"]
+    others = [item for item in every if item["kind"] not in {"nothing", *UNSEEN}]
     return mutations.run(nothing + mutations.sample(others, SEED, CASES))
 
 
@@ -33,39 +33,39 @@ def sampled(rows):
 
 
 @pytest.mark.thorough
-def test_a_mutant_that_changes_nothing_is_equal(rows):
+def test_unchanged_transformers_gives_equal_outputs(rows):
     unchanged = [row for row in rows if row["kind"] == "nothing"]
-    assert [row["host"] for row in unchanged] == list(HOSTS)
+    assert [row["architecture"] for row in unchanged] == list(ARCHITECTURES)
     assert not [mutations.line_of(row) for row in unchanged if row["outcome"] != "equal"]
 
 
 @pytest.mark.thorough
-def test_a_sample_is_equal_or_refused_by_name(sampled):
+def test_sampled_mutants_give_equal_outputs_or_a_named_error(sampled):
     assert not bad(sampled), "\n".join(bad(sampled))
 
 
-def test_the_sample_meets_every_host_and_kind(sampled):
-    kinds = {each["kind"] for each in mutations.all_mutations()} - {"nothing", *UNSEEN}
-    assert {row["host"] for row in sampled} == set(HOSTS) and {row["kind"] for row in sampled} == kinds
+def test_sample_covers_every_architecture_and_kind(sampled):
+    kinds = {item["kind"] for item in mutations.all_mutations()} - {"nothing", *UNSEEN}
+    assert {row["architecture"] for row in sampled} == set(ARCHITECTURES) and {row["kind"] for row in sampled} == kinds
     assert sum(row["outcome"] == "invalid" for row in sampled) <= 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", HOSTS)
-def test_every_mutant_is_equal_or_refused_by_name(host):
-    rows = mutations.run(mutations.all_mutations([host]))
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_all_mutants_give_equal_outputs_or_a_named_error(architecture):
+    rows = mutations.run(mutations.all_mutations([architecture]))
     assert not bad(rows), "\n".join(bad(rows))
     invalid = [mutations.line_of(row) for row in rows if row["outcome"] == "invalid"]
     assert len(invalid) <= len(rows) // 20, "\n".join(invalid)
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_each_host_has_what_mutations_are_made_of(host):
-    tree = tree_of(host)
-    for kind in ("attention", "embeddings" if host in BERTS else "stack"):
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_has_enough_mutations(architecture):
+    tree = tree_of(architecture)
+    for kind in ("attention", "embeddings" if architecture in BERTS else "stack"):
         names = role(tree, kind)
         assert names and list(calls(tree, set(names))), kind
-    titles = [each["title"] for each in mutations.host_mutations(host)]
+    titles = [item["title"] for item in mutations.architecture_mutations(architecture)]
     assert len(titles) == len(set(titles)) and len(titles) > 30
 
 
@@ -91,23 +91,23 @@ class Layer(nn.Module):
 
 def changed(op, **arguments):
     tree = ast.parse(SMALL)
-    rewriting.HOST_OPS[op](tree, names=["Attention"], method_name="forward", **arguments)
+    rewriting.ARCHITECTURE_OPS[op](tree, names=["Attention"], method_name="forward", **arguments)
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-def test_a_parameter_is_renamed_where_it_is_read_and_handed_over():
+def test_rename_parameter_changes_uses_and_calls():
     text = changed("rename_parameter", old="bias", new="shift")
     assert "def forward(self, states, mask=None, shift=None, **kwargs)" in text and "self.q(shift)" in text
     assert "self.attention(states, mask, shift=1, other=2)" in text
 
 
-def test_a_parameter_is_dropped_with_its_argument():
+def test_drop_parameter_removes_the_argument_of_calls():
     text = changed("drop_parameter", old="mask")
     assert "def forward(self, states, bias=None, **kwargs):\n        mask = None" in text
     assert "self.attention(states, bias=1, other=2)" in text
 
 
-def test_parameters_are_swapped():
+def test_reorder_swaps_parameters_and_arguments():
     text = changed("reorder", old="mask", new="bias", by_place=True)
     assert "def forward(self, states, bias=None, mask=None, **kwargs)" in text
     assert "self.attention(states, 1, mask, other=2)" in text
@@ -116,20 +116,20 @@ def test_parameters_are_swapped():
     )
 
 
-def test_an_argument_more_is_handed_over():
+def test_require_adds_an_argument_to_calls():
     text = changed("require", new="more", uses=False)
     assert "def forward(self, states, more, mask=None, bias=None, **kwargs)" in text
     assert "self.attention(states, more=1.25, mask=mask, bias=1, other=2)" in text
 
 
-def test_a_tuple_is_changed_and_changed_back():
+def test_change_tuple_is_reverted_by_callers():
     assert "return (states * mask, self.q(bias), None)" in changed("change_tuple", how="more")
     assert "(lambda each: each[:-1])(self.attention(states, mask, bias=1, other=2))" in changed(
         "change_tuple", how="more"
     )
 
 
-def test_members_of_caches_are_told_from_others():
+def test_rename_cache_member_changes_only_caches():
     tree = ast.parse("class DynamicCache:\n    def update(self): self.update()\ncache.update()\nnames.update()\n")
     rewriting_general.rename_cache_member(tree, "update", "put")
     assert ast.unparse(tree).split("\n")[1:] == [
@@ -141,7 +141,7 @@ def test_members_of_caches_are_told_from_others():
     ]
 
 
-def test_a_method_of_a_file_is_found():
-    found = classes(ast.parse(SMALL))
-    assert parameters(method(found["Attention"], "forward")) == ["states", "mask", "bias"]
-    assert method(found["Layer"], "update") is None
+def test_method_finds_a_method_of_a_modeling_file():
+    result = classes(ast.parse(SMALL))
+    assert parameters(method(result["Attention"], "forward")) == ["states", "mask", "bias"]
+    assert method(result["Layer"], "update") is None

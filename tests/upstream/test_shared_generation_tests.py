@@ -1,17 +1,19 @@
-"""What transformers' shared tests ask of models that generate."""
+"""Apply the ideas of Transformers' shared generation tests to our models."""
 
 import pytest
 import torch
 from architectures import BERT
 from fixtures.caches import cache_name, cache_of, with_cache
-from fixtures.hosts import EVERY_VARIANT, PAIRS, make, second_head
+from fixtures.tested_architectures import EVERY_VARIANT, PAIRS, make, second_head
 from relatives import ENCODERS, WHISPER
 from transformers import DynamicCache, EncoderDecoderCache
 
 WRITERS = [(row, second_head(row)) for row in (*PAIRS, WHISPER)]
 ALONE = [(BERT, "BertLMHeadModel"), (ENCODERS[0], "RobertaForCausalLM"), (ENCODERS[1], "ElectraForCausalLM")]
-EVERY_WRITER = pytest.mark.parametrize(("host", "head"), WRITERS, ids=[head for _, head in WRITERS])
-WITH_DECODERS = pytest.mark.parametrize(("host", "head"), WRITERS + ALONE, ids=[head for _, head in WRITERS + ALONE])
+EVERY_WRITER = pytest.mark.parametrize(("architecture", "head"), WRITERS, ids=[head for _, head in WRITERS])
+WITH_DECODERS = pytest.mark.parametrize(
+    ("architecture", "head"), WRITERS + ALONE, ids=[head for _, head in WRITERS + ALONE]
+)
 STEPS = {"max_new_tokens": 4, "min_new_tokens": 4}
 SEARCHES = {
     "greedy": {"do_sample": False},
@@ -22,9 +24,9 @@ SEARCHES = {
 }
 
 
-def inputs_of(host, head):
-    batch = host.batch(head)
-    if (host, head) in ALONE:
+def inputs_of(architecture, head):
+    batch = architecture.batch(head)
+    if (architecture, head) in ALONE:
         return {"input_ids": batch["input_ids"]}
     return {name: value for name, value in batch.items() if name != "decoder_input_ids"}
 
@@ -32,34 +34,36 @@ def inputs_of(host, head):
 def shapes(value):
     if isinstance(value, torch.Tensor):
         return tuple(value.shape)
-    return [shapes(each) for each in value] if isinstance(value, tuple) else type(value).__name__
+    return [shapes(item) for item in value] if isinstance(value, tuple) else type(value).__name__
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("search", SEARCHES)
 @EVERY_WRITER
-def test_all_that_generate_returns_has_upstreams_shapes(host, head, search):
-    """`_check_generate_outputs`: beams share what the encoder made, and say so in no shape."""
-    found = []
-    for model in (host.upstream_model(head), make(host, head, "gqa")):
+def test_generate_returns_the_shapes_of_transformers(architecture, head, search):
+    """Check `_check_generate_outputs`, although beams share the encoder outputs inside."""
+    actual = []
+    for model in (architecture.upstream_model(head), make(architecture, head, "gqa")):
         model.set_attn_implementation("eager")
         torch.manual_seed(0)
         flags = dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), True)
         options = SEARCHES[search] | STEPS | flags | {"return_dict_in_generate": True}
-        output = model.generate(**inputs_of(host, head), **options)
-        found.append({name: shapes(value) for name, value in output.items()})
+        output = model.generate(**inputs_of(architecture, head), **options)
+        actual.append({name: shapes(value) for name, value in output.items()})
     # T5 of 5.15 and 5.17 leaves its weights out.
-    left_out = {name for name in found[0] if name.endswith("_attentions") and not any(found[0][name])}
-    assert found[0].keys() == found[1].keys() and "encoder_attentions" in found[0]
-    for name in found[0].keys() - left_out:
-        assert found[0][name] == found[1][name], name
+    left_out = {name for name in actual[0] if name.endswith("_attentions") and not any(actual[0][name])}
+    assert actual[0].keys() == actual[1].keys() and "encoder_attentions" in actual[0]
+    for name in actual[0].keys() - left_out:
+        assert actual[0][name] == actual[1][name], name
 
 
 @EVERY_VARIANT
-@pytest.mark.parametrize(("host", "head"), ALONE, ids=[head for _, head in ALONE])
-def test_generation_goes_on_with_the_cache_that_it_returned(host, head, variant):
-    """`test_generate_continue_from_past_key_values`; a pair of stacks reads its own text anew, in upstream's too."""
-    model, ids = make(host, head, variant), inputs_of(host, head)["input_ids"]
+@pytest.mark.parametrize(("architecture", "head"), ALONE, ids=[head for _, head in ALONE])
+def test_generation_continues_with_a_returned_cache(architecture, head, variant):
+    """Check `test_generate_continue_from_past_key_values`; encoder-decoders encode the source again, as in
+    Transformers.
+    """
+    model, ids = make(architecture, head, variant), inputs_of(architecture, head)["input_ids"]
     options = {"do_sample": False, "return_dict_in_generate": True}
 
     def generate(ids, tokens, **cache):
@@ -77,9 +81,9 @@ def test_generation_goes_on_with_the_cache_that_it_returned(host, head, variant)
 @pytest.mark.thorough
 @EVERY_VARIANT
 @WITH_DECODERS
-def test_a_static_cache_finds_what_a_dynamic_one_finds(host, head, variant):
-    """`test_generate_with_static_cache`, with beams too."""
-    model, inputs = make(host, head, variant), inputs_of(host, head)
+def test_static_cache_generates_the_tokens_of_a_dynamic_cache(architecture, head, variant):
+    """Check `test_generate_with_static_cache`, also with beams."""
+    model, inputs = make(architecture, head, variant), inputs_of(architecture, head)
     for search in ("greedy", "beams"):
         options = SEARCHES[search] | STEPS
         static = model.generate(**inputs, **options, cache_implementation="static")
@@ -87,17 +91,17 @@ def test_a_static_cache_finds_what_a_dynamic_one_finds(host, head, variant):
 
 
 @WITH_DECODERS
-def test_a_cache_by_its_former_name(host, head):
-    """`test_bc_cache_name_forward`, of transformers with two names."""
+def test_cache_argument_accepts_its_former_name(architecture, head):
+    """Check `test_bc_cache_name_forward` with a Transformers that knows both names."""
     if cache_name() == "past_key_values":
         pytest.skip("it has its first name")
-    model, inputs = make(host, head, "gqa"), host.batch(head)
-    if (host, head) in ALONE:
-        inputs = inputs_of(host, head)
-    found = []
+    model, inputs = make(architecture, head, "gqa"), architecture.batch(head)
+    if (architecture, head) in ALONE:
+        inputs = inputs_of(architecture, head)
+    actual = []
     for name in ("past_key_values", "cache"):
         cache = DynamicCache(config=model.config)
-        if (host, head) in WRITERS:
+        if (architecture, head) in WRITERS:
             cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
         if name == "cache":
             output = model(**inputs, cache=cache, use_cache=True)
@@ -105,19 +109,19 @@ def test_a_cache_by_its_former_name(host, head):
             with pytest.warns(FutureWarning, match="`past_key_values` is deprecated"):
                 output = model(**inputs, past_key_values=cache, use_cache=True)
         assert output.cache is cache and cache.get_seq_length() == output.logits.shape[1]
-        found.append(output.logits)
-    assert torch.equal(*found)
+        actual.append(output.logits)
+    assert torch.equal(*actual)
 
 
 @EVERY_VARIANT
 @WITH_DECODERS
-def test_guessed_tokens_change_nothing(host, head, variant):
-    """`test_assisted_decoding_matches_greedy_search`, and tokens guessed from the prompt; of one text."""
-    model = make(host, head, variant)
-    inputs = {name: value[:1] for name, value in inputs_of(host, head).items()}
+def test_assisted_decoding_matches_greedy_search(architecture, head, variant):
+    """Check `test_assisted_decoding_matches_greedy_search`, and prompt lookup, for one text."""
+    model = make(architecture, head, variant)
+    inputs = {name: value[:1] for name, value in inputs_of(architecture, head).items()}
     expected = model.generate(**inputs, **SEARCHES["greedy"], **STEPS)
-    assistant = host.upstream_model(head)
+    assistant = architecture.upstream_model(head)
     assert torch.equal(model.generate(**inputs, **SEARCHES["greedy"], **STEPS, assistant_model=assistant), expected)
-    if (host, head) in ALONE:
-        found = model.generate(**inputs, **SEARCHES["greedy"], **STEPS, prompt_lookup_num_tokens=2)
-        assert torch.equal(found, expected)
+    if (architecture, head) in ALONE:
+        actual = model.generate(**inputs, **SEARCHES["greedy"], **STEPS, prompt_lookup_num_tokens=2)
+        assert torch.equal(actual, expected)

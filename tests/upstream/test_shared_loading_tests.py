@@ -1,8 +1,17 @@
-"""What transformers' shared tests ask of weights that are loaded in part, elsewhere or in another precision."""
+"""Apply the ideas of Transformers' shared tests of loading weights: partial, on other devices, in other precisions."""
 
 import pytest
 import torch
-from fixtures.hosts import EVERY_HOST, HOSTS, assert_same, fields_of, fresh, heads_of, make, tensors
+from fixtures.tested_architectures import (
+    ALL_ARCHITECTURES,
+    EVERY_ARCHITECTURE,
+    assert_same,
+    fields_of,
+    fresh,
+    heads_of,
+    make,
+    tensors,
+)
 from safetensors.torch import load_file
 
 import hf_attn_variants
@@ -11,15 +20,15 @@ import hf_attn_variants
 HEADED = heads_of(lambda heads: [heads[1], heads[-1]])
 
 
-def base_class(host):
-    return getattr(hf_attn_variants, f"AttnVariant{next(iter(host.heads))}")
+def base_class(architecture):
+    return getattr(hf_attn_variants, f"AttnVariant{next(iter(architecture.heads))}")
 
 
 @pytest.mark.thorough
 @HEADED
-def test_a_base_models_weights_fill_a_head(host, head, tmp_path):
-    """`test_base_model_prefix_loads_base_weights`, `test_correct_missing_keys`, and a base model of a head's."""
-    whole = make(host, head, "latent")
+def test_head_loads_the_weights_of_a_base_model(architecture, head, tmp_path):
+    """Check `test_base_model_prefix_loads_base_weights`, `test_correct_missing_keys`, and a base model from a head."""
+    whole = make(architecture, head, "latent")
     prefix = f"{whole.base_model_prefix}."
     whole.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")  # without tables that are computed
@@ -32,51 +41,53 @@ def test_a_base_models_weights_fill_a_head(host, head, tmp_path):
     assert_same(weights, {name: loaded.state_dict()[name] for name in weights}, atol=0, rtol=0)
     if head.endswith("ForCausalLM"):
         return  # of a pair of stacks it has one
-    base, info = base_class(host).from_pretrained(tmp_path, output_loading_info=True)
+    base, info = base_class(architecture).from_pretrained(tmp_path, output_loading_info=True)
     assert not set(without) & set(info["missing_keys"])
-    found = base.state_dict()
-    assert_same(without, {name: found[name] for name in without}, atol=0, rtol=0)
+    result = base.state_dict()
+    assert_same(without, {name: result[name] for name in without}, atol=0, rtol=0)
 
 
-@EVERY_HOST
-def test_shapes_that_do_not_fit_are_refused_or_drawn(host, tmp_path):
-    """`test_load_with_mismatched_shapes`, `test_can_load_ignoring_mismatched_shapes`."""
-    head = next(name for name in host.heads if "Classification" in name or "Conditional" in name or "MTModel" in name)
-    model = fresh(host, head, "gqa")
+@EVERY_ARCHITECTURE
+def test_mismatched_shapes_raise_an_error_or_are_initialized(architecture, tmp_path):
+    """Check `test_load_with_mismatched_shapes` and `test_can_load_ignoring_mismatched_shapes`."""
+    head = next(
+        name for name in architecture.heads if "Classification" in name or "Conditional" in name or "MTModel" in name
+    )
+    model = fresh(architecture, head, "gqa")
     name, shape = max(model.state_dict().items(), key=lambda item: (item[1].dim() == 2, item[1].numel()))
     weights = dict(model.state_dict())
-    path = next(each for each in weights if "attn" in each.lower() or "attention" in each.lower())
+    path = next(entry for entry in weights if "attn" in entry.lower() or "attention" in entry.lower())
     weights[path] = weights[path][..., :-1].contiguous()
     options = {"config": model.config, "state_dict": weights}
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         type(model).from_pretrained(None, **options)
     loaded, info = type(model).from_pretrained(None, **options, ignore_mismatched_sizes=True, output_loading_info=True)
-    assert {each[0] for each in info["mismatched_keys"]} == {path}
+    assert {entry[0] for entry in info["mismatched_keys"]} == {path}
     assert loaded.state_dict()[path].shape == model.state_dict()[path].shape
-    assert all(value.isfinite().all() for value in tensors(loaded.eval()(**host.batch(head))).values())
+    assert all(value.isfinite().all() for value in tensors(loaded.eval()(**architecture.batch(head))).values())
     assert torch.equal(loaded.state_dict()[name], shape) or name == path
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @pytest.mark.parametrize("fields", [{"num_key_value_heads": 4}, {"attention_kernel": "favor"}, {}], ids=str)
-def test_every_tensor_is_a_parameter_or_a_buffer(host, fields):
-    """`test_all_tensors_are_parameter_or_buffer`: a model without memory is given some, and runs."""
-    if "attention_kernel" in fields and host.name in ("t5", "umt5"):
+def test_all_tensors_are_parameters_or_buffers(architecture, fields):
+    """Check `test_all_tensors_are_parameter_or_buffer`: a model on the meta device runs after `to_empty`."""
+    if "attention_kernel" in fields and architecture.name in ("t5", "umt5"):
         fields = fields | {"position_embedding_type": "sinusoidal"}
-    head = next(iter(host.heads))
+    head = next(iter(architecture.heads))
     with torch.device("meta"):
-        model = getattr(hf_attn_variants, f"AttnVariant{head}")(host.config(head=head, **fields)).eval()
+        model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head, **fields)).eval()
     model.to_empty(device="cpu")
     model.init_weights()
     with torch.no_grad():
-        assert all(value.isfinite().all() for value in tensors(model(**host.batch(head))).values())
+        assert all(value.isfinite().all() for value in tensors(model(**architecture.batch(head))).values())
 
 
-@EVERY_HOST
-def test_it_loads_where_a_device_is_set(host, tmp_path):
-    """`test_can_load_with_device_context_manager`, `test_cannot_load_with_meta_device_context_manager`."""
-    head = next(iter(host.heads))
-    model = fresh(host, head, "latent")
+@EVERY_ARCHITECTURE
+def test_loading_works_under_a_device_context(architecture, tmp_path):
+    """Check `test_can_load_with_device_context_manager` and `test_cannot_load_with_meta_device_context_manager`."""
+    head = next(iter(architecture.heads))
+    model = fresh(architecture, head, "latent")
     model.save_pretrained(tmp_path)
     with torch.device("cpu"):
         assert_same(model.state_dict(), type(model).from_pretrained(tmp_path).state_dict(), atol=0, rtol=0)
@@ -85,54 +96,56 @@ def test_it_loads_where_a_device_is_set(host, tmp_path):
 
 
 @pytest.mark.thorough
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_what_stays_in_float32_is_what_stays_in_upstreams(host, dtype, tmp_path):
-    """`test_keep_in_fp32_modules`."""
-    head = next(iter(host.heads))
-    model, upstream = fresh(host, head, "gqa"), host.upstream_model(head)
+def test_float32_modules_match_transformers(architecture, dtype, tmp_path):
+    """Check `test_keep_in_fp32_modules`."""
+    head = next(iter(architecture.heads))
+    model, upstream = fresh(architecture, head, "gqa"), architecture.upstream_model(head)
     kinds = []
-    for number, each in enumerate((model, upstream)):
-        each.save_pretrained(tmp_path / str(number))
-        loaded = type(each).from_pretrained(tmp_path / str(number), dtype=dtype)
+    for number, entry in enumerate((model, upstream)):
+        entry.save_pretrained(tmp_path / str(number))
+        loaded = type(entry).from_pretrained(tmp_path / str(number), dtype=dtype)
         kinds.append({name: value.dtype for name, value in loaded.state_dict().items()})
     assert kinds[0] == kinds[1] and dtype in kinds[0].values()
 
 
-@EVERY_HOST
-def test_a_configuration_needs_no_tokens(host):
-    """`test_model_forward_default_config_values`."""
-    head = next(iter(host.heads))
-    given = host.config(head=head, **fields_of(host, "gqa")).to_diff_dict()
+@EVERY_ARCHITECTURE
+def test_configuration_without_special_tokens_builds_a_model(architecture):
+    """Check `test_model_forward_default_config_values`."""
+    head = next(iter(architecture.heads))
+    given = architecture.config(head=head, **fields_of(architecture, "gqa")).to_diff_dict()
     for name in ("pad_token_id", "eos_token_id", "bos_token_id", "sep_token_id", "tie_word_embeddings", "auto_map"):
         given.pop(name, None)
-    config = host.config_class(**given)
+    config = architecture.config_class(**given)
     for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         setattr(config, name, 0)
     model = getattr(hf_attn_variants, f"AttnVariant{head}")(config).eval()
     with torch.no_grad():
-        assert all(value.isfinite().all() for value in tensors(model(**host.batch(head))).values())
+        assert all(value.isfinite().all() for value in tensors(model(**architecture.batch(head))).values())
 
 
-@EVERY_HOST
-def test_an_attention_that_is_not_there_changes_nothing(host):
-    """`test_can_set_attention_dynamically`."""
-    head = next(iter(host.heads))
-    model = make(host, head, "gqa")
+@EVERY_ARCHITECTURE
+def test_unavailable_attention_implementation_changes_nothing(architecture):
+    """Check `test_can_set_attention_dynamically`."""
+    head = next(iter(architecture.heads))
+    model = make(architecture, head, "gqa")
     with torch.no_grad():
-        before = tensors(model(**host.batch(head)))
+        before = tensors(model(**architecture.batch(head)))
         with pytest.raises(ValueError, match="nonsense"):
             model.set_attn_implementation("nonsense")
-        assert_same(before, tensors(model(**host.batch(head))), atol=0, rtol=0)
+        assert_same(before, tensors(model(**architecture.batch(head))), atol=0, rtol=0)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("host", [row for row in HOSTS if row.name not in ("t5", "umt5")], ids=lambda row: row.name)
-def test_untied_words_are_saved_and_loaded(host, tmp_path):
-    """`test_load_save_without_tied_weights`; transformers ties T5's always."""
-    for head in list(host.heads)[:3]:
+@pytest.mark.parametrize(
+    "architecture", [row for row in ALL_ARCHITECTURES if row.name not in ("t5", "umt5")], ids=lambda row: row.name
+)
+def test_untied_embeddings_are_saved_and_loaded(architecture, tmp_path):
+    """Check `test_load_save_without_tied_weights`; Transformers always ties those of T5."""
+    for head in list(architecture.heads)[:3]:
         torch.manual_seed(0)
-        config = host.config(head=head, **fields_of(host, "gqa"), tie_word_embeddings=False)
+        config = architecture.config(head=head, **fields_of(architecture, "gqa"), tie_word_embeddings=False)
         model = getattr(hf_attn_variants, f"AttnVariant{head}")(config)
         model.save_pretrained(tmp_path / head)
         loaded, info = type(model).from_pretrained(tmp_path / head, output_loading_info=True)

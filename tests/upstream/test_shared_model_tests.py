@@ -1,7 +1,7 @@
-"""What transformers' own shared model tests ask of every model: of ours, each host with grouped heads and latents.
+"""Apply the ideas of Transformers' shared model tests to each architecture with grouped heads and with latents.
 
-Those tests are not part of the installed package; these are their ideas, as far as the tests in `modeling/` and
-`integration/` do not have them for every host.
+Transformers' shared tests are not part of the installed package. These tests cover the ideas that the tests in
+`modeling/` and `integration/` do not check for every architecture.
 """
 
 import pytest
@@ -9,15 +9,15 @@ import torch
 import transformers
 from architectures import LENGTH, VOCABULARY, token_ids
 from fixtures.checkpointing import checkpoint_layers
-from fixtures.hosts import (
+from fixtures.tested_architectures import (
+    ALL_ARCHITECTURES,
+    EVERY_ARCHITECTURE,
     EVERY_HEAD,
-    EVERY_HOST,
     EVERY_VARIANT,
     GENERATES,
-    HOSTS,
     PAIRS,
     SOME_HEADS,
-    TEXT_HOSTS,
+    TEXT_ARCHITECTURES,
     TOLERANCE,
     assert_same,
     fields_of,
@@ -35,10 +35,10 @@ import hf_attn_variants
 
 @pytest.mark.thorough
 @EVERY_HEAD
-def test_training_gives_every_parameter_a_gradient(host, head):
-    """Upstream's `test_training`, with checkpointed layers too (`test_training_gradient_checkpointing`)."""
-    batch, found = host.batch(head, labels=True), []
-    model = make(host, head, "latent", **without_dropout(host)).train()
+def test_training_gives_every_parameter_a_gradient(architecture, head):
+    """Check `test_training`, also with checkpointed layers (`test_training_gradient_checkpointing`)."""
+    batch, actual = architecture.batch(head, labels=True), []
+    model = make(architecture, head, "latent", **without_dropout(architecture)).train()
     checkpointed = [False, True] if model.supports_gradient_checkpointing else [False]
     for on in checkpointed:
         if on:
@@ -47,23 +47,25 @@ def test_training_gives_every_parameter_a_gradient(host, head):
         torch.manual_seed(3)
         output = model(**batch)
         (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
-        found.append({name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad})
-    without = sorted(name for name, grad in found[0].items() if grad is None)
-    upstream = host.upstream_model(head)
+        actual.append(
+            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+        )
+    without = sorted(name for name, grad in actual[0].items() if grad is None)
+    upstream = architecture.upstream_model(head)
     output = upstream(**batch)
     (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
     unused = {name for name, parameter in upstream.named_parameters() if parameter.grad is None}
-    # A decoder that is alone attends to no encoder, so there is no latent of one.
+    # A decoder without an encoder has no latent of encoder outputs.
     ours = {name for name in set(without) - unused if not name.endswith("cross_kv_a_proj.weight")}
     assert not ours, sorted(ours)
     assert head.endswith("ForCausalLM") or not any(name.endswith("cross_kv_a_proj.weight") for name in without)
-    if len(found) == 2:
-        assert_same(*({name: grad for name, grad in each.items() if grad is not None} for each in found))
+    if len(actual) == 2:
+        assert_same(*({name: grad for name, grad in item.items() if grad is not None} for item in actual))
 
 
 @pytest.fixture
 def seeded_draws(monkeypatch):
-    """Each weight is drawn from the same seed, in whatever order they come: `seeded_weight_init`."""
+    """Draw each weight from the same seed, in any order (`seeded_weight_init`)."""
 
     def seeded(function):
         def draw(*args, **kwargs):
@@ -79,10 +81,10 @@ def seeded_draws(monkeypatch):
 
 @pytest.mark.thorough
 @SOME_HEADS
-def test_every_missing_weight_is_initialised(host, head, seeded_draws):
-    """Upstream's `test_can_init_all_missing_weights`: of an empty checkpoint, what a new model is drawn as."""
+def test_missing_weights_are_initialized_like_a_new_model(architecture, head, seeded_draws):
+    """Check `test_can_init_all_missing_weights` with an empty checkpoint."""
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
-    config = host.config(head=head, **fields_of(host, "latent"))
+    config = architecture.config(head=head, **fields_of(architecture, "latent"))
     new = model_class(config)
     loaded = model_class.from_pretrained(None, config=config, state_dict={})
     assert_same(new.state_dict(), loaded.state_dict(), atol=0, rtol=0)
@@ -93,50 +95,50 @@ def test_every_missing_weight_is_initialised(host, head, seeded_draws):
 
 @pytest.mark.thorough
 @SOME_HEADS
-def test_saved_and_loaded_it_is_the_same_model(host, head, tmp_path):
-    """`test_save_load`, `_keys_to_ignore_on_save`, `test_tied_weights_keys`, in several files."""
-    model = fresh(host, head, "gqa")
+def test_save_and_load_keeps_the_model(architecture, head, tmp_path):
+    """Check `test_save_load`, `_keys_to_ignore_on_save` and `test_tied_weights_keys`, in several files."""
+    model = fresh(architecture, head, "gqa")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     assert_same(model.state_dict(), loaded.state_dict(), atol=0, rtol=0)
     pointers = [
-        {name: each.data_ptr() for name, each in m.state_dict(keep_vars=True).items()} for m in (model, loaded)
+        {name: item.data_ptr() for name, item in m.state_dict(keep_vars=True).items()} for m in (model, loaded)
     ]
     ties = [{frozenset(n for n in at if at[n] == at[name]) for name in at} for at in pointers]
     assert ties[0] == ties[1]
     with torch.no_grad():
-        batch = host.batch(head)
+        batch = architecture.batch(head)
         assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_eager_equals_sdpa(host, variant):
-    """`test_eager_matches_sdpa_inference`: padded on the right and on the left, with and without gradients."""
-    head = next(iter(host.heads))
-    model, batch = make(host, head, variant), host.batch(head)
+def test_eager_equals_sdpa(architecture, variant):
+    """Check `test_eager_matches_sdpa_inference`: padded on the right and on the left, with and without gradients."""
+    head = next(iter(architecture.heads))
+    model, batch = make(architecture, head, variant), architecture.batch(head)
     flipped = {name: value.flip(-1) if name == "attention_mask" else value for name, value in batch.items()}
     for inputs in (batch, flipped):
         kept = inputs.get("attention_mask")
-        found = []
+        actual = []
         for implementation in ("eager", "sdpa"):
             model.set_attn_implementation(implementation)
             with torch.no_grad():
                 output = next(iter(tensors(model(**inputs)).values()))
-            # What is computed at padding is nobody's business.
+            # Outputs at padded positions are ignored.
             is_of_text = kept is not None and "decoder_input_ids" not in inputs
-            found.append(output * kept[..., None] if is_of_text and output.dim() == 3 else output)
-        torch.testing.assert_close(*found, **TOLERANCE)
+            actual.append(output * kept[..., None] if is_of_text and output.dim() == 3 else output)
+        torch.testing.assert_close(*actual, **TOLERANCE)
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_a_row_alone_is_what_it_is_in_a_batch(host, variant):
-    """`test_batching_equivalence`."""
-    head = next(iter(host.heads))
-    model, batch = make(host, head, variant), host.batch(head)
+def test_batched_row_equals_the_single_row(architecture, variant):
+    """Check `test_batching_equivalence`."""
+    head = next(iter(architecture.heads))
+    model, batch = make(architecture, head, variant), architecture.batch(head)
     with torch.no_grad():
         whole = tensors(model(**batch))
         for row in range(len(next(iter(batch.values())))):
@@ -144,13 +146,13 @@ def test_a_row_alone_is_what_it_is_in_a_batch(host, variant):
             assert_same({name: value[row : row + 1] for name, value in whole.items()}, alone)
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_shapes_of_hidden_states_and_attentions(host, variant):
-    """`test_hidden_states_output`, `test_attention_outputs`, `test_model_outputs_equivalence`."""
-    head = next(iter(host.heads))
-    model, batch = make(host, head, variant), host.batch(head)
-    upstream = host.upstream_model(head)
+def test_hidden_states_and_attentions_have_the_expected_shapes(architecture, variant):
+    """Check `test_hidden_states_output`, `test_attention_outputs` and `test_model_outputs_equivalence`."""
+    head = next(iter(architecture.heads))
+    model, batch = make(architecture, head, variant), architecture.batch(head)
+    upstream = architecture.upstream_model(head)
     upstream.set_attn_implementation("eager")
     flags = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
@@ -160,19 +162,19 @@ def test_shapes_of_hidden_states_and_attentions(host, variant):
     for name, value in theirs.items():
         if isinstance(value, tuple):
             # Upstream of 5.15 and 5.17 leaves out the weights of a T5 decoder.
-            assert not value or [each.shape for each in ours[name]] == [each.shape for each in value], name
+            assert not value or [item.shape for item in ours[name]] == [item.shape for item in value], name
     for value, unnamed in zip(ours.to_tuple(), as_tuple, strict=True):
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, unnamed)
 
 
-@pytest.mark.parametrize("host", TEXT_HOSTS, ids=lambda row: row.name)
-def test_embedded_inputs_give_what_their_ids_give(host):
-    """`test_inputs_embeds_matches_input_ids`."""
-    head = next(iter(host.heads))
-    model = make(host, head, "latent")
+@pytest.mark.parametrize("architecture", TEXT_ARCHITECTURES, ids=lambda row: row.name)
+def test_inputs_embeds_equal_input_ids(architecture):
+    """Check `test_inputs_embeds_matches_input_ids`."""
+    head = next(iter(architecture.heads))
+    model = make(architecture, head, "latent")
     ids = token_ids()
-    others = {"decoder_input_ids": token_ids()} if host in PAIRS else {}
+    others = {"decoder_input_ids": token_ids()} if architecture in PAIRS else {}
     with torch.no_grad():
         embedded = model(inputs_embeds=model.get_input_embeddings()(ids), **others)
         assert_same(tensors(model(input_ids=ids, **others)), tensors(embedded))
@@ -180,42 +182,44 @@ def test_embedded_inputs_give_what_their_ids_give(host):
 
 @GENERATES
 @pytest.mark.parametrize("beams", [1, 2])
-def test_generation_from_embedded_inputs_and_what_it_returns(host, beams):
-    """`test_generate_from_inputs_embeds`, and the shapes that `generate` returns, greedily and by beams."""
-    model = make(host, second_head(host), "latent")
+def test_generation_from_inputs_embeds_returns_the_expected_shapes(architecture, beams):
+    """Check `test_generate_from_inputs_embeds` and the shapes of `generate`, greedily and with beams."""
+    model = make(architecture, second_head(architecture), "latent")
     model.set_attn_implementation("eager")
     ids, steps = token_ids(), 4
     options = {"max_new_tokens": steps, "min_new_tokens": steps, "num_beams": beams, "do_sample": False}
     expected = model.generate(input_ids=ids, **options)
     embedded = model.get_input_embeddings()(ids)
     flags = {"output_scores": True, "output_attentions": True, "output_hidden_states": True}
-    found = model.generate(inputs_embeds=embedded, **options, **flags, return_dict_in_generate=True)
-    assert torch.equal(found.sequences, expected)
+    actual = model.generate(inputs_embeds=embedded, **options, **flags, return_dict_in_generate=True)
+    assert torch.equal(actual.sequences, expected)
     rows, config = len(ids) * beams, model.config
-    assert [score.shape for score in found.scores] == [(rows, VOCABULARY)] * steps
-    layers = len(found.decoder_attentions[0])
+    assert [score.shape for score in actual.scores] == [(rows, VOCABULARY)] * steps
+    layers = len(actual.decoder_attentions[0])
     for step, (own, cross, states) in enumerate(
-        zip(found.decoder_attentions, found.cross_attentions, found.decoder_hidden_states, strict=True)
+        zip(actual.decoder_attentions, actual.cross_attentions, actual.decoder_hidden_states, strict=True)
     ):
         heads = config.decoder_attention_heads if hasattr(config, "decoder_attention_heads") else config.num_heads
-        assert [each.shape for each in own] == [(rows, heads, 1, step + 1)] * layers
-        assert [each.shape for each in cross] == [(rows, heads, 1, LENGTH)] * layers
-        assert [each.shape for each in states] == [(rows, 1, config.d_model)] * (layers + 1)
+        assert [item.shape for item in own] == [(rows, heads, 1, step + 1)] * layers
+        assert [item.shape for item in cross] == [(rows, heads, 1, LENGTH)] * layers
+        assert [item.shape for item in states] == [(rows, 1, config.d_model)] * (layers + 1)
 
 
-@pytest.mark.parametrize("host", [row for row in TEXT_HOSTS if row not in PAIRS], ids=lambda row: row.name)
-def test_feed_forward_layers_in_chunks(host):
-    """`test_feed_forward_chunking`."""
-    head = next(iter(host.heads))
-    whole, chunked = (make(host, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
+@pytest.mark.parametrize(
+    "architecture", [row for row in TEXT_ARCHITECTURES if row not in PAIRS], ids=lambda row: row.name
+)
+def test_feed_forward_chunking_changes_no_output(architecture):
+    """Check `test_feed_forward_chunking`."""
+    head = next(iter(architecture.heads))
+    whole, chunked = (make(architecture, head, "gqa", chunk_size_feed_forward=size) for size in (0, 1))
     with torch.no_grad():
-        assert_same(tensors(whole(**host.batch(head))), tensors(chunked(**host.batch(head))))
+        assert_same(tensors(whole(**architecture.batch(head))), tensors(chunked(**architecture.batch(head))))
 
 
 @EVERY_HEAD
-def test_embeddings_are_resized_and_stay_tied(host, head):
-    """`test_resize_tokens_embeddings`, `test_resize_embeddings_untied`, `test_model_get_set_embeddings`."""
-    model = make(host, head, "gqa")
+def test_resized_embeddings_stay_tied(architecture, head):
+    """Check `test_resize_tokens_embeddings`, `test_resize_embeddings_untied` and `test_model_get_set_embeddings`."""
+    model = make(architecture, head, "gqa")
     if model.get_input_embeddings() is None or not isinstance(model.get_input_embeddings(), nn.Embedding):
         pytest.skip("it reads no words")
     output = model.get_output_embeddings()
@@ -230,7 +234,7 @@ def test_embeddings_are_resized_and_stay_tied(host, head):
         if output is not None:
             assert len(model.get_output_embeddings().weight) == size
             assert (model.get_output_embeddings().weight is weight) == tied
-    batch = host.batch(head)
+    batch = architecture.batch(head)
     smaller = {
         name: value % (VOCABULARY - 10) if name.endswith("input_ids") else value for name, value in batch.items()
     }
@@ -239,25 +243,25 @@ def test_embeddings_are_resized_and_stay_tied(host, head):
 
 
 def whole_layers(model):
-    """The paths of the modules that a device map keeps whole, the outermost ones."""
+    """Return the outermost modules that a device map does not split."""
     names = set(model._no_split_modules or ())
-    found = [path for path, module in model.named_modules() if type(module).__name__ in names]
-    return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    actual = [path for path, module in model.named_modules() if type(module).__name__ in names]
+    return [path for path in actual if not any(path.startswith(f"{other}.") for other in actual)]
 
 
-@EVERY_HOST
-def test_what_must_not_be_split_is_there(host):
-    """`test_model_parallelism`: the layers that a device map keeps whole are found by the names of our classes."""
-    head = next(iter(host.heads))
-    model, upstream = make(host, head, "gqa"), host.upstream_model(head)
+@EVERY_ARCHITECTURE
+def test_no_split_modules_are_found(architecture):
+    """Check `test_model_parallelism`: the names of our classes select the layers that a device map keeps whole."""
+    head = next(iter(architecture.heads))
+    model, upstream = make(architecture, head, "gqa"), architecture.upstream_model(head)
     assert whole_layers(model) == whole_layers(upstream)
 
 
-@pytest.mark.parametrize("host", HOSTS[:3] + HOSTS[6:7], ids=lambda row: row.name)
-def test_weights_left_on_the_disk(host, tmp_path):
-    """`test_disk_offload_safetensors`: a layer is read when it is run."""
-    head = next(iter(host.heads))
-    model, batch = fresh(host, head, "latent"), host.batch(head)
+@pytest.mark.parametrize("architecture", ALL_ARCHITECTURES[:3] + ALL_ARCHITECTURES[6:7], ids=lambda row: row.name)
+def test_weights_are_offloaded_to_the_disk(architecture, tmp_path):
+    """Check `test_disk_offload_safetensors`: a layer is read when it runs."""
+    head = next(iter(architecture.heads))
+    model, batch = fresh(architecture, head, "latent"), architecture.batch(head)
     model.save_pretrained(tmp_path / "model")
     # ALBERT's layers are one module, that upstream names in no list.
     layer = (whole_layers(model) or ["encoder.albert_layer_groups.0"])[0]
@@ -269,13 +273,13 @@ def test_weights_left_on_the_disk(host, tmp_path):
             parts[path] = "cpu"
     loaded = type(model).from_pretrained(tmp_path / "model", device_map=parts, offload_folder=tmp_path / "offload")
     assert loaded.hf_device_map[layer] == "disk" and loaded.get_submodule(layer) is not None
-    assert {each.device.type for each in loaded.get_submodule(layer).parameters()} == {"meta"}
+    assert {item.device.type for item in loaded.get_submodule(layer).parameters()} == {"meta"}
     with torch.no_grad():
         assert_same(tensors(model(**batch)), tensors(loaded.eval()(**batch)))
 
 
-def test_the_installed_package_ships_no_shared_tests():
-    """Should it ever, they are to be subclassed in place of these."""
+def test_installed_transformers_has_no_shared_tests():
+    """Check that Transformers still ships no shared tests; if it did, these tests should inherit from them."""
     import importlib.util
 
     assert importlib.util.find_spec("transformers.test_modeling_common") is None

@@ -1,11 +1,11 @@
-"""What transformers' shared tests ask of losses and gradients."""
+"""Apply the ideas of Transformers' shared tests of losses and gradients to our models."""
 
 import pytest
 import torch
 from architectures import token_ids
 from fixtures.checkpointing import checkpoint_layers
-from fixtures.hosts import (
-    EVERY_HOST,
+from fixtures.tested_architectures import (
+    EVERY_ARCHITECTURE,
     EVERY_VARIANT,
     GENERATES,
     assert_same,
@@ -25,14 +25,14 @@ PROBLEMS = {
 }
 
 
-@EVERY_HOST
+@EVERY_ARCHITECTURE
 @EVERY_VARIANT
-def test_gradients_reach_what_is_returned(host, variant):
-    """`test_retain_grad_hidden_states_attentions`: states and weights that are returned are those that are used."""
-    head = next(iter(host.heads))
-    model = make(host, head, variant)
+def test_gradients_reach_returned_states_and_weights(architecture, variant):
+    """Check `test_retain_grad_hidden_states_attentions`: the model uses the states and weights that it returns."""
+    head = next(iter(architecture.heads))
+    model = make(architecture, head, variant)
     model.set_attn_implementation("eager")
-    output = model(**host.batch(head), output_hidden_states=True, output_attentions=True)
+    output = model(**architecture.batch(head), output_hidden_states=True, output_attentions=True)
     returned = {
         name: output[name] for name in output if name.endswith(("hidden_states", "attentions")) and output[name]
     }
@@ -44,75 +44,77 @@ def test_gradients_reach_what_is_returned(host, variant):
         assert values[0].grad is not None and values[0].grad.abs().sum() > 0, name
 
 
-@EVERY_HOST
-def test_embeddings_pass_gradients_on(host):
-    """`test_enable_input_require_grads`, with checkpointed layers too: adapters of a frozen model need them."""
-    head = next(iter(host.heads))
-    model = make(host, head, "gqa", **without_dropout(host))
+@EVERY_ARCHITECTURE
+def test_embeddings_pass_gradients_to_adapters(architecture):
+    """Check `test_enable_input_require_grads`, also with checkpointed layers, for adapters of a frozen model."""
+    head = next(iter(architecture.heads))
+    model = make(architecture, head, "gqa", **without_dropout(architecture))
     if not model.supports_gradient_checkpointing:
         pytest.skip("it checkpoints nothing")
     model.requires_grad_(False)
     model.enable_input_require_grads()
     _, _, last = list(model.named_attentions())[-1]
-    adapter = next(each for each in last.modules() if isinstance(each, torch.nn.Linear))
+    adapter = next(item for item in last.modules() if isinstance(item, torch.nn.Linear))
     adapter.requires_grad_(True)
-    found = []
+    result = []
     for checkpointed in (False, True):
         if checkpointed:
             checkpoint_layers(model, use_reentrant=True)  # it needs an input with a gradient
         model.train(checkpointed)
         model.zero_grad()
-        next(iter(tensors(model(**host.batch(head))).values())).square().sum().backward()
-        found.append({"gradient": adapter.weight.grad.clone()})
-    assert_same(*found)
+        next(iter(tensors(model(**architecture.batch(head))).values())).square().sum().backward()
+        result.append({"gradient": adapter.weight.grad.clone()})
+    assert_same(*result)
 
 
 @CLASSIFIERS
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_losses_of_each_problem_are_upstreams(host, head, problem):
-    """`test_problem_types`."""
+def test_losses_equal_transformers_for_each_problem_type(architecture, head, problem):
+    """Check `test_problem_types`."""
     size, labels = PROBLEMS[problem]
-    upstream = host.upstream_model(head, num_labels=size, problem_type=problem)
-    model = host.model(head, num_labels=size, problem_type=problem)
+    upstream = architecture.upstream_model(head, num_labels=size, problem_type=problem)
+    model = architecture.model(head, num_labels=size, problem_type=problem)
     model.load_state_dict(upstream.state_dict())
-    batch = host.batch(head) | {"labels": labels}
+    batch = architecture.batch(head) | {"labels": labels}
     with torch.no_grad():
         torch.testing.assert_close(model(**batch).loss, upstream(**batch).loss, atol=1e-5, rtol=1e-5)
 
 
 @GENERATES
-def test_a_pair_of_stacks_shifts_its_labels_once(host):
-    """`test_encoder_decoder_loss_no_double_shift`."""
-    head = second_head(host)
-    batch = host.batch(head, labels=True)
+def test_encoder_decoder_shifts_labels_once(architecture):
+    """Check `test_encoder_decoder_loss_no_double_shift`."""
+    head = second_head(architecture)
+    batch = architecture.batch(head, labels=True)
     with torch.no_grad():
-        output = make(host, head, "gqa")(**batch)
+        output = make(architecture, head, "gqa")(**batch)
     expected = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
     torch.testing.assert_close(output.loss, expected)
 
 
 @WRITES_ALONE
-def test_labels_that_are_shifted_already_are_refused(host, head):
-    """`test_causal_lm_loss_honors_shift_labels` is of texts cut among processes, which ours does not join."""
+def test_shift_labels_raise_an_error(architecture, head):
+    """Check that `shift_labels` of `test_causal_lm_loss_honors_shift_labels` raises an error, because it is not
+    supported.
+    """
     batch = {name: token_ids() for name in ("input_ids", "labels", "shift_labels")}
     with pytest.raises(ValueError, match="`shift_labels`"):
-        make(host, head, "gqa")(**batch)
+        make(architecture, head, "gqa")(**batch)
 
 
-@EVERY_HOST
-def test_states_of_some_layers(host):
-    """`test_can_capture_specific_layers_hidden_states`, of transformers that can."""
-    head = next(iter(host.heads))
-    model, upstream = make(host, head, "latent"), host.upstream_model(head)
-    batch = host.batch(head)
+@EVERY_ARCHITECTURE
+def test_hidden_states_of_selected_layers_are_returned(architecture):
+    """Check `test_can_capture_specific_layers_hidden_states` if Transformers supports it."""
+    head = next(iter(architecture.heads))
+    model, upstream = make(architecture, head, "latent"), architecture.upstream_model(head)
+    batch = architecture.batch(head)
     with torch.no_grad():
         some = [upstream(**batch, output_hidden_states=layers) for layers in ([0, 2], True)]
         if not any(value is None for name in some[0] if "states" in name for value in some[0][name] or ()):
             pytest.skip("this transformers returns all or none")
-        found, whole = (model(**batch, output_hidden_states=layers) for layers in ([0, 2], True))
+        result, whole = (model(**batch, output_hidden_states=layers) for layers in ([0, 2], True))
     names = [name for name in some[0] if name.endswith("hidden_states")]
-    assert names and list(found) == list(some[0])
+    assert names and list(result) == list(some[0])
     for name in names:
-        assert [value is None for value in found[name]] == [value is None for value in some[0][name]]
-        kept = [(value, other) for value, other in zip(found[name], whole[name], strict=True) if value is not None]
+        assert [value is None for value in result[name]] == [value is None for value in some[0][name]]
+        kept = [(value, other) for value, other in zip(result[name], whole[name], strict=True) if value is not None]
         assert kept and all(torch.equal(value, other) for value, other in kept)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from architectures import ARCHITECTURES
-from fixtures.golden_repositories import HOSTS, MECHANISMS, fields_of, takes
+from fixtures.golden_repositories import ARCHITECTURE_HEADS, MECHANISMS, fields_of, takes
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 from relatives import RELATIVES
 
@@ -40,7 +40,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def models() -> Record:
     """Return the records of every architecture with every mechanism that it supports, and of every head."""
-    mechanisms = {f"{host}, {name}": (host, name) for host in HOSTS for name in MECHANISMS if takes(host, name)}
+    mechanisms = {
+        f"{architecture}, {name}": (architecture, name)
+        for architecture in ARCHITECTURE_HEADS
+        for name in MECHANISMS
+        if takes(architecture, name)
+    }
     heads = {head: row for row in (*ARCHITECTURES, *RELATIVES) for head in row.heads}
     return record_each(mechanisms, lambda item: _of_model(*mechanisms[item])) | record_each(
         heads, lambda head: _of_head(heads[head].model(head, "gqa"), heads[head].batch(head, labels=True))
@@ -77,10 +82,10 @@ def quantized() -> Record:
     return record_each(paths, on_path) | record_each(chosen, lambda item: _of_quantized(*chosen[item]))
 
 
-def _of_model(host: str, mechanism: str) -> Record:
+def _of_model(architecture: str, mechanism: str) -> Record:
     torch.manual_seed(0)
-    row, head = HOSTS[host]
-    model, batch = row.model(head, **fields_of(host, mechanism)), row.batch(head)
+    row, head = ARCHITECTURE_HEADS[architecture]
+    model, batch = row.model(head, **fields_of(architecture, mechanism)), row.batch(head)
     state = {name: list(each.shape) for name, each in model.state_dict().items()}
     records = {"tensors": digest(state, *model.state_dict().values())}
     for implementation in ("sdpa", "eager"):
