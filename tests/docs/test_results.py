@@ -61,6 +61,6 @@ def test_text_lengths_that_fit_agree_with_the_report(load):
     rows = load("benchmarks.quality_tables").load("largest_batch_t5-small")["rows"].values()
     upstream, shared, latents, ctranslate2 = (row["largest_batch"] for row in rows)
     page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    assert f"serves {upstream} texts in Transformers" in page
-    assert f"serves {shared} with `share_memory`, {latents} with latents, and {ctranslate2} in CTranslate2" in page
+    assert f"can process {upstream} texts per batch" in page
+    assert f"is {shared} texts with `share_memory`, {latents} with latents, and {ctranslate2} with CTranslate2" in page
     assert shared > ctranslate2 > upstream  # README.md says this without numbers
