@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .command_line import nearest_name
-from .files import parse_json
-from .input_files import is_blank, is_unicode, lines_of, suffix_of, whole_lines
+from .files import is_blank, is_unicode, lines_of, parse_json, suffix_of, whole_lines
 
 __all__ = [
     "TABLE_SUFFIXES",

@@ -7,9 +7,8 @@ import pytest
 
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
-from hf_attn_variants.training.glue.data import read_tsv
-from hf_attn_variants.training.ner.data import read_conll
-from hf_attn_variants.training.ner.task import _format_conll
+from hf_attn_variants.training.glue.task import read_tsv
+from hf_attn_variants.training.ner.task import _format_conll, read_conll
 from hf_attn_variants.training.squad.data import read_squad
 
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from choice_settings import ANSWER_FORMATS
 
-from hf_attn_variants.input_files import is_blank
+from hf_attn_variants.files import is_blank
 from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column, parse_rows
-from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
-from hf_attn_variants.training.classification.labels import read_cell
+from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows, read_cell
 from hf_attn_variants.training.engine import tables
 from hf_attn_variants.training.engine.tables import SplitRow, SplitRows, get_label_name, get_text
 

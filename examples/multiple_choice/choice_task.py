@@ -18,8 +18,8 @@ from hf_attn_variants.training.classification.data import ClassificationSplit, h
 from hf_attn_variants.training.classification.task import EvalSet
 from hf_attn_variants.training.engine.dataloaders import prepare_eval_dataloader
 from hf_attn_variants.training.engine.finetune import MetricEvaluator, run_rows
-from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.models import load_config
+from hf_attn_variants.training.engine.optimization import Objective
 
 NO_TRAINING_QUESTIONS = ClassificationSplit("train", make_rows({}))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
-from ..training.engine.options import parse_json_flag
+from ..training.engine.settings import parse_json_flag
 
 __all__ = ["main", "parse_args"]
 

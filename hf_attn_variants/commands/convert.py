@@ -26,7 +26,7 @@ from ..conversion.calibration_settings import (
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS
 from ..modeling.fields.field_texts import describe_field
-from ..training.engine.options import parse_json_flag
+from ..training.engine.settings import parse_json_flag
 
 __all__ = [
     "CALIBRATION_OPTIONS",

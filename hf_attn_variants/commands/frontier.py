@@ -162,7 +162,7 @@ def main(args: argparse.Namespace) -> Any:
 
     from ..errors import INTERRUPTED
     from ..inspection.frontier.measure import SavedFrontier, load_source, measure_frontier, variants_to_try
-    from ..languages import set_languages
+    from ..model_properties import set_languages
     from ..progress import no_progress_bars
 
     output_dir = Path(args.output_dir).expanduser()

@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _read_text(path: str | None) -> str | None:
-    from ..input_files import read_file
+    from ..files import read_file
 
     if path is None:
         return None

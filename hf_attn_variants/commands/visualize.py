@@ -83,9 +83,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     from ..registration import variant_config_class, variant_model_class
-    from ..training.engine.models import load_config, load_model
+    from ..training.engine.models import check_max_length, load_config, load_model, load_tokenizer
     from ..training.engine.settings import ModelSettings
-    from ..training.engine.tokenizers import check_max_length, load_tokenizer
 
     logging.set_verbosity_error()  # parts that do not affect the attention, such as a pooler, may be missing
     settings = ModelSettings(model_name_or_path=args.model_name_or_path, tokenizer_name=args.tokenizer_name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..input_files import read_file
+from ..files import read_file
 
 __all__ = [
     "CONVERT",

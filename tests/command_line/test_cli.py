@@ -1,6 +1,5 @@
 """The `attn-variants` command: what it lists, what it imports, and that it does what the scripts do."""
 
-import importlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from fixtures.speech import whisper_checkpoint
 import attn_variants
 import hf_attn_variants
 from hf_attn_variants import AttnVariantBertModel, cli
+from hf_attn_variants.commands import load_command
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("datasets", "evaluate", "matplotlib", "pandas", "peft", "rich", "sacrebleu", "sklearn")
@@ -84,7 +84,7 @@ def test_the_literals_of_convert_are_those_of_the_conversion():
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_has_its_own_help(name, capsys):
-    module = importlib.import_module(cli.COMMANDS[name][0])
+    module = load_command(name)
     assert callable(module.main)
     with pytest.raises(SystemExit) as stopped:
         cli.main([name, "--help"])
@@ -128,7 +128,7 @@ def test_help_names_every_host():
 def test_examples_fit_80_columns(name, capsys, monkeypatch):
     """As the command and as its script, whose name is longer."""
     monkeypatch.setenv("COLUMNS", "80")
-    module = importlib.import_module(cli.COMMANDS[name][0])
+    module = load_command(name)
     for show in (lambda: cli.main([name, "--help"]), lambda: module.parse_args(["--help"])):
         with pytest.raises(SystemExit):
             show()
@@ -184,7 +184,7 @@ def test_an_error_of_the_command_line_is_the_error_and_where_to_read_more(argv, 
     ],
 )
 def test_of_a_flag_given_twice_the_last_value_counts_and_a_line_says_so(flags, field, value, note, capsys):
-    parse = importlib.import_module(cli.COMMANDS["convert"][0]).parse_args
+    parse = load_command("convert").parse_args
     calibrated = ["bert", "--output_dir", "out", "--calibration_file", __file__]
     assert getattr(parse([*calibrated, *flags]), field) == value
     said = capsys.readouterr().err
@@ -402,7 +402,7 @@ def test_all_commands_but_two_are_about_a_checkpoint():
 
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_every_command_takes_the_checkpoint_by_its_place_and_by_name(name, capsys):
-    parse_args = importlib.import_module(cli.COMMANDS[name][0]).parse_args
+    parse_args = load_command(name).parse_args
     options = COMMAND_LINES[name]
     named = parse_args(["--model_name_or_path", "a/b", *options])
     assert named.model_name_or_path == "a/b"

@@ -7,7 +7,9 @@ import pytest
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 from fixtures.processes import run_processes, run_script
 
-from hf_attn_variants.commands.glue import main, parse_args
+from hf_attn_variants.commands.training import glue
+
+main, parse_args = glue.main, glue.parse_args
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,9 @@ import pytest
 from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_t5, make_text
 
-from hf_attn_variants.commands.seq2seq import main, parse_args
+from hf_attn_variants.commands.training import seq2seq
+
+main, parse_args = seq2seq.main, seq2seq.parse_args
 
 
 @pytest.fixture(scope="module")

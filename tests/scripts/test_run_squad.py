@@ -6,7 +6,9 @@ import pytest
 from fixtures.processes import run_processes, run_script
 from fixtures.squad import make_questions, make_reader, write_questions
 
-from hf_attn_variants.commands.squad import main, parse_args
+from hf_attn_variants.commands.training import squad
+
+main, parse_args = squad.main, squad.parse_args
 
 
 @pytest.fixture(scope="module")

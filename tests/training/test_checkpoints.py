@@ -11,8 +11,10 @@ from accelerate import Accelerator
 from fixtures.full_disk import full_disk
 from fixtures.processes import Signal, draw_step, run_processes, run_script
 
-from hf_attn_variants.commands.glue import main, parse_args
+from hf_attn_variants.commands.training import glue
 from hf_attn_variants.training.engine import checkpoints, loop
+
+main, parse_args = glue.main, glue.parse_args
 
 STEPS = 13  # over an epoch's end at 8 (or 4 with accumulation), ending inside an epoch
 

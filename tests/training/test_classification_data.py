@@ -11,21 +11,21 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import List as ListFeature
 from sklearn.utils.class_weight import compute_class_weight
 
-from hf_attn_variants.commands.classify import parse_args
+from hf_attn_variants.commands.training import classify
+from hf_attn_variants.training.classification import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from hf_attn_variants.training.classification.data import (
-    find_label_column,
-    find_text_columns,
-    load_classification_data,
-)
-from hf_attn_variants.training.classification.labels import (
     LabelScheme,
     compute_class_weights,
+    find_label_column,
+    find_text_columns,
     infer_problem_type,
+    load_classification_data,
     read_cell,
     sort_class_names,
 )
-from hf_attn_variants.training.classification.settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from hf_attn_variants.training.engine import tables
+
+parse_args = classify.parse_args
 
 NO_CLASSIFIER = SimpleNamespace(architectures=["BertModel"], id2label={0: "LABEL_0", 1: "LABEL_1"}, problem_type=None)
 

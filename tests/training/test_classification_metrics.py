@@ -10,17 +10,17 @@ from sklearn.metrics import precision_recall_fscore_support, roc_auc_score
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_attn_variants.training.classification import metrics
-from hf_attn_variants.training.classification.labels import LabelScheme
-from hf_attn_variants.training.classification.metrics import (
+from hf_attn_variants.training.classification import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, SINGLE_LABEL, metrics
+from hf_attn_variants.training.classification.data import LabelScheme
+from hf_attn_variants.training.classification.task import (
     Predictions,
     compute_classification_metrics,
     compute_metric_details,
     draw_confusion_matrix,
+    make_classification_objective,
     shorten_class_name,
+    to_model_labels,
 )
-from hf_attn_variants.training.classification.settings import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from hf_attn_variants.training.classification.task import make_classification_objective, to_model_labels
 from hf_attn_variants.training.engine.models import LabelMap
 from hf_attn_variants.training.engine.settings import is_greater_better
 

@@ -8,6 +8,7 @@ import pytest
 from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_t5
 from fixtures.wikipedia_sections import articles_by_headings, paragraphs_by_heading
+from hf_attn_variants.commands.classify import main, parse_args
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -27,10 +28,9 @@ from transformers import (
 )
 
 from hf_attn_variants import convert
-from hf_attn_variants.commands import glue as glue_command
-from hf_attn_variants.commands.classify import main, parse_args
+from hf_attn_variants.commands.training import glue as glue_command
 from hf_attn_variants.glue_tasks import get_task
-from hf_attn_variants.training.glue.data import load_glue
+from hf_attn_variants.training.glue.task import load_glue
 
 pytestmark = pytest.mark.slow
 QUIET = ["--cpu", "--disable_tqdm"]

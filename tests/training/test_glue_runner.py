@@ -17,11 +17,13 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.models.bert.modeling_bert import BertIntermediate
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
-from hf_attn_variants.commands.glue import main, parse_args
+from hf_attn_variants.commands.training import glue
 from hf_attn_variants.errors import TerminatedError
 from hf_attn_variants.training.engine import session
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.glue.task import GlueEvaluator
+
+main, parse_args = glue.main, glue.parse_args
 
 
 @pytest.fixture

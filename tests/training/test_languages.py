@@ -19,10 +19,10 @@ from transformers import (
 
 from hf_attn_variants import convert
 from hf_attn_variants.commands import convert as convert_command
-from hf_attn_variants.commands import seq2seq, uptrain
-from hf_attn_variants.languages import set_languages
-from hf_attn_variants.training.engine.losses import compute_target_logits, make_label_objective
-from hf_attn_variants.training.engine.text_rows import make_pair_collator
+from hf_attn_variants.commands.training import seq2seq, uptrain
+from hf_attn_variants.model_properties import set_languages
+from hf_attn_variants.training.engine.dataloaders import make_pair_collator
+from hf_attn_variants.training.engine.optimization import compute_target_logits, make_label_objective
 
 MODELS = {
     "mbart": (MBartConfig, MBartForConditionalGeneration),

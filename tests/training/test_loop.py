@@ -20,8 +20,8 @@ from hf_attn_variants.errors import NonFiniteLossError, TerminatedError, run_scr
 from hf_attn_variants.training.engine import loop as training_loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.losses import Objective
-from hf_attn_variants.training.engine.outputs import save_bad_batch
+from hf_attn_variants.training.engine.optimization import Objective
+from hf_attn_variants.training.engine.session import save_bad_batch
 from hf_attn_variants.training.engine.settings import count_training_steps
 
 

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-from hf_attn_variants.commands.ner import main, parse_args
+from hf_attn_variants.commands.training import ner
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
-from hf_attn_variants.training.ner.data import load_sentences, read_conll
-from hf_attn_variants.training.ner.task import score_entities
+from hf_attn_variants.training.ner.task import load_sentences, read_conll, score_entities
+
+main, parse_args = ner.main, ner.parse_args
 
 NAMES, PLACES, VERBS = ("Ann", "Bob", "Tom Lee"), ("Rome", "New York"), ("visits", "likes", "left")
 

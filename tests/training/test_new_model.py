@@ -6,7 +6,7 @@ import json
 import pytest
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_attn_variants.commands import pretrain, pretrain_t5, seq2seq
+from hf_attn_variants.commands.training import pretrain, pretrain_t5, seq2seq
 from hf_attn_variants.modeling.fields.field_table import FIELDS, row_of
 from hf_attn_variants.modeling.fields.field_texts import describe_field
 from hf_attn_variants.training.engine.models import load_or_make_model, make_new_config, parse_overrides

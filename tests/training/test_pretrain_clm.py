@@ -32,16 +32,18 @@ from hf_attn_variants import (
     AttnVariantRobertaConfig,
     AttnVariantRobertaForCausalLM,
 )
-from hf_attn_variants.commands.pretrain import main, parse_args
+from hf_attn_variants.commands.training import pretrain
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.losses import make_label_objective
-from hf_attn_variants.training.pretraining.causal_lm import (
+from hf_attn_variants.training.engine.optimization import make_label_objective
+from hf_attn_variants.training.pretraining.task import (
     CausalLMPreparation,
     compute_causal_lm_sums,
     compute_causal_logits,
+    shuffle_positions,
 )
-from hf_attn_variants.training.pretraining.task import shuffle_positions
+
+main, parse_args = pretrain.main, pretrain.parse_args
 
 TINY = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4,intermediate_size=64,max_position_embeddings=64"
 SIZES = {

@@ -41,15 +41,19 @@ from hf_attn_variants import (
     AttnVariantBertConfig,
     AttnVariantBertForPreTraining,
 )
-from hf_attn_variants.commands.pretrain import main, parse_args
+from hf_attn_variants.commands.training import pretrain
 from hf_attn_variants.registration import variant_model_class
-from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
+from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL, MaskedLMPreparation, find_word_starts
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.models import make_new_config
-from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation, find_word_starts
-from hf_attn_variants.training.engine.tokenizers import get_vocabulary_size
-from hf_attn_variants.training.pretraining.masked_lm import make_masked_lm_objective
-from hf_attn_variants.training.pretraining.task import compute_context_results, shuffle_positions, zero_attention
+from hf_attn_variants.training.engine.models import get_vocabulary_size, make_new_config
+from hf_attn_variants.training.pretraining.task import (
+    compute_context_results,
+    make_masked_lm_objective,
+    shuffle_positions,
+    zero_attention,
+)
+
+main, parse_args = pretrain.main, pretrain.parse_args
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"

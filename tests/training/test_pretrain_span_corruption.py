@@ -10,7 +10,9 @@ from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_attn_variants import AttnVariantT5ForConditionalGeneration
-from hf_attn_variants.commands.pretrain_t5 import main, parse_args
+from hf_attn_variants.commands.training import pretrain_t5
+
+main, parse_args = pretrain_t5.main, pretrain_t5.parse_args
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,relative_attention_num_buckets=8"

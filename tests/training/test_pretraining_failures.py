@@ -1,7 +1,6 @@
 """What goes wrong in either pretraining script: an error that names the file, and a last checkpoint to go on from."""
 
 import gzip
-import importlib
 import json
 import re
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ import pytest
 from fixtures.full_disk import full_disk
 from fixtures.span_corruption import make_sentinel_tokenizer
 
+from hf_attn_variants.commands.training import pretrain, pretrain_t5
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.training.engine import loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
@@ -35,13 +35,13 @@ def text(tmp_path):
     return tmp_path
 
 
-COMMANDS = {"pretrain_mlm": "pretrain", "pretrain_span_corruption": "pretrain_t5"}
+COMMANDS = {"pretrain_mlm": pretrain, "pretrain_span_corruption": pretrain_t5}
 
 
 @pytest.fixture(params=SIZES)
 def run(request, text, tiny_bert):
     tokenizer = tiny_bert if request.param == "pretrain_mlm" else make_sentinel_tokenizer(text / "tokenizer")
-    script = importlib.import_module(f"hf_attn_variants.commands.{COMMANDS[request.param]}")
+    script = COMMANDS[request.param]
 
     def call(*more, out="out", files=None):
         argv = ["--train_file", *(files or sorted(text.glob("train-*.txt.gz")))]

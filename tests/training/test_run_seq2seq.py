@@ -9,11 +9,12 @@ import torch
 from fixtures.uptraining import copy_left_sided, make_t5, make_text
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationMixin
 
-from hf_attn_variants.commands.seq2seq import main, parse_args
+from hf_attn_variants.commands.training import seq2seq
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import push as hub_push
-from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
-from hf_attn_variants.training.seq2seq.task import Decoder, Seq2SeqEvaluator
+from hf_attn_variants.training.seq2seq.task import Decoder, Seq2SeqEvaluator, load_seq2seq_data
+
+main, parse_args = seq2seq.main, seq2seq.parse_args
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,18 @@ from fixtures.squad import make_reader, write_questions
 from fixtures.uptraining import copy_left_sided
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer
 
-from hf_attn_variants.commands.squad import main, parse_args
+from hf_attn_variants.commands.training import squad
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import push
-from hf_attn_variants.training.squad.data import compute_stride, make_window_collator, make_windows, read_squad
-from hf_attn_variants.training.squad.metrics import compute_squad
+from hf_attn_variants.training.squad.data import (
+    compute_squad,
+    compute_stride,
+    make_window_collator,
+    make_windows,
+    read_squad,
+)
+
+main, parse_args = squad.main, squad.parse_args
 
 
 @pytest.fixture(scope="module")

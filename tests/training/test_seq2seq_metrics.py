@@ -6,10 +6,12 @@ import pytest
 import sacrebleu
 from fixtures.uptraining import make_t5, make_text
 
-from hf_attn_variants.commands.seq2seq import main, parse_args
-from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
+from hf_attn_variants.commands.training import seq2seq
+from hf_attn_variants.training.seq2seq import METRIC_PACKAGES, check_text_metrics
 from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, get_text_metric, score_texts
-from hf_attn_variants.training.seq2seq.settings import METRIC_PACKAGES, check_text_metrics
+from hf_attn_variants.training.seq2seq.task import load_seq2seq_data
+
+main, parse_args = seq2seq.main, seq2seq.parse_args
 
 TEXTS = ["The dog sits on the red mat.", "A man sees a house in the garden .", "big dogs"]
 RIGHT = ["The dog sat on the red mat.", "A man sees a house in his garden.", "Big dogs run."]

@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 from fixtures.squad import write_questions
 
-from hf_attn_variants.commands.seq2seq import parse_args
+from hf_attn_variants.commands.training import seq2seq
 from hf_attn_variants.glue_tasks import TASKS
-from hf_attn_variants.training.seq2seq.data import format_glue, format_label, load_task, parse_texts
-from hf_attn_variants.training.seq2seq.settings import TEXT_TASKS
+from hf_attn_variants.training.seq2seq import TEXT_TASKS
+from hf_attn_variants.training.seq2seq.task import format_glue, format_label, load_task, parse_texts
+
+parse_args = seq2seq.parse_args
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from hf_attn_variants.training.pretraining import text_stream
-from hf_attn_variants.training.pretraining.settings import MaskedLMSettings
+from hf_attn_variants.training.pretraining import MaskedLMSettings, text_stream
 from hf_attn_variants.training.pretraining.text_stream import open_text_sources
 
 ROWS = [f"row {i}" for i in range(40)]

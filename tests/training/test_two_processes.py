@@ -1,6 +1,5 @@
 """Two gloo processes: the losses of one, the same bits after SIGKILL and SIGTERM, Ctrl-C, and two strangers."""
 
-import importlib
 import json
 import signal
 from pathlib import Path
@@ -12,7 +11,8 @@ from fixtures.span_corruption import make_sentinel_tokenizer
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from hf_attn_variants.commands import glue as run_glue
+from hf_attn_variants.commands.training import glue as run_glue
+from hf_attn_variants.commands.training import pretrain, pretrain_t5
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ SIZES = {
 }
 
 
-COMMANDS = {"pretrain_mlm": "pretrain", "pretrain_span_corruption": "pretrain_t5"}
+COMMANDS = {"pretrain_mlm": pretrain, "pretrain_span_corruption": pretrain_t5}
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def records(out):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SIZES)
 def test_two_processes_train_like_one_with_the_batch_doubled(flags, tmp_path, name):
-    script = importlib.import_module(f"hf_attn_variants.commands.{COMMANDS[name]}")
+    script = COMMANDS[name]
     # Each of two processes evaluates five rows, one of them a second time.
     more = ["--max_train_steps", 5, "--dropout_rate", 0, "--validation_file", ROOT / "README.md"]
     more += ["--max_eval_samples", 9, "--per_device_eval_batch_size", 2]

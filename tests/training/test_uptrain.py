@@ -26,15 +26,17 @@ from transformers import (
     BartForConditionalGeneration,
 )
 
-from hf_attn_variants.commands.uptrain import main, parse_args
+from hf_attn_variants.commands.training import uptrain
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
 from hf_attn_variants.hub import model_card
 from hf_attn_variants.inspection import sentence_embeddings
 from hf_attn_variants.text_files import read_lines
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.uptraining.data import hold_out
 from hf_attn_variants.training.uptraining.objective import UptrainingObjective
+from hf_attn_variants.training.uptraining.task import hold_out
+
+main, parse_args = uptrain.main, uptrain.parse_args
 
 ROOT = Path(__file__).parents[2]
 

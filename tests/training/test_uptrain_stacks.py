@@ -16,7 +16,9 @@ from transformers import (
 )
 
 from hf_attn_variants import convert
-from hf_attn_variants.commands.uptrain import main, parse_args
+from hf_attn_variants.commands.training import uptrain
+
+main, parse_args = uptrain.main, uptrain.parse_args
 
 SIZES = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 SIZES |= {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64, "init_std": 0.3}

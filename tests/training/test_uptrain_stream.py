@@ -23,11 +23,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_attn_variants.commands import pretrain_t5, uptrain
+from hf_attn_variants.commands.training import pretrain_t5, uptrain
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import create_optimizer, create_scheduler
-from hf_attn_variants.training.uptraining.settings import UptrainingSettings
+from hf_attn_variants.training.uptraining import UptrainingSettings
 
 LENGTH = ["--max_length", 32]
 # A step of one batch, where a test says no other.

@@ -16,15 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import NonFiniteLossError
 from ...files import atomic_write
-from ...model_history import ModelHistory
-from . import outputs
+from ...model_folder import ModelHistory
 from .dataloaders import Rows, TrainingBatches, prepare_train_dataloader, restore_row_order
 from .loop import TrainingLoop
-from .losses import Objective
 from .models import get_model_name
-from .optimization import prepare_training
-from .outputs import progress_bar
-from .session import open_session, start_run
+from .optimization import Objective, prepare_training
+from .session import PREDICTIONS_PREFIX, open_session, progress_bar, save_model, start_run, write_results
 from .settings import FineTuningSettings, LoopSettings, OutputSettings, count_training_steps
 from .tables import warn_about_max_length
 
@@ -225,7 +222,7 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
         """Save the model."""
-        outputs.save_model(self.accelerator, model, self.tokenizer, self.settings, history)
+        save_model(self.accelerator, model, self.tokenizer, self.settings, history)
 
     def last_evaluation(self, loop: TrainingLoop, evaluator: EvaluatorT) -> None:
         """Evaluate the final weights, unless the last evaluation did that already."""
@@ -241,7 +238,7 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         return {}
 
     def predictions(self, evaluator: EvaluatorT) -> dict[str, str]:
-        """Return the files with dev predictions: contents by file name, without `outputs.PREDICTIONS_PREFIX`."""
+        """Return the files with dev predictions: contents by file name, without `PREDICTIONS_PREFIX`."""
         return {}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -343,6 +340,6 @@ def _write_outputs(task: FineTuningTask, results: dict[str, Any], predictions: d
         return
     folder = Path(task.settings.output_dir)
     for name, content in predictions.items():
-        atomic_write(folder / f"{outputs.PREDICTIONS_PREFIX}{name}", content)
+        atomic_write(folder / f"{PREDICTIONS_PREFIX}{name}", content)
     title = f"{task.name}: {get_model_name(task.settings)}"
-    outputs.write_results(task.settings, results, list_shown_metrics(task, results), title)
+    write_results(task.settings, results, list_shown_metrics(task, results), title)

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from datasets import ClassLabel, load_dataset, load_dataset_builder
 
-from ...files import RESULTS_NAME, load_json
-from ...input_files import is_unicode, suffix_of
+from ...files import RESULTS_NAME, is_unicode, load_json, suffix_of
 from ...text_files import TABLE_SUFFIXES, column_value, has_column, missing_column, read_records, row_place
 from .settings import FineTuningSettings, TableSettings
 

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.losses import compute_label_sums, compute_target_logits, make_label_objective
-from ..engine.models import check_end_token, load_or_make_model, load_seq2seq_config
+from ..engine.models import check_end_token, check_max_length, load_or_make_model, load_seq2seq_config
+from ..engine.optimization import compute_label_sums, compute_target_logits, make_label_objective
 from ..engine.session import open_session
 from ..engine.settings import ModelSettings
-from ..engine.tokenizers import check_max_length
-from .settings import SpanCorruptionSettings
+from . import SpanCorruptionSettings
 from .task import PretrainingTask, pretrain
 from .text_stream import open_text_sources
 

@@ -1,5 +1,6 @@
-"""Parts of all pretraining objectives: the run, the evaluation, and the check that a model uses its context."""
+"""Pretraining of masked and causal language models, with the run and the evaluation of all objectives."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,30 +12,59 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import ModelOutput
 
-from ..engine import outputs
-from ..engine.dataloaders import IGNORED_LABEL, TrainingBatches, create_eval_dataloader, create_stream_dataloader
+from ...registration import variant_config_class
+from ..engine.dataloaders import (
+    IGNORED_LABEL,
+    MaskedLMPreparation,
+    TrainingBatches,
+    create_eval_dataloader,
+    create_stream_dataloader,
+)
 from ..engine.finetune import MetricEvaluator, run_rows
 from ..engine.loop import TrainingLoop
-from ..engine.losses import Objective
-from ..engine.models import get_model_name, iterate_attentions
-from ..engine.optimization import prepare_training
-from ..engine.session import start_run
+from ..engine.models import (
+    check_max_length,
+    get_model_name,
+    iterate_attentions,
+    load_or_make_config,
+    load_or_make_model,
+)
+from ..engine.optimization import Objective, compute_label_sums, make_label_objective, prepare_training
+from ..engine.session import open_session, save_model, start_run, write_results
 from ..engine.settings import LoopSettings, TrainingSettings, count_training_steps
-from .settings import PretrainingSettings
-from .text_stream import PretrainingText, TextSource, TextStream, read_blocks, stack_rows
+from . import CAUSAL_LM_TYPES, MaskedLMSettings, PretrainingSettings
+from .text_stream import PretrainingText, TextSource, TextStream, open_text_sources, read_blocks, stack_rows
 
 __all__ = [
     "MIN_COST",
     "BlockPreparation",
+    "CausalLMPreparation",
     "PreparedBlocks",
     "PretrainingTask",
     "TextEvaluator",
+    "compute_causal_lm_sums",
+    "compute_causal_logits",
     "compute_context_results",
+    "compute_masked_lm_sums",
+    "convert_to_decoder",
+    "get_boundary_tokens",
+    "make_masked_lm_objective",
     "make_stream_batches",
     "pretrain",
+    "pretrain_causal_lm",
+    "pretrain_masked_lm",
     "shuffle_positions",
     "zero_attention",
 ]
@@ -304,7 +334,7 @@ def pretrain(
     )
     history = start_run(settings, accelerator)
     state = loop.run()
-    outputs.save_model(accelerator, model, tokenizer, settings, history)
+    save_model(accelerator, model, tokenizer, settings, history)
     results = {**loop.results(state.examples), **task.results, "epoch": state.epoch, "seed": settings.seed}
     if evaluator is not None:
         if not loop.has_current_scores():
@@ -320,7 +350,7 @@ def pretrain(
 def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task: PretrainingTask) -> None:
     """Write the results, and print their summary."""
     shown_metrics = ["accuracy", *(["sentence_accuracy"] if "eval_sentence_accuracy" in results else [])]
-    outputs.write_results(settings, results, shown_metrics, f"{task.name}: {get_model_name(settings)}")
+    write_results(settings, results, shown_metrics, f"{task.name}: {get_model_name(settings)}")
     scores = "no held-out text"
     if "eval_loss" in results:
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
@@ -345,4 +375,290 @@ def _print_context_check(results: dict[str, Any], task: PretrainingTask) -> None
             "nothing. Train it longer, or with a higher --learning_rate, a longer warm-up, a shorter --max_length or "
             "a smaller vocabulary.",
             task.without_context,
+        )
+
+
+class CausalLMPreparation:
+    """Preparation of a block of tokens for causal language modeling.
+
+    The inputs are the begin token and the block without its last token. Each token of the text is predicted once: the
+    first token of a block only from the begin token, and the others from all earlier tokens of the block.
+
+    Args:
+        tokenizer: A tokenizer with a token that begins a text ([CLS], `<s>`), one that ends it ([SEP], `</s>`), and a
+            padding token.
+        length: The length n of inputs and blocks in tokens.
+
+    Raises:
+        ValueError: If the tokenizer lacks a token.
+    """
+
+    takes_other_block = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int):
+        self.begin_id, self.separator, self.pad_id = *get_boundary_tokens(tokenizer), tokenizer.pad_token_id
+        if self.pad_id is None:
+            raise ValueError("The tokenizer must have a padding token, but has none. Use another --tokenizer_name.")
+        self.length = self.block_length = length
+
+    def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return "input_ids", "attention_mask" and "labels" [n].
+
+        The label of a position is the next token, or -100 at padding. Nothing is random, so `key` is not used.
+        """
+        ids = np.full(self.length, self.pad_id, dtype=np.int64)
+        labels = np.full(self.length, IGNORED_LABEL, dtype=np.int64)
+        ids[: len(block)] = [self.begin_id, *block[:-1]]
+        labels[: len(block)] = block
+        attention_mask = (np.arange(self.length) < len(block)).astype(np.int64)
+        return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def get_boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the tokens that begin and end a text.
+
+    Raises:
+        ValueError: If the tokenizer lacks one of them.
+    """
+    begin = tokenizer.bos_token_id if tokenizer.cls_token_id is None else tokenizer.cls_token_id
+    end = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
+    if begin is None or end is None:
+        raise ValueError(
+            "The tokenizer must have a token that begins a text ([CLS] or bos_token) and one that ends it ([SEP] or "
+            "eos_token). Use another --tokenizer_name."
+        )
+    return begin, end
+
+
+def compute_causal_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits [b, n, V] of the next token at each position."""
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+
+
+def compute_causal_lm_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the sums of `PretrainingTask.row_sums` over all tokens of each example."""
+    return compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
+
+
+def pretrain_causal_lm(settings: MaskedLMSettings) -> dict[str, Any]:
+    """Train a causal language model, evaluate it, check whether it uses its context, and save it.
+
+    Returns:
+        The first results of `all_results.json`: `eval_loss` (nats per token), `eval_perplexity`, `eval_accuracy`,
+        `eval_predicted_tokens`, `gate_passed` with the losses and costs behind it, and `TrainingLoop.results`.
+
+    Raises:
+        ValueError, OSError: If a setting, the text or the checkpoint is wrong. Most errors come before training.
+        NonFiniteLossError: If training diverges.
+    """
+    with open_session(settings) as accelerator:
+        config, tokenizer = load_or_make_config(settings)
+        convert_to_decoder(settings, config, tokenizer)
+        check_max_length(settings.max_length, config, tokenizer)
+        text = open_text_sources(settings)
+        prepare = CausalLMPreparation(tokenizer, settings.max_length)
+        set_seed(settings.seed)
+        model = load_or_make_model(settings, config, AutoModelForCausalLM, needs_all=True)
+        task = PretrainingTask(
+            "causal LM",
+            prepare,
+            make_label_objective(compute_causal_logits),
+            compute_causal_lm_sums,
+            "predicted_tokens",
+            # A token keeps its label, the next token. Only the order of the earlier tokens is lost.
+            shuffle_positions,
+            without_context="bigram",
+        )
+        return pretrain(settings, accelerator, model, tokenizer, text, task)
+
+
+def convert_to_decoder(
+    settings: MaskedLMSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Change a configuration to a causal language model, with the tokens that begin and end a generated text.
+
+    Raises:
+        ValueError: If Transformers has no causal class for the architecture, if the model has cross-attention, or if
+            its attention variant cannot be causal.
+    """
+    name = f"{settings.model_name_or_path or 'The new model'} ({config.model_type})"
+    known = ", ".join(CAUSAL_LM_TYPES)
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder. Use --objective clm with one of these model types: {known}.")
+    if "AutoModelForCausalLM" not in variant_config_class(config.model_type).auto_classes:
+        raise ValueError(
+            f"{name} has no causal language model in Transformers. Use --objective clm with one of these model types: "
+            f"{known}."
+        )
+    if getattr(config, "add_cross_attention", False):
+        raise ValueError(f"{name} reads an encoder (add_cross_attention). Use --objective clm with a decoder only.")
+    if settings.model_name_or_path is not None and not getattr(config, "is_decoder", False):
+        logger.info("%s was an encoder. It becomes a decoder, in which tokens attend only to earlier tokens.", name)
+    config.is_decoder = True
+    config.bos_token_id, config.eos_token_id = get_boundary_tokens(tokenizer)
+    check = getattr(config, "check_variant", None)  # only configurations of this package have it
+    if check is not None:
+        check()  # raises an error now if the attention has no causal form
+
+
+MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) -> Objective:
+    """Return the objective that sums the cross-entropy of the masked tokens, and of the sentence task if there is one.
+
+    Args:
+        model: A masked-LM model that is not wrapped yet. The layers after its base model process only the masked
+            positions. The loss is the same, for about a seventh of their work.
+        sentence_weight: The weight of a sentence label, in masked tokens. With the expected number of masked tokens
+            per example, both tasks have the same weight, as in BERT.
+    """
+
+    base_model = model.base_model
+
+    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
+        loss = functional.cross_entropy(logits, labels, reduction="sum")
+        if sentence_logits is None:
+            return loss
+        return loss + sentence_weight * functional.cross_entropy(
+            sentence_logits, batch["sentence_labels"], ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+    def count(batch: dict[str, Tensor]) -> int:
+        return int((batch["labels"] != IGNORED_LABEL).sum())
+
+    return Objective(loss_sum=loss_sum, count=count, head_of_items=True)
+
+
+def _compute_logits(
+    model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the logits [m, V] and labels [m] of masked tokens, and the sentence logits [b, 2] or None."""
+    chosen = batch["labels"] != IGNORED_LABEL  # [b, n]
+
+    def keep_chosen(_: nn.Module, inputs: tuple, output: ModelOutput) -> ModelOutput:
+        output["last_hidden_state"] = output["last_hidden_state"][chosen]  # [m, hidden size]
+        return output
+
+    # Call the whole model, because DDP and FSDP hook into its forward.
+    hook = base_model.register_forward_hook(keep_chosen)
+    try:
+        output = model(**{name: batch[name] for name in MODEL_INPUTS if name in batch})
+    finally:
+        hook.remove()
+    labels = batch["labels"][chosen]
+    if "sentence_labels" not in batch:
+        return output.logits.float(), labels, None
+    sentence = output.sop_logits if "sop_logits" in output else output.seq_relationship_logits
+    return output.prediction_logits.float(), labels, sentence.float()
+
+
+def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the sums of `PretrainingTask.row_sums` over masked tokens, and over pairs if there is a sentence task."""
+    logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
+    losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
+    right = (logits.argmax(-1) == labels).float()
+    sums = torch.zeros(len(batch["labels"]), 3, device=losses.device)
+    rows = (batch["labels"] != IGNORED_LABEL).nonzero()[:, 0]
+    sums.index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1).float())
+    if sentence_logits is None:
+        return sums
+    sentence_labels = batch["sentence_labels"]
+    pair_losses = functional.cross_entropy(
+        sentence_logits, sentence_labels, ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    right = sentence_logits.argmax(-1) == sentence_labels
+    pair_sums = torch.stack([pair_losses, right, sentence_labels != IGNORED_LABEL], dim=-1)
+    return torch.cat([sums, pair_sums], dim=-1)
+
+
+def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
+    """Train a masked language model, evaluate it, check whether it uses its context, and save it.
+
+    With the objective "clm", train a causal language model instead.
+
+    Returns:
+        The first results of `all_results.json`: `eval_loss` (nats per masked token), `eval_perplexity`,
+        `eval_accuracy`, `gate_passed` with the losses and costs behind it, and `TrainingLoop.results`.
+
+    Raises:
+        ValueError, OSError: If a setting, the text or the checkpoint is wrong. Most errors come before training.
+        NonFiniteLossError: If training diverges.
+
+    Example:
+        ```python
+        settings = MaskedLMSettings(
+            model_type="bert", tokenizer_name="bert-base-uncased", train_file=("text.txt",), max_train_steps=1000,
+            output_dir="out",
+        )
+        results = pretrain_masked_lm(settings)
+        ```
+    """
+    if settings.is_causal:
+        return pretrain_causal_lm(settings)
+    with open_session(settings) as accelerator:
+        config, tokenizer = load_or_make_config(settings)
+        _check_encoder(settings, config)
+        check_max_length(settings.max_length, config, tokenizer)
+        _check_pairs(settings, config)
+        text = open_text_sources(settings)
+        masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
+        prepare = MaskedLMPreparation(tokenizer, settings.max_length, *masking)
+        set_seed(settings.seed)
+        auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
+        # The head of a sentence task may be new, except if the model is only evaluated.
+        model = load_or_make_model(settings, config, auto_class, needs_all=settings.only_evaluates)
+        base_model = model.base_model
+        task = PretrainingTask(
+            "masked LM",
+            prepare,
+            make_masked_lm_objective(model, sentence_weight=settings.mlm_probability * prepare.block_length),
+            lambda model, batch: compute_masked_lm_sums(model, base_model, batch),
+            "masked_tokens",
+            shuffle_positions,
+        )
+        return pretrain(settings, accelerator, model, tokenizer, text, task)
+
+
+def _check_encoder(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
+    """Raise ValueError if the model is not an encoder.
+
+    Auto classes also make masked-LM models of encoder-decoders such as BART, whose decoder would read the masked
+    words.
+    """
+    name = settings.model_name_or_path or f"--model_type {settings.model_type}"
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} ({config.model_type}) must be an encoder, but is an encoder-decoder. Use `attn-variants "
+            "pretrain-t5` for a T5, or `attn-variants seq2seq` for others."
+        )
+    if getattr(config, "is_decoder", False):
+        raise ValueError(f"{name} must be an encoder, but is a decoder (is_decoder). Set --objective clm.")
+
+
+def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
+    """Raise ValueError if the settings or the model do not allow the sentence task."""
+    task = settings.sentence_task
+    if task is None:
+        return
+    if settings.max_length < 5:
+        raise ValueError(f"--max_length must be at least 5 with --sentence_task {task}, got {settings.max_length}.")
+    if task == "nsp" and settings.shuffle_buffer_size < 2:
+        raise ValueError(
+            f"--shuffle_buffer_size must be at least 2 with --sentence_task nsp, got {settings.shuffle_buffer_size}. "
+            "The task draws the other text from the buffer."
+        )
+    with torch.device("meta"):
+        model = AutoModelForPreTraining.from_config(config)
+    if not {"next_sentence_label", "sentence_order_label"} & inspect.signature(model.forward).parameters.keys():
+        raise ValueError(
+            f"--sentence_task {task} needs a model with a head for pairs, got {type(model).__name__}. Use a BERT or "
+            "an ALBERT."
+        )
+    token_types = getattr(config, "type_vocab_size", 0)
+    if token_types < 2:
+        raise ValueError(
+            f"--sentence_task {task} needs a model with at least 2 token types (type_vocab_size), got {token_types}. "
+            "They distinguish the two segments of a pair."
         )

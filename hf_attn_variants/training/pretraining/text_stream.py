@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from ...input_files import check_ordinary, ends_by_returns, is_blank, lines_of, open_file
+from ...files import check_ordinary, ends_by_returns, is_blank, lines_of, open_file
 from ...text_files import is_table, read_records
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.tables import find_split_files
-from .settings import PretrainingSettings, TextSettings, check_held_out_flags
+from . import PretrainingSettings, TextSettings, check_held_out_flags
 
 __all__ = [
     "DatasetRows",

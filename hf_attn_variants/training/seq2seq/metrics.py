@@ -12,7 +12,7 @@ from itertools import zip_longest
 from numbers import Real
 from pathlib import Path
 
-from .settings import check_text_metrics
+from . import check_text_metrics
 
 __all__ = [
     "TEXT_METRICS",

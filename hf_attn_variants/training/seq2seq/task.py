@@ -1,45 +1,463 @@
-"""Fine-tuning of encoder-decoders on pairs of texts, and their evaluation by generation."""
+"""Fine-tuning of encoder-decoders on pairs of texts, with GLUE and SQuAD as text, and evaluation by generation."""
 
 import json
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...languages import set_languages
-from ...model_properties import ignore_saved_length_limits
+from ...files import is_blank
+from ...glue_tasks import GlueTask, get_task
+from ...model_properties import ignore_saved_length_limits, set_languages
 from ...modeling.fields.variant_config import can_cache
-from ..engine.dataloaders import prepare_eval_dataloader
+from ...text_files import (
+    PlacedRows,
+    check_unused,
+    column_names,
+    column_value,
+    filled_rows,
+    has_texts,
+    read_lines,
+    read_placed_columns,
+    read_placed_pairs,
+    read_records,
+    row_place,
+)
+from ..classification.data import ClassificationSplit
+from ..engine.dataloaders import TextRows, hash_texts, make_pair_collator, prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, run_rows
 from ..engine.loop import TrainingLoop
-from ..engine.losses import Objective, compute_target_logits, make_label_objective, token_cross_entropy
-from ..engine.models import check_end_token, load_or_make_model, load_seq2seq_config
-from ..engine.options import check_metric
-from ..engine.outputs import progress_bar
-from ..engine.settings import is_greater_better
-from ..engine.text_rows import TextRows, hash_texts, make_pair_collator
-from .data import (
-    Seq2SeqSplit,
-    apply_recorded_texts,
-    check_encoder_decoder,
-    check_seq2seq_lengths,
-    load_seq2seq_data,
-    load_task,
-    warn_about_long_texts,
+from ..engine.models import (
+    check_end_token,
+    check_max_length,
+    load_or_make_model,
+    load_seq2seq_config,
+    warn_about_truncation,
 )
-from .metrics import TEXT_METRICS
-from .settings import Seq2SeqSettings
+from ..engine.optimization import Objective, compute_target_logits, make_label_objective, token_cross_entropy
+from ..engine.session import progress_bar
+from ..engine.settings import check_metric, is_greater_better
+from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
+from ..glue.task import compute_glue_metrics, load_glue
+from ..squad import METRIC_NAMES
+from ..squad.data import Question, load_squad, score_answer
+from . import DEFAULT_COLUMNS, SPLITS, SQUAD, Seq2SeqSettings
+from .metrics import TEXT_METRICS, choose_tokenizer, get_text_metric, log_tokenizer, score_texts
 
-__all__ = ["Decoded", "Decoder", "GenerationSet", "Seq2SeqEvaluator", "Seq2SeqFineTuning", "get_beam_suffix"]
+__all__ = [
+    "Decoded",
+    "Decoder",
+    "GenerationSet",
+    "Seq2SeqData",
+    "Seq2SeqEvaluator",
+    "Seq2SeqFineTuning",
+    "Seq2SeqSplit",
+    "apply_recorded_texts",
+    "check_encoder_decoder",
+    "check_seq2seq_lengths",
+    "format_glue",
+    "format_label",
+    "format_squad",
+    "get_beam_suffix",
+    "load_seq2seq_data",
+    "load_task",
+    "parse_texts",
+    "warn_about_long_texts",
+]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Seq2SeqSplit:
+    """The rows of one split.
+
+    Attributes:
+        name: The name of the split: "train", "dev" or "test".
+        sources: The texts that the encoder reads, including the prefix.
+        references: The correct texts of each source. The first one is the training target. None: unknown.
+        keys: The keys of each row in the predictions, such as {"row": 3}. Empty for training.
+    """
+
+    name: str
+    sources: list[str]
+    references: list[tuple[str, ...]] | None
+    keys: list[dict[str, Any]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def take(self, count: int | None) -> "Seq2SeqSplit":
+        """Return the split with its first `count` rows, or with all rows if `count` is None."""
+        references = self.references[:count] if self.references is not None else None
+        return Seq2SeqSplit(self.name, self.sources[:count], references, self.keys[:count])
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the source and the target of each row. Unknown targets are empty."""
+        if self.references is None:
+            return [(source, "") for source in self.sources]
+        return [(source, row[0]) for source, row in zip(self.sources, self.references, strict=True)]
+
+
+@dataclass(frozen=True)
+class Seq2SeqData:
+    """The splits of a run and their metrics.
+
+    Attributes:
+        splits: Maps "train", "dev" and "test" to the splits that exist.
+        score: Maps (predictions, references) to the metrics of a split.
+        metric_names: The names of the metrics.
+        main_metric: The metric that selects the best weights by default.
+        results: Additional entries of the results.
+    """
+
+    splits: dict[str, Seq2SeqSplit]
+    score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]]
+    metric_names: tuple[str, ...]
+    main_metric: str
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
+    """Read the splits that the flags name: parallel text, tables, or a `datasets` source.
+
+    Args:
+        settings: The settings of the run, after `apply_recorded_texts`.
+
+    Raises:
+        OSError: If a file or a dataset of the Hub cannot be read.
+        ValueError: If a file has invalid content, has no row, or lacks a column.
+    """
+    metrics, names = _resolve_metrics(settings)  # comes first, because the code of a foreign metric may fail
+    splits = {}
+    for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
+        if (name == "train" and settings.only_evaluates) or (name == "test" and settings.skip_predict):
+            continue
+        rows = _read_split(settings, name, prefix)
+        if rows is not None:
+            sources = [(settings.source_prefix or "") + row[0] for row in rows.texts]
+            references = [row[1:] for row in rows.texts] if len(rows.texts[0]) > 1 else None
+            splits[name] = Seq2SeqSplit(name, sources, references, [] if name == "train" else _make_row_keys(rows))
+    if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
+        logger.warning(
+            "test: Column %r has no text, so the split is predicted and not scored.", _get_columns(settings)[1]
+        )
+    reads_columns = settings.dataset_name is not None or any(getattr(settings, f"{name}_file") for name in SPLITS)
+    results: dict[str, Any] = dict(zip(DEFAULT_COLUMNS, _get_columns(settings), strict=True)) if reads_columns else {}
+    if settings.source_prefix:
+        results["source_prefix"] = settings.source_prefix
+    tokenize = settings.tokenize
+    if "bleu" in metrics:
+        references_by_row = (row for split in reversed(splits.values()) for row in split.references or ())
+        texts = (text for row in references_by_row for text in row)
+        tokenize = tokenize or choose_tokenizer(texts, settings.target_lang)
+        log_tokenizer(tokenize, settings.tokenize is not None)
+        results["bleu_tokenizer"] = tokenize
+    score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code, tokenize=tokenize)
+    return Seq2SeqData(splits, score, names, names[0], results)
+
+
+def _make_row_keys(rows: PlacedRows) -> list[dict[str, Any]]:
+    """Return the keys of rows in the predictions: the number from 1 and, if there are several files, the file."""
+    if len({*rows.files}) == 1:
+        return [{"row": number} for number in rows.numbers]
+    return [{"file": file, "row": number} for file, number in zip(rows.files, rows.numbers, strict=True)]
+
+
+def _resolve_metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the metrics and the names of their values.
+
+    Raises:
+        ValueError: If a metric cannot be computed, or if two values have the same name.
+    """
+    settings_metrics: Any = settings.metrics  # `Seq2SeqSettings.__post_init__` has set the default
+    metrics: tuple[str, ...] = tuple(settings_metrics)
+    names = tuple(value for name in metrics for value in get_text_metric(name).names)
+    for name in ("loss", *names):
+        if ("loss", *names).count(name) > 1:
+            raise ValueError(
+                f"--metrics must have values with different names, but two values of {' '.join(metrics)} are called "
+                f"{name!r}. Give only one of these metrics."
+            )
+    return metrics, names
+
+
+def apply_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
+    """Return the settings of a run that only evaluates, with the columns and the prefix of the training of the model.
+
+    Settings that the user gives do not change, and neither do the settings of other runs.
+    """
+    if not settings.only_evaluates:
+        return settings
+    return apply_recorded_columns(
+        settings, _read_first_row(settings), dict.fromkeys(DEFAULT_COLUMNS, ()), ("source_prefix",)
+    )
+
+
+def _read_first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
+    """Return the first row of the columns that are read, or None if no columns are read."""
+    if settings.task_name is not None:
+        return None
+    files = find_split_files(settings)
+    if settings.dataset_name is not None and files is None:
+        return next((split[0] for split in load_splits(settings).values() if len(split)), None)
+    tables = settings.validation_file or settings.test_file
+    if files is not None:
+        tables = files.get("validation") or files.get("test")
+    record = next(read_records(Path(tables[0])), None) if tables else None
+    return None if record is None else record.values
+
+
+def _get_columns(settings: Seq2SeqSettings) -> tuple[str, str]:
+    """Return the source column and the target column."""
+    source, target = (getattr(settings, name) or default for name, default in DEFAULT_COLUMNS.items())
+    return source, target
+
+
+def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows | None:
+    """Read a split, or return None if it does not exist.
+
+    Args:
+        settings: The settings of the run.
+        name: "train", "dev" or "test".
+        prefix: The prefix of the flags of the split.
+    """
+    source, target = getattr(settings, f"{prefix}source_file"), getattr(settings, f"{prefix}target_file")
+    table = getattr(settings, f"{prefix or 'train_'}file")
+    if (files := find_split_files(settings)) is not None:
+        table = files.get({"dev": "validation"}.get(name, name))
+        if table is None:
+            return None
+    columns: tuple[str, ...] = _get_columns(settings)
+    if source is not None and target is not None:
+        return read_placed_pairs(source, target)
+    # Blank sources without targets are rows too, so that the predictions have the same row numbers.
+    if source is not None:
+        lines: list[tuple[str, ...]] = [(line,) for line in read_lines([source], keep_blank=True)]
+        return PlacedRows(lines, [source] * len(lines), [*range(1, len(lines) + 1)])
+    if table is not None:
+        flags = "--source_column and --target_column"
+        if name == "test" and not has_texts(_read_table_rows(table), columns[1]):
+            return read_placed_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
+        return read_placed_columns(table, columns, flags)
+    return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
+
+
+def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> PlacedRows | None:
+    """Read a split of a `datasets` source, or return None if it does not exist."""
+    splits = load_splits(settings)
+    split = {"dev": "validation"}.get(name, name)
+    if split not in splits:
+        return None
+    unused = None
+    if name == "test" and not has_texts(splits[split], columns[1]):
+        columns, unused = columns[:1], columns[1]  # many test splits have no public targets
+    rows = []
+    for number, row in enumerate(splits[split], start=1):
+        check_unused(row, unused, row_place(f"{settings.dataset_name} ({split})", None, number))
+        texts = tuple(column_value(row, column) for column in columns)
+        if not all(isinstance(text, str) for text in texts):
+            missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
+            raise ValueError(
+                f"{settings.dataset_name} ({split}), row {number}: There is no text in column {missing!r}; its "
+                f"columns are {', '.join(column_names(row))}. Name others with --source_column and --target_column."
+            )
+        rows.append(texts)
+    place, indices = f"{settings.dataset_name} ({split})", [*range(len(rows))]
+    if len(columns) > 1:
+        indices = filled_rows(place, "row", rows, lambda i: row_place(place, None, i + 1))
+    filled_texts = [rows[i] for i in indices]
+    if all(is_blank(text) for texts in filled_texts for text in texts):
+        raise ValueError(f"{place} must have at least one row with text, but has none.")
+    return PlacedRows(filled_texts, [place] * len(indices), [i + 1 for i in indices])
+
+
+def _read_table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of tables."""
+    return (record.values for path in paths for record in read_records(Path(path)))
+
+
+def check_encoder_decoder(settings: Seq2SeqSettings, config: PreTrainedConfig) -> None:
+    """Raise ValueError if the model is not an encoder-decoder."""
+    if not config.is_encoder_decoder:
+        raise ValueError(
+            f"{settings.model_name_or_path} must be an encoder-decoder for text-to-text tasks, got the encoder "
+            f"{config.model_type}. Use another model."
+        )
+
+
+def check_seq2seq_lengths(
+    settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that the maximum lengths of sources and targets fit the model.
+
+    Raises:
+        ValueError: If a length is too long or too short, or if the decoder has no start token.
+    """
+    if config.decoder_start_token_id is None:
+        raise ValueError(
+            f"{settings.model_name_or_path} must have a decoder_start_token_id. Add it to its configuration."
+        )
+    for name in ("max_length", "max_target_length"):
+        check_max_length(getattr(settings, name), config, tokenizer, flag=name, multiple=settings.pad_to_multiple_of)
+
+
+def warn_about_long_texts(
+    split: Seq2SeqSplit, tokenizer: PreTrainedTokenizerBase, max_length: int, max_target_length: int
+) -> dict[str, int]:
+    """Warn about sources and targets that are longer than the maximum lengths.
+
+    Returns:
+        The numbers of truncated "sources" and "targets" among the first 10,000 rows of the split.
+    """
+    sources, targets = map(list, zip(*split.pairs(), strict=True))
+    sides = {
+        "sources": ({"text": sources}, "max_length", max_length),
+        "targets": ({"text_target": targets}, "max_target_length", max_target_length),
+    }
+    return {side: warn_about_truncation(tokenizer, split.name, side, *limited) for side, limited in sides.items()}
+
+
+# The names and the order of the texts of a task in T5 (MNLI has the second text first). Other tasks use the columns.
+T5_TEXT_NAMES: dict[str, tuple[tuple[int, str], ...]] = {
+    "mnli": ((1, "hypothesis"), (0, "premise")),
+    "mrpc": ((0, "sentence1"), (1, "sentence2")),
+}
+# T5 rounds scores to fifths. Each score then occurs often enough to be learned as a text.
+SCORE_STEPS = 5
+
+
+def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
+    """Format a GLUE example as text: "qnli question: ... sentence: ..."."""
+    words = T5_TEXT_NAMES.get(task.name) or tuple((i, names[0]) for i, names in enumerate(task.text_columns))
+    return " ".join([task.name, *(f"{word}: {texts[i]}" for i, word in words)])
+
+
+def format_label(task: GlueTask, label: float) -> str:
+    """Format a label as text: the name of a class, or a score that is rounded to 0.2."""
+    if task.labels is None:
+        return f"{round(label * SCORE_STEPS) / SCORE_STEPS:.1f}"
+    return task.labels[int(label)]
+
+
+def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
+    """Parse generated texts as class ids, or as scores.
+
+    Args:
+        task: The task.
+        texts: The generated texts.
+        labels: The true class ids. A text that is not a class name counts as a wrong class.
+
+    Returns:
+        The class ids or the scores [rows]. The score is -1 if a text is not a number.
+    """
+    if task.labels is None:
+        return np.array([_parse_score(text) for text in texts])
+    names = {name: i for i, name in enumerate(task.labels)}
+    wrong = (np.asarray(labels) + 1) % len(names)
+    return np.array([names.get(text.strip(), other) for text, other in zip(texts, wrong, strict=True)])
+
+
+def _parse_score(text: str) -> float:
+    """Parse a score, or return -1 if the text is not a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        return -1.0
+    return value if math.isfinite(value) else -1.0
+
+
+def format_squad(question: Question) -> str:
+    """Format a SQuAD question as text: "question: ... context: ..."."""
+    return f"question: {question.question} context: {question.context}"
+
+
+def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
+    """Read the task of --task_name.
+
+    Raises:
+        OSError: If a file or a dataset of the Hub cannot be read.
+        ValueError: If there is no such task, or if a file has invalid content.
+    """
+    files = {f"{name}_file": _get_only_file(settings, name) for name in ("train", "validation", "test")}
+    data = _load_squad(settings, files) if (settings.task_name or "").lower() == SQUAD else _load_glue(settings, files)
+    if settings.source_prefix:
+        data.results["source_prefix"] = settings.source_prefix
+        for name, split in data.splits.items():
+            data.splits[name] = replace(split, sources=[settings.source_prefix + source for source in split.sources])
+    return data
+
+
+def _get_only_file(settings: Seq2SeqSettings, name: str) -> str | None:
+    """Return the only file of a split, or None."""
+    files = getattr(settings, f"{name}_file")
+    if files is not None and len(files) > 1:
+        raise ValueError(
+            f"--{name}_file must be one file with --task_name {settings.task_name}, got {len(files)}. Give one file."
+        )
+    return files[0] if files else None
+
+
+def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
+    """Read a GLUE task as text."""
+    task = get_task(settings.task_name or "")
+    loaded = load_glue(task, settings.data_dir, files, with_train=not settings.only_evaluates)
+    dev, test = next(iter(task.eval_splits)), next(iter(task.test_splits))
+    sources = {"train": "train", "dev": dev, "test": test}
+    splits = {
+        name: _format_glue_split(task, name, loaded[split]) for name, split in sources.items() if split in loaded
+    }
+    labels = np.asarray(loaded[dev].data["label"])
+
+    def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        # Compare with the exact score, and not with the rounded score of the text.
+        true = labels[: len(texts)]
+        return compute_glue_metrics(task.metrics, parse_texts(task, texts, true), true)
+
+    names = (*task.metrics, *(["combined_score"] if len(task.metrics) > 1 else []))
+    return Seq2SeqData(splits, score, names, task.main_metric, {"task_name": task.name})
+
+
+def _format_glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
+    """Return a split of a GLUE task as text."""
+    columns = [split.data[f"text{i + 1}"] for i in range(len(task.text_columns))]
+    sources = [format_glue(task, texts) for texts in zip(*columns, strict=True)]
+    keys = [] if name == "train" else [{"index": index} for index in split.data["index"]]
+    if "label" not in split.data.column_names:
+        return Seq2SeqSplit(name, sources, None, keys)
+    return Seq2SeqSplit(name, sources, [(format_label(task, label),) for label in split.data["label"]], keys)
+
+
+def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
+    """Read SQuAD v1.1 as text."""
+    if settings.data_dir is not None:
+        raise ValueError(
+            "--data_dir needs a GLUE task, got --task_name squad. Set --train_file and --validation_file instead."
+        )
+    splits = {}
+    questions_by_split = load_squad(files, from_hub=not any(files.values()), with_train=not settings.only_evaluates)
+    for name, questions in questions_by_split.items():
+        sources = list(map(format_squad, questions))
+        answers = [tuple(answer.text for answer in question.answers) for question in questions]
+        keys = [] if name == "train" else [{"id": question.id} for question in questions]
+        splits[name] = Seq2SeqSplit(name, sources, answers if name != "test" else None, keys)
+
+    def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        scores = np.array([score_answer(text, row) for text, row in zip(texts, references, strict=True)])
+        return dict(zip(METRIC_NAMES[False], (100 * scores.mean(0)).tolist(), strict=True))
+
+    return Seq2SeqData(splits, score, METRIC_NAMES[False], "f1", {"task_name": SQUAD})
 
 
 @dataclass(frozen=True)

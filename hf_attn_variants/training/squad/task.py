@@ -15,12 +15,22 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 from ...modeling.mechanisms.patterns.pattern_table import takes_global_mask
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, MetricEvaluator, list_shown_metrics, run_rows
-from ..engine.losses import Objective
-from ..engine.models import check_trained_head, load_config, load_model
-from ..engine.tokenizers import fit_token_types, load_tokenizer
-from .data import Question, Window, compute_stride, hash_questions, load_squad, make_window_collator, make_windows
-from .metrics import Prediction, compute_squad, find_predictions, make_nbest_entries
-from .settings import SquadSettings
+from ..engine.models import check_trained_head, fit_token_types, load_config, load_model, load_tokenizer
+from ..engine.optimization import Objective
+from . import SquadSettings
+from .data import (
+    Prediction,
+    Question,
+    Window,
+    compute_squad,
+    compute_stride,
+    find_predictions,
+    hash_questions,
+    load_squad,
+    make_nbest_entries,
+    make_window_collator,
+    make_windows,
+)
 
 __all__ = ["QuestionSet", "SquadEvaluator", "SquadFineTuning", "make_span_objective"]
 

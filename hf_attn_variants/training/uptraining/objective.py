@@ -4,10 +4,10 @@ Shapes use these letters: b is the number of texts, n the number of tokens, and 
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -21,18 +21,18 @@ from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_
 from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
 from ..engine.finetune import MetricEvaluator
-from ..engine.losses import Term, sum_by_example, token_cross_entropy
 from ..engine.models import iterate_attentions
-from ..engine.outputs import progress_bar
+from ..engine.optimization import Term, sum_by_example, token_cross_entropy
+from ..engine.session import progress_bar
 from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
-from .data import cut_into_pieces
-from .settings import SPAN_CORRUPTION, UptrainingSettings
+from . import SPAN_CORRUPTION, UptrainingSettings
 
 __all__ = [
     "ActivationRecorder",
     "Activations",
     "Teacher",
     "TermWeights",
+    "TextPieces",
     "UptrainingEvaluator",
     "UptrainingObjective",
     "check_architecture",
@@ -45,6 +45,7 @@ __all__ = [
     "compute_layer_error",
     "compute_logits_divergence",
     "compute_scores_error",
+    "cut_into_pieces",
     "get_model_inputs",
     "resolve_term_weights",
 ]
@@ -135,6 +136,43 @@ def _get_span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
     # This value leaves padding no weight at usual temperatures, and fits into half precision.
     return logits.masked_fill(inputs["attention_mask"][:, None] == 0, PADDING_LOGIT)
+
+
+class TextPieces(NamedTuple):
+    """The origin of the pieces of a batch of texts.
+
+    Attributes:
+        real: Whether each piece has a token [b * p]. Pieces without tokens are not read.
+        texts: The number b of texts.
+        length: The number n of tokens per text.
+    """
+
+    real: Tensor
+    texts: int
+    length: int
+
+    def join(self, states: Tensor) -> Tensor:
+        """Join the results of the pieces [pieces, l, ...] to those of the texts [b, n, ...], with zeros at padding."""
+        whole = states.new_zeros(len(self.real), *states.shape[1:])
+        whole[self.real] = states
+        return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
+
+
+def cut_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], TextPieces]:
+    """Cut texts into pieces of equal length. The model reads each piece as a text without special tokens around it.
+
+    Args:
+        inputs: The inputs of the model [b, n], padded on the right, including `attention_mask`.
+        length: The length l of a piece in tokens.
+
+    Returns:
+        The inputs of all pieces that have a token [pieces, l], and their origin.
+    """
+    texts, tokens = inputs["attention_mask"].shape
+    filled = -tokens % length
+    cut = {name: functional.pad(tensor, (0, filled)).reshape(-1, length) for name, tensor in inputs.items()}
+    real = cut["attention_mask"].any(1)
+    return {name: tensor[real] for name, tensor in cut.items()}, TextPieces(real, texts, tokens)
 
 
 class Teacher:
