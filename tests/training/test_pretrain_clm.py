@@ -35,10 +35,9 @@ from hf_attn_variants import (
 from hf_attn_variants.commands.training import pretrain
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.optimization import make_label_objective
+from hf_attn_variants.training.engine.optimization import compute_label_sums, make_label_objective
 from hf_attn_variants.training.pretraining.task import (
     CausalLMPreparation,
-    compute_causal_lm_sums,
     compute_causal_logits,
     shuffle_positions,
 )
@@ -137,7 +136,7 @@ def test_each_token_of_a_block_is_predicted_once_from_those_before(tokenizer):
 def test_the_loss_is_the_formulas_and_upstreams(tokenizer, name):
     model, (blocks, batch) = model_of(name), batch_of(tokenizer)
     found = make_label_objective(compute_causal_logits).loss_sum(model, batch)
-    sums = compute_causal_lm_sums(model, batch)
+    sums = compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
     assert make_label_objective(compute_causal_logits).count(batch) == sum(map(len, blocks)) == sums[:, 2].sum()
     torch.testing.assert_close(found, sums[:, 0].sum())
     for i, block in enumerate(blocks):

@@ -108,55 +108,24 @@ class ClassificationSettings(TableSettings):
     def check(self) -> None:
         """Check the settings, in addition to the checks of all tasks."""
         super().check()
-        self._check_columns()
         self._check_labels()
         known = dict.fromkeys(name for kind in PROBLEM_TYPES for name in METRICS_BY_PROBLEM[kind])
         check_metric(self.metric_for_best_model, ("loss", *METRICS_BY_PROBLEM.get(self.problem_type or "", known)))
 
-    def _check_columns(self) -> None:
-        """Check --text_columns and --label_column."""
-        columns = self.text_columns
-        if columns is not None and not (len(columns) in (1, 2) and len({*columns}) == len(columns)):
-            raise ValueError(
-                f"--text_columns must be one column, or two different columns for pairs, got {', '.join(columns)}. "
-                "Separate two columns with a space."
-            )
-        if columns is not None and self.label_column in columns:
-            raise ValueError(
-                f"--label_column must not be one of --text_columns, got {self.label_column}. Name another column."
-            )
-
     def _check_labels(self) -> None:
         """Check the settings about the labels."""
-        kind, names, weights = self.problem_type, self.labels, self.class_weights
-        if self.label_separator == "":
-            raise ValueError("--label_separator must not be empty. Give a separator, or remove the flag.")
-        for name in ("label_separator", "threshold"):
-            if getattr(self, name) is not None and kind not in (None, MULTI_LABEL):
-                raise ValueError(
-                    f"--{name} needs --problem_type {MULTI_LABEL}, got {kind}. Remove --{name}, or change the type."
-                )
+        columns, names, weights = self.text_columns, self.labels, self.class_weights
+        if columns is not None and not (len(columns) in (1, 2) and len({*columns}) == len(columns)):
+            raise ValueError(
+                f"--text_columns must be one column, or two different columns for pairs, got {', '.join(columns)}."
+            )
         if names is not None and (len({*names}) < len(names) or not all(name.strip() == name != "" for name in names)):
+            raise ValueError(f"--labels must be different, without surrounding spaces, got {list(names)}.")
+        is_mapping = isinstance(weights, dict) and weights and all(map(_is_weight, weights.values()))
+        if weights not in (None, "balanced") and not is_mapping:
             raise ValueError(
-                f"--labels must be different, without surrounding spaces, got {list(names)}. Correct the names."
-            )
-        if kind == REGRESSION and (names is not None or weights is not None):
-            raise ValueError("--labels and --class_weights need classes, not --problem_type regression. Remove them.")
-        if isinstance(weights, dict):
-            wrong = [name for name, weight in weights.items() if not _is_weight(weight)]
-            if wrong or not weights:
-                got = f"{weights[wrong[0]]!r} for {wrong[0]!r}" if wrong else "an empty object"
-                raise ValueError(
-                    f"--class_weights must map labels to numbers above 0, got {got}. Correct the weights."
-                )
-        elif weights not in (None, "balanced"):
-            raise ValueError(
-                f'--class_weights must be balanced or a JSON object, got {weights!r}. Give, say, {{"spam": 3}}.'
-            )
-        if weights == "balanced" and self.only_evaluates:
-            raise ValueError(
-                "--class_weights must not be balanced with --num_train_epochs 0, because no training rows are read. "
-                "Give weights as JSON, or remove the flag."
+                f"--class_weights must be balanced, or map labels to numbers above 0, got {weights!r}. Give, say, "
+                '{"spam": 3}.'
             )
 
 

@@ -44,7 +44,6 @@ __all__ = [
     "infer_problem_type",
     "load_classification_data",
     "make_rows",
-    "normalized_label",
     "read_cell",
     "reject_indicators",
     "sort_class_names",
@@ -236,15 +235,6 @@ def reject_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None
         raise ValueError(f"{describe_row(0)}: {INDICATOR_ADVICE.format(list(rows[0]))}")
 
 
-def normalized_label(name: str) -> str:
-    """Return a label in a form that is equal for labels that look alike.
-
-    The letters are composed and casefolded, and invisible characters are removed.
-    """
-    shown = "".join(char for char in unicodedata.normalize("NFKC", name) if unicodedata.category(char) != "Cf")
-    return shown.casefold()
-
-
 def sort_class_names(cells: Sequence[Cell]) -> tuple[str, ...]:
     """Return the different class names of rows, sorted by value if they are numbers, otherwise by code points."""
     names = {name for cell in cells for name in ((cell,) if isinstance(cell, str) else cell or ())}
@@ -306,10 +296,8 @@ class LabelScheme:
     def _get_class_id(self, name: str, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> int:
         """Return the id of a class, or raise ValueError."""
         if name not in ids:
-            # If it looks like a known label, show its invisible and special characters as escapes.
-            shown = ascii(name) if normalized_label(name) in map(normalized_label, ids) else repr(name)
             raise ValueError(
-                f"{describe_row(number)}: The label must be one of {format_names(self.names)}, got {shown:.80}. "
+                f"{describe_row(number)}: The label must be one of {format_names(self.names)}, got {name!r:.80}. "
                 "These labels come from the training rows or from --labels."
             )
         return ids[name]
@@ -347,10 +335,8 @@ def compute_class_weights(
     Raises:
         ValueError: If a name is not a class, or if "balanced" meets a class that no row or every row has.
     """
-    if setting is None:
+    if setting is None or scheme.problem_type == REGRESSION:
         return None
-    if scheme.problem_type == REGRESSION:
-        raise ValueError("--class_weights needs classes, but the labels are numbers (regression). Remove the flag.")
     if isinstance(setting, Mapping):
         if unknown := [name for name in setting if name not in scheme.names]:
             raise ValueError(
@@ -560,7 +546,6 @@ class LabelRows:
         files: The file of each row.
         lines: The line of each row in its file, if known.
         numbers: The number of each row.
-        rows_with_new_columns: The first row that has a column which all earlier rows lack, for each such column.
     """
 
     label_column: str | None
@@ -569,7 +554,6 @@ class LabelRows:
     files: list[str] = field(default_factory=list)
     lines: list[int | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    rows_with_new_columns: list[dict[str, Any]] = field(default_factory=list)
 
     def describe_row(self, row: int) -> str:
         """Describe the location of the label of a row for messages: file, line, row and column."""
@@ -593,11 +577,7 @@ def _read_rows(
     rows = LabelRows(label_column, [[] for _ in text_columns])
     names = source.class_names(label_column)
     blank: list[str] = []
-    known = set(source.first.values)
     for record in source.records:
-        if not known.issuperset(record.values):
-            known.update(record.values)
-            rows.rows_with_new_columns.append(record.values)
         for column, texts in zip(text_columns, rows.texts, strict=True):
             texts.append(get_text(record, column, "--text_columns"))
         if any(is_blank(texts[-1]) for texts in rows.texts):
@@ -629,7 +609,6 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     """
     sources = read_splits(settings)
     first = next(iter(sources.values())).first
-    threshold_flag = settings.threshold
     columns = {"text_columns": (), "label_column": ("label_separator",)}
     absent_label_column = find_absent_recorded_column(settings, first.values, "label_column")
     settings = apply_recorded_columns(settings, first.values, columns, ("threshold",))
@@ -644,30 +623,11 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
         scheme = _infer_checkpoint_scheme(settings, config, class_names)
     else:
         scheme = _infer_training_scheme(settings, read["train"], sources["train"].class_names(label_column))
-    if threshold_flag is not None and scheme.problem_type != MULTI_LABEL:
-        raise ValueError(
-            f"--threshold needs several labels per row, but the problem type is {scheme.problem_type}. Remove "
-            "--threshold."
-        )
-    if label_column is None:
-        _warn_about_unread_labels([first.values, *read["test"].rows_with_new_columns], text_columns, scheme)
     values = {name: _encode_labels(name, rows, scheme) for name, rows in read.items()}
     _log_label_counts(scheme, values.get("train") or [])
     splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
     threshold = DEFAULT_THRESHOLD if settings.threshold is None else settings.threshold
     return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator, threshold)
-
-
-def _warn_about_unread_labels(
-    rows: Sequence[dict[str, Any]], text_columns: Sequence[str], scheme: LabelScheme
-) -> None:
-    """Warn about columns of the test rows that may hold labels, if no label column is read."""
-    candidates = {
-        name for row in rows for name in column_names(row) if str(column_value(row, name)).strip() in scheme.names
-    }
-    for column in sorted(candidates.difference(text_columns)):
-        message = "test: Column %r may hold labels, but is not read. Use --label_column %r to score the predictions."
-        logger.warning(message, column, column)
 
 
 def _encode_labels(name: str, rows: LabelRows, scheme: LabelScheme) -> list[Any] | None:
@@ -716,40 +676,12 @@ def _infer_training_scheme(
     if kind == MULTI_LABEL:
         reject_indicators(rows.cells, rows.describe_row)
     if kind == REGRESSION:
-        if settings.labels is not None:
-            raise ValueError(
-                f"{rows.describe_row(0)}: --labels needs classes, but the labels are numbers (regression). Remove "
-                "--labels."
-            )
         return LabelScheme(kind, ())
-    separator = settings.label_separator
-    if separator is not None and not any(isinstance(cell, tuple) and len(cell) > 1 for cell in rows.cells):
-        logger.warning(
-            "No training row has several labels with --label_separator %r. Check that it separates the labels.",
-            separator,
-        )
     names = tuple(settings.labels or class_names or sort_class_names(rows.cells))
     if len(names) < 1 + (kind == SINGLE_LABEL):
         problem = f"Every training row has the label {names[0]!r}" if names else "No training row has a label"
         raise ValueError(f"{rows.describe_row(0)}: {problem}. Give training rows with different labels.")
-    _warn_about_similar_labels(kind, names, rows.cells)
     return LabelScheme(kind, names)
-
-
-def _warn_about_similar_labels(kind: str, names: Sequence[str], cells: Sequence[Cell]) -> None:
-    """Warn about labels that look alike, and about a label of a multi-label problem that all rows have."""
-    lowered, looks = Counter(name.lower() for name in names), Counter(map(normalized_label, names))
-    if alike := [name for name in names if lowered[name.lower()] > 1]:
-        logger.warning("Labels that differ only in case are different labels: %s.", format_names(alike))
-    if lookalikes := [ascii(name) for name in names if looks[normalized_label(name)] > lowered[name.lower()]]:
-        logger.warning("Labels that look the same are different labels: %s.", ", ".join(lookalikes[:8]))
-    if kind == MULTI_LABEL:
-        counts = Counter(name for cell in cells for name in cell or ())
-        if everywhere := [name for name in names if counts[name] == len(cells)]:
-            logger.warning(
-                "Every training row has the label %s. The model cannot learn anything about it.",
-                format_names(everywhere),
-            )
 
 
 def _infer_checkpoint_scheme(

@@ -44,7 +44,7 @@ from ..engine.models import (
     load_tokenizer,
 )
 from ..engine.optimization import Objective, compute_logits
-from ..engine.settings import FineTuningSettings, check_metric
+from ..engine.settings import FineTuningSettings, check_dev_settings, check_metric
 from . import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, ClassificationSettings
 from .data import (
     ClassificationSplit,
@@ -556,7 +556,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
         self.fit_tokenizer(pair=len(self.data.text_columns) == 2)
         self.metric_names = METRICS_BY_PROBLEM[self.problem_type]
         check_metric(settings.metric_for_best_model, ("loss", *self.metric_names))
-        settings.check_dev("validation" in self.data.splits)
+        check_dev_settings(settings, "validation" in self.data.splits)
         self.train = self._select_training_split()
         self.dev_splits = [
             split.take(settings.max_eval_samples) for name, split in self.data.splits.items() if name == "validation"

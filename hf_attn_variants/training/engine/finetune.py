@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ from .loop import TrainingLoop
 from .models import get_model_name
 from .optimization import Objective, prepare_training
 from .session import PREDICTIONS_PREFIX, open_session, progress_bar, save_model, start_run, write_results
-from .settings import FineTuningSettings, LoopSettings, OutputSettings, count_training_steps
+from .settings import LoopSettings, OutputSettings, TrainingSettings, count_training_steps
 from .tables import warn_about_max_length
 
 __all__ = ["Evaluator", "FineTuningTask", "MetricEvaluator", "fine_tune", "list_shown_metrics", "run_rows"]
@@ -98,7 +99,7 @@ def _check_finite(parts: Sequence[Tensor], name: str) -> None:
         )
 
 
-SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
+SettingsT = TypeVar("SettingsT", bound=TrainingSettings)
 # The type of a task's evaluator, so that the methods of the task know its attributes.
 EvaluatorT = TypeVar("EvaluatorT", bound="Evaluator")
 
@@ -185,9 +186,8 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     def training_batches(self) -> TrainingBatches:
         """Return the training batches, which by default consist of `rows`."""
-        loader, sampler = prepare_train_dataloader(
-            self.settings, self.accelerator, self.rows, self.collate, self.lengths
-        )
+        settings: Any = self.settings  # `FineTuningSettings`, unless the task has its own batches
+        loader, sampler = prepare_train_dataloader(settings, self.accelerator, self.rows, self.collate, self.lengths)
 
         def start_epoch(epoch: int) -> None:
             sampler.start_epoch(epoch)
@@ -292,13 +292,16 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
     total_steps = task.total_steps(batches.count)
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
     evaluator = task.make_evaluator(model)
+    objective = task.objective()
+    if batches.examples is None:  # the last batches of a stream may contain rows that do not count
+        objective = replace(objective, examples=lambda batch: int(batch["examples"]))
     loop = TrainingLoop(
         accelerator,
         model,
         optimizer,
         scheduler,
         batches.loader,
-        task.objective(),
+        objective,
         LoopSettings.from_settings(
             settings,
             total_steps,

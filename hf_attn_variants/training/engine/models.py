@@ -25,9 +25,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ...command_line import nearest_name
 from ...conversion.checkpoint.models import check_learned_tokens, check_tokenizer_files, reading_checkpoint
 from ...conversion.checkpoint.source import check_source
+from ...files import parse_json
 from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.fields.field_checks import check_buckets
@@ -86,7 +86,7 @@ def load_tokenizer(
 
     Raises:
         OSError: If there is no tokenizer.
-        ValueError: If the tokenizer cannot be used, has no padding token, or has more tokens than the model.
+        ValueError: If the tokenizer cannot be used, or has more tokens than the model.
     """
     source = settings.tokenizer_name or settings.source
     advice = ". Give a folder or Hub id that has them with --tokenizer_name."
@@ -97,8 +97,6 @@ def load_tokenizer(
             options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_learned_tokens(tokenizer, source, advice)
-    if tokenizer.pad_token is None:
-        raise ValueError(f"The tokenizer of {source} must have a padding token, because batches are padded.")
     if config is not None and (size := get_vocabulary_size(tokenizer)) > config.vocab_size:
         raise ValueError(
             f"The tokenizer of {source} has {size} tokens, but the model has only {config.vocab_size}. Give the "
@@ -164,17 +162,12 @@ def append_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConf
         return
     end = tokenizer.eos_token
     processor = getattr(getattr(tokenizer, "backend_tokenizer", None), "post_processor", None)
-    if tokenizer.eos_token_id != config.eos_token_id or not isinstance(processor, TemplateProcessing | None):
+    is_template = isinstance(processor, TemplateProcessing | None)
+    if tokenizer.eos_token_id != config.eos_token_id or not is_template or _find_template_tokens(tokenizer) - {end}:
         raise ValueError(
             f"The tokenizer does not append the end token of the model (id {config.eos_token_id}) to "
             f"{'the texts of a pair' if pair else 'a text'}, where the classifier reads it. Give another tokenizer "
             "with --tokenizer_name, or set its eos_token and a post-processor that appends it."
-        )
-    if others := sorted(_find_template_tokens(tokenizer) - {end}):
-        raise ValueError(
-            f"The tokenizer puts {', '.join(others)} around texts, but does not append the end token {end} to "
-            f"{'those of a pair' if pair else 'them'}, where the classifier reads it. Give another tokenizer with "
-            f"--tokenizer_name, or put {end} into the template of its post-processor."
         )
     logger.info("The tokenizer now appends %s to each text, because the classifier of the model reads it.", end)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -208,8 +201,7 @@ def check_max_length(
         multiple: If given, batches are padded to a multiple of this number of tokens.
 
     Raises:
-        ValueError: If `max_length` or the padded length exceeds the maximum of the model or the tokenizer, or if no
-            token is left for text.
+        ValueError: If the padded length exceeds the number of positions, or if no token is left for text.
     """
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_length < special + 1:
@@ -217,17 +209,10 @@ def check_max_length(
     positions = longest_input(config)
     if positions is None:  # T5 has no limit; that of its tokenizer is only the length of the pretraining
         return
-    if max_length > positions:
-        raise ValueError(
-            f"--{flag} must be at most {positions}, the number of positions of the model, got {max_length}."
-        )
-    if max_length > tokenizer.model_max_length:
-        limit = tokenizer.model_max_length
-        raise ValueError(f"--{flag} must be at most {limit}, the maximum of the tokenizer, got {max_length}.")
     if (padded := -(-max_length // (multiple or 1)) * (multiple or 1)) > positions:
+        padding = f" (padded to {padded} by --pad_to_multiple_of)" if padded > max_length else ""
         raise ValueError(
-            f"--pad_to_multiple_of {multiple} pads texts of --{flag} {max_length} to {padded} tokens, but the model "
-            f"has only {positions} positions. Use a smaller --{flag}."
+            f"--{flag} must be at most {positions}, the number of positions of the model, got {max_length}{padding}."
         )
 
 
@@ -299,16 +284,10 @@ class LabelMap:
 
 
 def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Set every dropout probability of a configuration.
-
-    Raises:
-        ValueError: If the configuration has no dropout probability.
-    """
-    present = [name for name in DROPOUT_FIELDS if hasattr(config, name)]
-    if not present:
-        raise ValueError(f"--dropout_rate cannot be used, because {type(config).__name__} has no dropout.")
-    for name in present:
-        setattr(config, name, rate)
+    """Set every dropout probability of a configuration."""
+    for name in DROPOUT_FIELDS:
+        if hasattr(config, name):
+            setattr(config, name, rate)
 
 
 def load_config(settings: ModelSettings) -> PreTrainedConfig:
@@ -316,17 +295,11 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
 
     Raises:
         OSError: If there is no configuration.
-        ValueError: If the checkpoint cannot be used, is an adapter, stores its weights in pickle files, or has no
-            dropout although `dropout_rate` is given.
+        ValueError: If the checkpoint cannot be used, is an adapter, or stores its weights in pickle files.
     """
     with reading_checkpoint(settings.source) as source:
         check_source(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-    if hasattr(config, "num_mel_bins"):
-        raise ValueError(
-            f"--model_name_or_path must be a text model, but {settings.model_name_or_path} ({config.model_type}) "
-            "reads audio."
-        )
     if hasattr(config, "relative_attention_max_distance"):
         check_buckets(config)
     if settings.dropout_rate is not None:
@@ -449,7 +422,7 @@ def load_model_and_unexpected_keys(
         ValueError: If the checkpoint does not fit its configuration, `attn_implementation` is not available, or
             weights are missing.
     """
-    with _silence_loading_report(settings), reading_checkpoint(settings.source) as source:
+    with reading_checkpoint(settings.source) as source:
         model, report = model_class.from_pretrained(
             source,
             config=config,
@@ -490,22 +463,6 @@ def _check_weights(model: PreTrainedModel, name: str | None) -> None:
 def _is_resumed(settings: ModelSettings) -> bool:
     """Return whether the run resumes from a checkpoint of its training."""
     return isinstance(settings, OutputSettings) and bool(settings.resume_from_checkpoint)
-
-
-@contextmanager
-def _silence_loading_report(settings: ModelSettings) -> Iterator[None]:
-    """Suppress the loading report of Transformers in a resumed run.
-
-    The checkpoint of the training has all weights, so those that are missing in the model are not new.
-    """
-    log = logging.getLogger("transformers.modeling_utils")
-    level = log.level
-    if _is_resumed(settings):
-        log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
@@ -628,8 +585,6 @@ def make_new_config(
     known = variant_class.variant_fields()
     if unknown := [name for name in variant if name not in known]:
         raise ValueError(f"--{unknown[0]} cannot be used, because {model_type} does not have this attention.")
-    if duplicates := [name for name in variant if name in overrides]:
-        raise ValueError(f"--{duplicates[0]} is also given by --config_overrides. Remove one of them.")
     is_variant = variant or {*known} & overrides.keys()
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
     _check_override_names(overrides, default, variant_class)
@@ -649,11 +604,6 @@ def make_new_config(
         raise ValueError(
             f"--config_overrides {settings.config_overrides} is not valid: {' '.join(str(error).split())}"
         ) from error
-    if config.vocab_size < (size := get_vocabulary_size(tokenizer)):
-        raise ValueError(
-            f"--config_overrides vocab_size must be at least {size}, the number of tokens of "
-            f"{settings.tokenizer_name}, got {config.vocab_size}. Leave vocab_size out to use this number."
-        )
     if hasattr(config, "relative_attention_max_distance"):
         check_buckets(config)
     if settings.dropout_rate is not None:
@@ -662,18 +612,10 @@ def make_new_config(
 
 
 def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
-    """Check that each override is a field of the configuration.
-
-    Raises:
-        ValueError: If one is not. The message suggests a similar name.
-    """
+    """Raise ValueError if an override is not a field of the configuration, because Transformers would store it."""
     for name in overrides:
         if name not in default.to_dict() and name not in variant_class.variant_fields():
-            reason = wrong_name(variant_class, name)
-            if reason is None:
-                similar = nearest_name(name, default.to_dict())
-                reason = f"`{name}` is not a field of {type(default).__name__}"
-                reason += "." if similar is None else f". Did you mean {similar}?"
+            reason = wrong_name(variant_class, name) or f"`{name}` is not a field of {type(default).__name__}."
             raise ValueError(f"--config_overrides: {reason}")
 
 
@@ -690,51 +632,33 @@ def parse_overrides(text: str) -> dict[str, Any]:
         The values by field.
 
     Raises:
-        ValueError: If an item is not FIELD=VALUE, if a field is given twice, or if a value is neither JSON nor plain
-            text.
+        ValueError: If an item is not FIELD=VALUE, or if a value is neither JSON nor plain text.
 
     Example:
         >>> parse_overrides("num_layers=2,feed_forward_proj=gated-gelu")
         {'num_layers': 2, 'feed_forward_proj': 'gated-gelu'}
     """
     if text.lstrip().startswith("{"):
-        return _parse_json("The value", text)
-    pairs = []
+        return parse_json(text)
+    values = {}
     for item in filter(None, (item.strip(", \n\t") for item in OVERRIDE_SEPARATOR.split(text))):
         name, _, value = (part.strip() for part in item.partition("="))
         if not name or not value:
             raise ValueError(f"--config_overrides must be FIELD=VALUE items, got {item!r}.")
-        pairs.append((name, _parse_override(name, value)))
-    return _reject_duplicates(pairs)
+        values[name] = _parse_override(name, value)
+    return values
 
 
 def _parse_override(name: str, text: str) -> Any:
     """Parse the value of a field."""
-    if text[0] in '[{"':
-        return _parse_json(f"The value of `{name}`", text)
-    if "," in text or text in PYTHON_CONSTANTS:
-        raise ValueError(f"--config_overrides: `{name}` must be JSON or text without commas, got {text!r}.")
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
+        if "," in text or text[0] in '[{"' or text in PYTHON_CONSTANTS:
+            raise ValueError(
+                f"--config_overrides: `{name}` must be JSON or text without commas, got {text!r}."
+            ) from None
         return text
-
-
-def _parse_json(subject: str, text: str) -> Any:
-    """Parse JSON that begins like JSON; `subject` names it in the message."""
-    try:
-        return json.loads(text, object_pairs_hook=_reject_duplicates)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--config_overrides: {subject} begins like JSON but is not valid: {error}.") from None
-
-
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dictionary, or raise ValueError if a name occurs twice."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        duplicate = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise ValueError(f"--config_overrides gives `{duplicate}` twice. Remove one of the values.")
-    return values
 
 
 def check_new_model(settings: NewModelSettings) -> None:

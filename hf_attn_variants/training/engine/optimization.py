@@ -197,11 +197,8 @@ def create_scheduler(
     warmup = get_warmup_steps(settings, total_steps)
     # A run that only evaluates needs no schedule, and a polynomial would divide by zero steps.
     kind = settings.lr_scheduler_type if total_steps else "constant"
-    if kind == "polynomial" and warmup == total_steps:
-        raise ValueError(
-            f"--lr_scheduler_type polynomial needs steps after the warm-up, got a warm-up of all {total_steps} steps. "
-            "Use a shorter warm-up."
-        )
+    if kind == "polynomial" and warmup == total_steps:  # it would divide by zero at the last step
+        raise ValueError(f"--num_warmup_steps must be less than all {total_steps} steps with a polynomial schedule.")
     try:
         return get_scheduler(kind, optimizer, warmup, total_steps, dict(settings.lr_scheduler_kwargs))
     except TypeError as error:

@@ -23,7 +23,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -347,8 +347,7 @@ logger = logging.getLogger(__name__)
 # Environment variables in which launchers store the number of processes: torchrun and accelerate, MPI, SLURM. For
 # SLURM, it is the variable of a job step, because the other variables of a job also exist in a batch script, which is
 # one process.
-SLURM_COUNT = "SLURM_STEP_NUM_TASKS"
-PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", SLURM_COUNT)
+PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 # Process groups are never freed. A DDP model in the traceback of an error would free its group while it holds the
 # interpreter's lock. Freeing waits for the threads of gloo, which may need the same lock: a deadlock.
@@ -383,7 +382,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
     )
     new_folders = []
     try:
-        _check_processes(settings, accelerator)
+        _check_processes(accelerator)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             configure_deepspeed(settings, accelerator.state.deepspeed_plugin.deepspeed_config)
         if accelerator.is_fsdp2 and settings.optim == "adafactor":
@@ -431,53 +430,35 @@ def _check_machine(settings: TrainingSettings) -> None:
 
 def _check_trackers(report_to: str) -> None:
     """Check that the tracker is known and installed, because Accelerate ignores others without a warning."""
-    known = [str(LoggerType(name)) for name in LoggerType.list()]
     installed = [str(name) for name in get_available_trackers()]
-    if report_to not in known:
-        raise ValueError(f"--report_to must be one of {', '.join(known)}, got {report_to!r}.")
-    if not installed or (report_to != "all" and report_to not in installed):
+    if report_to not in (*installed, "all") or not installed:
         raise ValueError(
             f"--report_to must be an installed tracker ({', '.join(installed) or 'nothing is installed'}), got "
-            f"{report_to!r}. Install it with `pip install {'tensorboard' if report_to == 'all' else report_to}`."
+            f"{report_to!r}."
         )
 
 
-def _check_processes(settings: TrainingSettings, accelerator: Accelerator) -> None:
+def _check_processes(accelerator: Accelerator) -> None:
     """Check that processes which were launched together also train together, not each one for itself."""
     counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
     name = next((name for name, count in counts.items() if count > 1), None)
     if accelerator.num_processes > 1 or name is None:
         return
-    if name == SLURM_COUNT:
-        advice = (
-            f"Start one task per machine with srun and `accelerate launch` in it. For independent runs, unset {name}."
-        )
-    elif settings.cpu or torch.accelerator.is_available():
-        advice = "Start them with `accelerate launch` or torchrun."
-    else:
-        advice = "There is no GPU. Add --cpu to train together on CPUs, or start only one process."
     raise ValueError(
         f"{counts[name]} processes were launched ({name}={counts[name]}) without a connection between them, and each "
-        f"would train a model in the same folder. {advice}"
+        "would train a model in the same folder. Start them with `accelerate launch` or torchrun, and with --cpu if "
+        f"there is no GPU. For independent runs, unset {name}."
     )
 
 
 def _check_output_dir(settings: TrainingSettings) -> None:
     """Check that the output folder is empty, overwritten, or belongs to the run that resumes."""
     folder = Path(settings.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise OSError(f"--output_dir must be a folder, but {folder} is a file.")
     is_used = folder.is_dir() and any(folder.iterdir())
     if is_used and not (settings.overwrite_output_dir or settings.resume_from_checkpoint):
-        checkpoints = list_checkpoints(folder)
-        resume = (
-            f"Resume from {checkpoints[-1].name} with --resume_from_checkpoint latest, start"
-            if checkpoints
-            else "Start"
-        )
         raise ValueError(
-            f"--output_dir {folder} is not empty. {resume} a new run with --overwrite_output_dir, or give another "
-            "folder."
+            f"--output_dir {folder} is not empty. Continue its run with --resume_from_checkpoint latest, start a new "
+            "run with --overwrite_output_dir, or give another folder."
         )
     resumed = settings.resume_from_checkpoint
     if is_used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:

@@ -13,14 +13,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field
-from numbers import Integral, Real
 from os import PathLike, fspath
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ...files import parse_json
 from ...modeling.fields.field_table import FIELDS, Field
 from ...modeling.fields.field_texts import describe_field
-from ...text_files import parse_rows, repeated_name
 
 __all__ = [
     "ABOVE_0",
@@ -47,6 +46,7 @@ __all__ = [
     "TableSettings",
     "TrainingSettings",
     "VariantSettings",
+    "check_dev_settings",
     "check_metric",
     "collect_variant_fields",
     "count_training_steps",
@@ -67,16 +67,6 @@ ABOVE_0: Range = ("more than 0", lambda value: 0 < value < math.inf)
 FROM_0_BELOW_1: Range = ("in [0, 1)", lambda value: 0 <= value < 1)
 BETWEEN_0_AND_1: Range = ("in (0, 1)", lambda value: 0 < value < 1)
 A_NUMBER: Range = ("a number", math.isfinite)
-
-# The names of the types in messages.
-TYPE_NAMES = {
-    str: "text",
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    tuple: "several",
-    dict: "a dictionary",
-}
 
 # When a resumed run must have the same value as before: always, or only if the run keeps its best weights.
 ALWAYS, WITH_BEST_WEIGHTS = "always", "with best weights"
@@ -112,15 +102,12 @@ def parse_json_flag(text: str) -> Any:
     """Parse the JSON value of a flag.
 
     Raises:
-        ArgumentTypeError: If the text is not JSON, or if an object contains a name twice.
+        ArgumentTypeError: If the text is not JSON.
     """
     try:
-        value = parse_rows(text)
+        return parse_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"The value must be JSON: {error}") from None
-    if (duplicate := repeated_name(value)) is not None:
-        raise argparse.ArgumentTypeError(f"The name {duplicate!r} must occur only once, got {text}.")
-    return value
 
 
 class _OptionChange(NamedTuple):
@@ -158,7 +145,7 @@ class Settings:
     def __post_init__(self) -> None:
         types = get_type_hints(type(self))
         for item in dataclasses.fields(self):
-            value = _convert_type(item.name, getattr(self, item.name), types[item.name])
+            value = _convert_type(getattr(self, item.name), types[item.name])
             object.__setattr__(self, item.name, value)  # the type that a command line would have given
             if value is not None:
                 _check_value(item.name, value, **item.metadata)
@@ -203,24 +190,13 @@ def _check_value(
             raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {item!r}.")
 
 
-def _convert_type(name: str, value: Any, annotation: Any) -> Any:
-    """Convert a value to the type of its field: paths to text, lists to tuples, and NumPy numbers to Python numbers.
-
-    Raises:
-        ValueError: If the value has another type.
-    """
-    kinds = [get_origin(kind) or kind for kind in get_field_types(annotation)]
-    if type(value) in kinds or (value is None and NoneType in get_args(annotation)):
-        return value
-    if tuple in kinds and isinstance(value, list | str):
+def _convert_type(value: Any, annotation: Any) -> Any:
+    """Convert a value to the type of its field: paths to text, and lists to tuples."""
+    if isinstance(value, PathLike):
+        value = fspath(value)
+    if any(get_origin(kind) is tuple for kind in get_field_types(annotation)) and isinstance(value, list | str):
         return (value,) if isinstance(value, str) else tuple(value)
-    if str in kinds and isinstance(value, str | PathLike):
-        return str(fspath(value))
-    if int in kinds and isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    if float in kinds and isinstance(value, Real) and not isinstance(value, bool):
-        return value if isinstance(value, int) else float(value)
-    raise ValueError(f"--{name} must be {' or '.join(TYPE_NAMES[kind] for kind in kinds)}, got {value!r}.")
+    return value
 
 
 def group_fields(settings: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
@@ -561,19 +537,6 @@ class OptimizationSettings(Settings):
     def check(self) -> None:
         super().check()
         has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
-        if self.greater_is_better is not None and not self.keeps_best_weights:
-            raise ValueError("--greater_is_better needs --metric_for_best_model or --early_stopping_patience.")
-        if self.num_warmup_steps is not None and self.warmup_ratio:
-            raise ValueError("--num_warmup_steps and --warmup_ratio cannot be used together. Remove one of them.")
-        if (self.adafactor_scale_parameter or self.adafactor_relative_step) and self.optim != "adafactor":
-            raise ValueError("--adafactor_scale_parameter and --adafactor_relative_step need --optim adafactor.")
-        if self.adafactor_relative_step and (has_warmup or self.lr_scheduler_kwargs):
-            raise ValueError(
-                "--adafactor_relative_step has its own schedule and warm-up. Remove the flags of any other schedule "
-                "or warm-up."
-            )
-        if not isinstance(self.lr_scheduler_kwargs, dict):
-            raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {self.lr_scheduler_kwargs!r}.")
         # Transformers would ignore both without a warning.
         if self.lr_scheduler_type == "constant" and has_warmup:
             raise ValueError("--lr_scheduler_type constant has no warm-up. Use constant_with_warmup instead.")
@@ -634,14 +597,10 @@ class OutputSettings(Settings):
         steps = self.checkpointing_steps
         if steps not in (None, "epoch") and not (isinstance(steps, int) and steps >= 1):
             raise ValueError(f"--checkpointing_steps must be a positive number or 'epoch', got {steps!r}.")
-        if self.save_total_limit is not None and steps is None:
-            raise ValueError("--save_total_limit needs --checkpointing_steps. Without it no checkpoint is saved.")
         if self.resume_from_checkpoint and self.overwrite_output_dir:
             raise ValueError(
                 "--resume_from_checkpoint and --overwrite_output_dir cannot be used together. Remove one of them."
             )
-        if self.with_tracking and self.report_to == "none":
-            raise ValueError("--with_tracking and --report_to none cannot be used together. Remove one of them.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -656,11 +615,6 @@ class HubSettings(Settings):
     )
     hub_private_repo: bool = option("Make the repository private.", False)
     hub_token: str | None = option("Access token to use instead of the one that `hf auth login` stored.", None)
-
-    def check(self) -> None:
-        super().check()
-        if (self.hub_model_id or self.hub_private_repo) and not self.push_to_hub:
-            raise ValueError("--hub_model_id and --hub_private_repo need --push_to_hub.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -803,8 +757,15 @@ def count_training_steps(
     return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
 
 
-# Settings that need dev data.
-DEV_SETTINGS = ("metric_for_best_model", "early_stopping_patience", "eval_steps")
+def check_dev_settings(settings: TrainingSettings, has_dev_rows: bool) -> None:
+    """Check that no setting needs dev rows if there are none.
+
+    Raises:
+        ValueError: If a setting needs them.
+    """
+    for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps") if not has_dev_rows else ():
+        if getattr(settings, name) is not None:
+            raise ValueError(f"--{name} needs dev rows. Give --validation_file, or a data set with a dev split.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -838,27 +799,9 @@ class TableSettings(FineTuningSettings):
                 "Either table files (--train_file, --validation_file, --test_file) or --dataset_name must be given, "
                 f"got {got}."
             )
-        if self.dataset_name is not None:
-            return
-        if self.dataset_config_name is not None:
-            raise ValueError("--dataset_config_name needs --dataset_name.")
-        for split, default in (("train", "train"), ("validation", None), ("test", None)):
-            if getattr(self, f"{split}_split_name") != default:
-                raise ValueError(f"--{split}_split_name needs --dataset_name. For files, use --{split}_file.")
-        if not self.only_evaluates and not files["train"]:
-            raise ValueError("--train_file must be given for training. To only evaluate, use --num_train_epochs 0.")
-        if self.only_evaluates and not (files["validation"] or files["test"]):
-            raise ValueError("--num_train_epochs 0 only evaluates. Give --validation_file or --test_file.")
-        self.check_dev(bool(files["validation"]))
-
-    def check_dev(self, has_dev_rows: bool) -> None:
-        """Check that no setting needs dev rows if they do not exist.
-
-        Raises:
-            ValueError: If a setting needs dev rows that do not exist.
-        """
-        for name in DEV_SETTINGS if not has_dev_rows else ():
-            if getattr(self, name) is not None:
+        if self.dataset_name is None:
+            if not self.only_evaluates and not files["train"]:
                 raise ValueError(
-                    f"--{name} needs dev rows. Give --validation_file, or a --dataset_name that has a dev split."
+                    "--train_file must be given for training. To only evaluate, use --num_train_epochs 0."
                 )
+            check_dev_settings(self, bool(files["validation"]))

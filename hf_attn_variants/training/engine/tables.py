@@ -12,7 +12,7 @@ from datasets import ClassLabel, load_dataset, load_dataset_builder
 
 from ...files import RESULTS_NAME, is_unicode, load_json, suffix_of
 from ...text_files import TABLE_SUFFIXES, column_value, has_column, missing_column, read_records, row_place
-from .settings import FineTuningSettings, TableSettings
+from .settings import FineTuningSettings, TableSettings, TrainingSettings
 
 __all__ = [
     "UNKNOWN_LABELS",
@@ -271,8 +271,6 @@ def get_label_name(value: Any, names: Sequence[str]) -> Any:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-# Errors that results cause if they are damaged or were written by another program.
-RESULT_ERRORS = (AttributeError, TypeError, ValueError)
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
@@ -292,13 +290,7 @@ def apply_recorded_columns(
         columns: The settings that name columns, each with the settings that define how this column is read.
         others: Settings that are taken regardless of the columns.
     """
-    if (path := _find_results(settings)) is None:
-        return settings
-    try:
-        recorded = _load_recorded(path)
-    except RESULT_ERRORS as error:
-        logger.warning("The training columns could not be read from %s: %s", path, error)
-        return settings
+    recorded = _load_recorded(settings)
     named_columns = {name for setting in columns for name in _list_names(getattr(settings, setting))}
     new_values: dict[str, Any] = {}
     for setting, reading_settings in columns.items():
@@ -315,7 +307,7 @@ def apply_recorded_columns(
     new_values |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
     if new_values:
         flags = " ".join(f"--{name} {_format_value(value)}" for name, value in new_values.items())
-        logger.info("Settings from %s: %s", path, flags)
+        logger.info("Settings of the training of the model: %s", flags)
     return replace(settings, **new_values)
 
 
@@ -329,12 +321,7 @@ def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, A
         first: The row by column.
         setting: The setting that names the column.
     """
-    if getattr(settings, setting) is not None or (path := _find_results(settings)) is None:
-        return None
-    try:
-        column = _load_recorded(path).get(setting)
-    except RESULT_ERRORS:
-        return None
+    column = None if getattr(settings, setting) is not None else _load_recorded(settings).get(setting)
     return column if isinstance(column, str) and not has_column(first, column) else None
 
 
@@ -343,29 +330,27 @@ def _format_value(value: Any) -> str:
     return " ".join(map(repr, _list_names(value))) if isinstance(value, str | tuple | list) else str(value)
 
 
-def warn_about_max_length(settings: FineTuningSettings) -> None:
+def warn_about_max_length(settings: TrainingSettings) -> None:
     """Warn if a run that only evaluates cuts texts at another length than the training of the model."""
-    if (path := _find_results(settings)) is None:
-        return
-    try:
-        length = _load_recorded(path).get("max_length", settings.max_length)
-    except RESULT_ERRORS:
-        return
+    length = _load_recorded(settings).get("max_length", settings.max_length)
     if length != settings.max_length:
-        message = "Texts are cut at %d tokens, but the model was trained with --max_length %s (%s)."
-        logger.warning(message, settings.max_length, length, path)
+        message = "Texts are cut at %d tokens, but the model was trained with --max_length %s."
+        logger.warning(message, settings.max_length, length)
 
 
-def _find_results(settings: FineTuningSettings) -> Path | None:
-    """Return the path of the training results of a model that is only evaluated, or None if it does not exist."""
-    path = Path(settings.source).expanduser() / RESULTS_NAME if settings.only_evaluates else None
-    return path if path is not None and path.is_file() else None
-
-
-def _load_recorded(path: Path) -> dict[str, Any]:
-    """Return the recorded arguments and results of a training."""
-    results = load_json(path)
-    return {**(results.get("arguments") or {}), **results}
+def _load_recorded(settings: TrainingSettings) -> dict[str, Any]:
+    """Return the recorded arguments and results of the training of a model that is only evaluated, if they exist."""
+    if not settings.only_evaluates or settings.model_name_or_path is None:
+        return {}
+    path = Path(settings.model_name_or_path).expanduser() / RESULTS_NAME
+    if not path.is_file():
+        return {}
+    try:
+        results = load_json(path)
+        return {**(results.get("arguments") or {}), **results}
+    except (AttributeError, TypeError, ValueError) as error:  # damaged, or written by another program
+        logger.warning("The arguments of the training could not be read from %s: %s", path, error)
+        return {}
 
 
 def _list_names(value: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """Settings of pretraining: the text, the masking, and the options of each objective."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..engine.settings import (
     ALWAYS,
@@ -12,6 +12,7 @@ from ..engine.settings import (
     NewModelSettings,
     Settings,
     TrainingSettings,
+    check_dev_settings,
     check_metric,
     option,
     redefault,
@@ -26,13 +27,6 @@ MASKED_LM_TYPES = ("albert", "bert", "distilbert", "electra", "roberta")
 # The objectives: masked tokens, or the next token. The latter needs a causal class in Transformers.
 MASKED, CAUSAL = "mlm", "clm"
 CAUSAL_LM_TYPES = ("bert", "electra", "roberta")
-
-
-def check_held_out_flags(settings: TrainingSettings, reason: str = "") -> None:
-    """Raise ValueError if a flag is set that needs held-out text. `reason` completes the message."""
-    for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
-        if getattr(settings, name) is not None:
-            raise ValueError(f"--{name} needs held-out text{reason}. Set --validation_file, or remove --{name}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +56,14 @@ class TextSettings(Settings):
     )
 
 
+def check_stream_workers(settings: TrainingSettings) -> None:
+    """Raise ValueError if several workers would each yield the whole text stream."""
+    if settings.dataloader_num_workers > 1:
+        raise ValueError(
+            f"--dataloader_num_workers must be 0 or 1 for a text stream, got {settings.dataloader_num_workers}."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class PretrainingSettings(TextSettings, NewModelSettings, TrainingSettings):
     """Settings of all pretraining objectives."""
@@ -74,13 +76,10 @@ class PretrainingSettings(TextSettings, NewModelSettings, TrainingSettings):
             raise ValueError("Set either --train_file or --dataset_name.")
         if self.max_train_steps is None and not self.only_evaluates:
             raise ValueError("--max_train_steps must be set, because a text stream has no length.")
-        if self.dataloader_num_workers > 1:
-            raise ValueError(
-                f"--dataloader_num_workers must be 0 or 1 for a text stream, got {self.dataloader_num_workers}."
-            )
+        check_stream_workers(self)
         check_metric(self.metric_for_best_model, PRETRAINING_METRICS)
         if self.validation_file is None and self.dataset_name is None:
-            check_held_out_flags(self)
+            check_dev_settings(self, False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +126,7 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
         "configuration) learns the next token.",
         MASKED,
         choices=(MASKED, CAUSAL),
+        resume=ALWAYS,
     )
     model_type: str | None = redefault(choices=MASKED_LM_TYPES)
 
@@ -135,20 +135,10 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
         """Whether the objective is the next token instead of masked tokens."""
         return self.objective == CAUSAL
 
-    def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
-        """Return the settings that a resumed run must share, as JSON values."""
-        # Checkpoints of earlier versions have no objective. All of them are masked language models.
-        return super().resume_values(with_best_weights) | {"objective": self.objective if self.is_causal else None}
-
     def check(self) -> None:
         """Check the settings, in addition to the checks of all pretraining objectives."""
         super().check()
-        if not self.is_causal:
-            return
-        for name in (name for name in MaskingSettings.__annotations__ if name != "title"):
-            if getattr(self, name) != getattr(MaskingSettings, name):
-                raise ValueError(f"--{name} needs --objective {MASKED}, got {CAUSAL}. Remove --{name}.")
-        if self.model_type not in (None, *CAUSAL_LM_TYPES):
+        if self.is_causal and self.model_type not in (None, *CAUSAL_LM_TYPES):
             raise ValueError(
                 f"--model_type must be one of {', '.join(CAUSAL_LM_TYPES)} with --objective {CAUSAL}, got "
                 f"{self.model_type}."

@@ -11,25 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import set_seed
+from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
+from ..engine.finetune import fine_tune
 from ..engine.models import check_end_token, check_max_length, load_or_make_model, load_seq2seq_config
-from ..engine.optimization import compute_label_sums, compute_target_logits, make_label_objective
-from ..engine.session import open_session
+from ..engine.optimization import Objective, compute_label_sums, compute_target_logits, make_label_objective
 from ..engine.settings import ModelSettings
 from . import SpanCorruptionSettings
-from .task import PretrainingTask, pretrain
-from .text_stream import open_text_sources
+from .task import Pretraining
 
 __all__ = [
     "SpanCorruption",
+    "SpanCorruptionPretraining",
     "check_span_corruption",
     "compute_block_length",
     "compute_corrupted_lengths",
-    "compute_target_sums",
     "count_noise",
     "draw_noise_spans",
     "get_sentinel_ids",
@@ -218,22 +217,40 @@ def _pad(ids: np.ndarray, length: int, value: int) -> np.ndarray:
     return np.concatenate([ids, np.full(length - len(ids), value, dtype=np.int64)])
 
 
-def compute_target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `PretrainingTask.row_sums` over the target tokens."""
-    return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
+class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
+    """Pretraining of a T5 by span corruption. Token counts in the results include inputs and targets."""
+
+    name, items = "span corruption", "target_tokens"
+    prepare: SpanCorruption
+
+    def __init__(self, settings: SpanCorruptionSettings, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config, self.tokenizer = load_seq2seq_config(settings)
+        check_span_corruption(settings, settings.max_length, self.config, self.tokenizer)
+        noise = settings.noise_density, settings.mean_noise_span_length
+        self.prepare = SpanCorruption(self.tokenizer, settings.max_length, settings.seed, *noise)
+
+    def load_model(self) -> PreTrainedModel:
+        return load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
+
+    def objective(self) -> Objective:
+        return make_label_objective(compute_target_logits)
+
+    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
+
+    def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.prepare.shuffle_text(batch)
+
+    def results(self) -> dict[str, Any]:
+        lengths = {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
+        return {**lengths, **super().results()}
 
 
 def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]:
     """Train a T5 model by span corruption, evaluate it, check whether it uses its context, and save it.
 
-    Returns:
-        The first results of `all_results.json`: `eval_loss` (nats per target token), `eval_perplexity`,
-        `eval_accuracy`, `gate_passed` with the losses and costs behind it, and `TrainingLoop.results`. Their token
-        counts include inputs and targets.
-
-    Raises:
-        ValueError, OSError: If a setting, the text or the checkpoint is wrong. Most errors come before training.
-        NonFiniteLossError: If training diverges.
+    The results and errors are those of `fine_tune`.
 
     Example:
         ```python
@@ -243,22 +260,4 @@ def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]
         results = pretrain_span_corruption(settings)
         ```
     """
-    with open_session(settings) as accelerator:
-        config, tokenizer = load_seq2seq_config(settings)
-        check_span_corruption(settings, settings.max_length, config, tokenizer)
-        text = open_text_sources(settings)
-        prepare = SpanCorruption(
-            tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
-        )
-        set_seed(settings.seed)
-        model = load_or_make_model(settings, config, AutoModelForSeq2SeqLM)
-        task = PretrainingTask(
-            "span corruption",
-            prepare,
-            make_label_objective(compute_target_logits),
-            compute_target_sums,
-            "target_tokens",
-            prepare.shuffle_text,
-            {"block_length": prepare.block_length, "target_length": prepare.target_length},
-        )
-        return pretrain(settings, accelerator, model, tokenizer, text, task)
+    return fine_tune(SpanCorruptionPretraining, settings)

@@ -2,15 +2,14 @@
 
 import inspect
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -32,29 +31,28 @@ from ..engine.dataloaders import (
     create_eval_dataloader,
     create_stream_dataloader,
 )
-from ..engine.finetune import MetricEvaluator, run_rows
+from ..engine.finetune import FineTuningTask, MetricEvaluator, fine_tune, run_rows
 from ..engine.loop import TrainingLoop
 from ..engine.models import (
     check_max_length,
-    get_model_name,
     iterate_attentions,
     load_or_make_config,
     load_or_make_model,
 )
-from ..engine.optimization import Objective, compute_label_sums, make_label_objective, prepare_training
-from ..engine.session import open_session, save_model, start_run, write_results
-from ..engine.settings import LoopSettings, TrainingSettings, count_training_steps
+from ..engine.optimization import Objective, compute_label_sums, make_label_objective
+from ..engine.settings import TrainingSettings
 from . import CAUSAL_LM_TYPES, MaskedLMSettings, PretrainingSettings
-from .text_stream import PretrainingText, TextSource, TextStream, open_text_sources, read_blocks, stack_rows
+from .text_stream import TextSource, TextStream, open_text_sources, read_blocks, stack_rows
 
 __all__ = [
     "MIN_COST",
     "BlockPreparation",
     "CausalLMPreparation",
+    "CausalLMPretraining",
+    "MaskedLMPretraining",
     "PreparedBlocks",
-    "PretrainingTask",
+    "Pretraining",
     "TextEvaluator",
-    "compute_causal_lm_sums",
     "compute_causal_logits",
     "compute_context_results",
     "compute_masked_lm_sums",
@@ -62,8 +60,6 @@ __all__ = [
     "get_boundary_tokens",
     "make_masked_lm_objective",
     "make_stream_batches",
-    "pretrain",
-    "pretrain_causal_lm",
     "pretrain_masked_lm",
     "shuffle_positions",
     "zero_attention",
@@ -112,32 +108,6 @@ class PreparedBlocks(Dataset):
         return self.prepare(self.blocks[index], (0, index), other)
 
 
-@dataclass(frozen=True)
-class PretrainingTask:
-    """The parts in which a pretraining objective differs from others.
-
-    Attributes:
-        name: The title of the curves.
-        prepare: The preparation of examples.
-        objective: The training loss.
-        row_sums: Maps (model, batch) to sums over the items of each example: the loss, the number of correct items and
-            the number of items [b, 3]. A sentence task adds the same three sums of the pairs [b, 6].
-        items: The name of the number of items among the metrics.
-        shuffle: Maps a batch to the same batch with shuffled words. The order is always the same.
-        results: Additional entries of `all_results.json`.
-        without_context: The name of a model that does not use its context, such as "unigram".
-    """
-
-    name: str
-    prepare: BlockPreparation
-    objective: Objective
-    row_sums: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    items: str
-    shuffle: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-    results: dict[str, Any] = field(default_factory=dict)
-    without_context: str = "unigram"
-
-
 def make_stream_batches(
     settings: TrainingSettings,
     accelerator: Accelerator,
@@ -181,12 +151,12 @@ class TextEvaluator(MetricEvaluator):
         accelerator: Accelerator,
         model: nn.Module,
         loader: DataLoader,
-        task: PretrainingTask,
-        settings: PretrainingSettings,
+        rows: int,
+        task: "Pretraining",
     ):
         super().__init__(self._compute_scores)
-        self.accelerator, self.model, self.loader = accelerator, model, loader
-        self.task, self.settings = task, settings
+        self.accelerator, self.model, self.loader, self.rows = accelerator, model, loader, rows
+        self.task, self.settings = task, task.settings
 
     def _compute_scores(self) -> dict[str, float]:
         """Return the metrics of the held-out text."""
@@ -200,14 +170,13 @@ class TextEvaluator(MetricEvaluator):
     def _compute_sums(
         self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
     ) -> list[float]:
-        """Return the sums of `PretrainingTask.row_sums` over all rows, with batches that `change` modifies."""
+        """Return the sums of `Pretraining.sum_rows` over all rows, with batches that `change` modifies."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            return (self.task.row_sums(self.model, change(batch)),)
+            return (self.task.sum_rows(self.model, change(batch)),)
 
-        dataset: Any = self.loader.dataset
-        row_order = range(len(dataset))
-        rows = run_rows(self.accelerator, self.model, self.loader, row_order, outputs, "dev", self.settings)[0]
+        order = range(self.rows)
+        rows = run_rows(self.accelerator, self.model, self.loader, order, outputs, "dev", self.settings)[0]
         return torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU, because not every device has float64
 
     def check_context(self) -> dict[str, Any]:
@@ -285,96 +254,101 @@ def zero_attention(model: PreTrainedModel) -> Iterator[None]:
             hook.remove()
 
 
-def pretrain(
-    settings: PretrainingSettings,
-    accelerator: Accelerator,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    text: PretrainingText,
-    task: PretrainingTask,
-) -> dict[str, Any]:
-    """Train a model, save and evaluate it, check whether it uses its context, and return the results.
+PretrainingT = TypeVar("PretrainingT", bound=PretrainingSettings)
 
-    Args:
-        model: It must have been made or loaded after the seed of the run was set.
-        text: The text for training and evaluation.
-        task: The objective.
 
-    Raises:
-        ValueError, OSError: If the text is wrong, or if a file cannot be written.
-        NonFiniteLossError: If training diverges.
+class Pretraining(FineTuningTask[PretrainingT, TextEvaluator]):
+    """Pretraining on a stream of text, with a check that the model uses its context.
+
+    The results contain `eval_loss` (nats per item), `eval_perplexity`, `eval_accuracy`, the number of items, and
+    `gate_passed` with the losses and costs behind it. The `__init__` of a subclass sets the attributes below.
+
+    Attributes:
+        config: The configuration of the model.
+        prepare: The preparation of examples.
+        items: The name of the number of items among the metrics.
+        without_context: The name of a model that does not use its context.
     """
-    packing = tokenizer, task.prepare.block_length, task.prepare.separator
-    if text.train:  # raises an error now if the text has no tokens
-        read_blocks(text.train, *packing, limit=1)
-    set_seed(settings.seed, device_specific=True)  # each process has its own dropout
-    buffer_size, epochs = settings.shuffle_buffer_size, settings.num_train_epochs
-    batches = make_stream_batches(settings, accelerator, text.train, tokenizer, task.prepare, buffer_size)
-    total_steps = count_training_steps(None, settings.gradient_accumulation_steps, epochs, settings.max_train_steps)
-    model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
-    evaluator = None
-    if text.dev:
-        rows = PreparedBlocks(read_blocks(text.dev, *packing, settings.max_eval_samples), task.prepare)
+
+    config: PreTrainedConfig
+    prepare: BlockPreparation
+    items: str
+    main_metric, shown_metrics, without_context = "loss", ("accuracy", "sentence_accuracy"), "unigram"
+
+    def __init__(self, settings: PretrainingT, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.text = open_text_sources(settings)
+
+    @abstractmethod
+    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Return sums over the items of each example: the loss, the correct items and the items [b, 3].
+
+        A sentence task adds the same three sums of the pairs [b, 6].
+        """
+
+    def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch with shuffled words. The order is always the same."""
+        return shuffle_positions(batch)
+
+    def read_blocks(self, sources: Sequence[TextSource], limit: int | None) -> list[np.ndarray]:
+        """Return the first blocks of a text.
+
+        Raises:
+            ValueError: If the text has no tokens.
+        """
+        return read_blocks(sources, self.tokenizer, self.prepare.block_length, self.prepare.separator, limit)
+
+    def training_batches(self) -> TrainingBatches:
+        if self.text.train:
+            self.read_blocks(self.text.train, 1)
+        window = self.settings.shuffle_buffer_size
+        return make_stream_batches(
+            self.settings, self.accelerator, self.text.train, self.tokenizer, self.prepare, window
+        )
+
+    def make_evaluator(self, model: nn.Module) -> TextEvaluator | None:
+        if not self.text.dev:
+            return None
+        rows = PreparedBlocks(self.read_blocks(self.text.dev, self.settings.max_eval_samples), self.prepare)
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
-            raise ValueError(f"{text.dev[0].name} must have a masked token to evaluate. Use longer text.")
-        batch_size, workers = settings.per_device_eval_batch_size, settings.dataloader_num_workers
-        loader = create_eval_dataloader(rows, batch_size, stack_rows, workers)
-        evaluator = TextEvaluator(accelerator, model, accelerator.prepare(loader), task, settings)
-    loop = TrainingLoop(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        batches.loader,
-        replace(task.objective, examples=lambda batch: int(batch["examples"])),
-        LoopSettings.from_settings(settings, total_steps, "loss", text.train_fingerprint, text.dev_fingerprint),
-        evaluate=evaluator,
-        start_epoch=batches.start_epoch,
-        seek=batches.seek,
-    )
-    history = start_run(settings, accelerator)
-    state = loop.run()
-    save_model(accelerator, model, tokenizer, settings, history)
-    results = {**loop.results(state.examples), **task.results, "epoch": state.epoch, "seed": settings.seed}
-    if evaluator is not None:
-        if not loop.has_current_scores():
-            evaluator()
-        dev = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
-        dev |= {"eval_samples": len(rows), "eval_runtime": round(evaluator.seconds, 3), **evaluator.check_context()}
-        results = dev | results
-    if accelerator.is_main_process:
-        _write_outputs(settings, results, task)
-    return results
+            raise ValueError(f"{self.text.dev[0].name} must have a masked token to evaluate. Use longer text.")
+        batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
+        loader = self.accelerator.prepare(create_eval_dataloader(rows, batch_size, stack_rows, workers))
+        return TextEvaluator(self.accelerator, model, loader, len(rows), self)
 
+    def fingerprint(self) -> dict[str, Any]:
+        return self.text.train_fingerprint
 
-def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task: PretrainingTask) -> None:
-    """Write the results, and print their summary."""
-    shown_metrics = ["accuracy", *(["sentence_accuracy"] if "eval_sentence_accuracy" in results else [])]
-    write_results(settings, results, shown_metrics, f"{task.name}: {get_model_name(settings)}")
-    scores = "no held-out text"
-    if "eval_loss" in results:
+    def dev_fingerprint(self) -> dict[str, Any]:
+        return self.text.dev_fingerprint
+
+    def after_training(self, loop: TrainingLoop, evaluator: TextEvaluator | None, model: nn.Module) -> nn.Module:
+        self.epoch = loop.state.epoch
+        return model
+
+    def dev_results(self, evaluator: TextEvaluator) -> dict[str, Any]:
+        return {"eval_samples": evaluator.rows, **evaluator.check_context()}
+
+    def results(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def summary(self, results: dict[str, Any]) -> str:
+        if "eval_loss" not in results:
+            return "no held-out text; "
+        if not results["gate_passed"]:
+            logger.warning(
+                "The model is still a %s model. It does not use its context, so experiments on its attention show "
+                "nothing. Train it longer, or with a higher --learning_rate, a longer warm-up, a shorter --max_length "
+                "or a smaller vocabulary.", self.without_context
+            )  # fmt: skip
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
         scores += f"accuracy {results['eval_accuracy']:.4f}"
-    if "eval_sentence_accuracy" in results:
-        scores += f", accuracy of pairs {results['eval_sentence_accuracy']:.4f}"
-    print(f"{scores}; {results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}")
-    if "gate_passed" in results:
-        _print_context_check(results, task)
-
-
-def _print_context_check(results: dict[str, Any], task: PretrainingTask) -> None:
-    """Print whether the model uses its context, and warn if it does not."""
-    print(
-        f"context check {'passed' if results['gate_passed'] else 'FAILED'}: shuffled words increase the loss by "
-        f"{results['gate_shuffled_cost']:+.3f} nats, zeroed attention by "
-        f"{results['gate_zeroed_attention_cost']:+.3f}; both must be at least {MIN_COST}"
-    )
-    if not results["gate_passed"]:
-        logger.warning(
-            "The model is still a %s model. It does not use its context, so experiments on its attention show "
-            "nothing. Train it longer, or with a higher --learning_rate, a longer warm-up, a shorter --max_length or "
-            "a smaller vocabulary.",
-            task.without_context,
+        if "eval_sentence_accuracy" in results:
+            scores += f", accuracy of pairs {results['eval_sentence_accuracy']:.4f}"
+        return (
+            f"context check {'passed' if results['gate_passed'] else 'FAILED'}: shuffled words increase the loss by "
+            f"{results['gate_shuffled_cost']:+.3f} nats, zeroed attention by "
+            f"{results['gate_zeroed_attention_cost']:+.3f}; both must be at least {MIN_COST}\n{scores}; "
         )
 
 
@@ -435,41 +409,26 @@ def compute_causal_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
 
 
-def compute_causal_lm_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `PretrainingTask.row_sums` over all tokens of each example."""
-    return compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
+class CausalLMPretraining(Pretraining[MaskedLMSettings]):
+    """Pretraining of a BERT, RoBERTa or ELECTRA as a causal language model."""
 
+    name, items, without_context = "causal LM", "predicted_tokens", "bigram"
 
-def pretrain_causal_lm(settings: MaskedLMSettings) -> dict[str, Any]:
-    """Train a causal language model, evaluate it, check whether it uses its context, and save it.
+    def __init__(self, settings: MaskedLMSettings, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config, self.tokenizer = load_or_make_config(settings)
+        convert_to_decoder(settings, self.config, self.tokenizer)
+        check_max_length(settings.max_length, self.config, self.tokenizer)
+        self.prepare = CausalLMPreparation(self.tokenizer, settings.max_length)
 
-    Returns:
-        The first results of `all_results.json`: `eval_loss` (nats per token), `eval_perplexity`, `eval_accuracy`,
-        `eval_predicted_tokens`, `gate_passed` with the losses and costs behind it, and `TrainingLoop.results`.
+    def load_model(self) -> PreTrainedModel:
+        return load_or_make_model(self.settings, self.config, AutoModelForCausalLM, needs_all=True)
 
-    Raises:
-        ValueError, OSError: If a setting, the text or the checkpoint is wrong. Most errors come before training.
-        NonFiniteLossError: If training diverges.
-    """
-    with open_session(settings) as accelerator:
-        config, tokenizer = load_or_make_config(settings)
-        convert_to_decoder(settings, config, tokenizer)
-        check_max_length(settings.max_length, config, tokenizer)
-        text = open_text_sources(settings)
-        prepare = CausalLMPreparation(tokenizer, settings.max_length)
-        set_seed(settings.seed)
-        model = load_or_make_model(settings, config, AutoModelForCausalLM, needs_all=True)
-        task = PretrainingTask(
-            "causal LM",
-            prepare,
-            make_label_objective(compute_causal_logits),
-            compute_causal_lm_sums,
-            "predicted_tokens",
-            # A token keeps its label, the next token. Only the order of the earlier tokens is lost.
-            shuffle_positions,
-            without_context="bigram",
-        )
-        return pretrain(settings, accelerator, model, tokenizer, text, task)
+    def objective(self) -> Objective:
+        return make_label_objective(compute_causal_logits)
+
+    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
 
 
 def convert_to_decoder(
@@ -555,7 +514,7 @@ def _compute_logits(
 
 
 def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `PretrainingTask.row_sums` over masked tokens, and over pairs if there is a sentence task."""
+    """Return the sums of `Pretraining.sum_rows` over masked tokens, and over pairs if there is a sentence task."""
     logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()
@@ -573,18 +532,39 @@ def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[
     return torch.cat([sums, pair_sums], dim=-1)
 
 
+class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
+    """Pretraining of an encoder as a masked language model, with or without a sentence task."""
+
+    name, items = "masked LM", "masked_tokens"
+
+    def __init__(self, settings: MaskedLMSettings, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config, self.tokenizer = load_or_make_config(settings)
+        _check_encoder(settings, self.config)
+        check_max_length(settings.max_length, self.config, self.tokenizer)
+        _check_pairs(settings, self.config)
+        masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
+        self.prepare = MaskedLMPreparation(self.tokenizer, settings.max_length, *masking)
+
+    def load_model(self) -> PreTrainedModel:
+        settings = self.settings
+        auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
+        # The head of a sentence task may be new, except if the model is only evaluated.
+        self.model = load_or_make_model(settings, self.config, auto_class, needs_all=settings.only_evaluates)
+        return self.model
+
+    def objective(self) -> Objective:
+        sentence_weight = self.settings.mlm_probability * self.prepare.block_length
+        return make_masked_lm_objective(self.model, sentence_weight)
+
+    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return compute_masked_lm_sums(model, self.model.base_model, batch)
+
+
 def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
     """Train a masked language model, evaluate it, check whether it uses its context, and save it.
 
-    With the objective "clm", train a causal language model instead.
-
-    Returns:
-        The first results of `all_results.json`: `eval_loss` (nats per masked token), `eval_perplexity`,
-        `eval_accuracy`, `gate_passed` with the losses and costs behind it, and `TrainingLoop.results`.
-
-    Raises:
-        ValueError, OSError: If a setting, the text or the checkpoint is wrong. Most errors come before training.
-        NonFiniteLossError: If training diverges.
+    With the objective "clm", train a causal language model instead. The results and errors are those of `fine_tune`.
 
     Example:
         ```python
@@ -595,30 +575,7 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
         results = pretrain_masked_lm(settings)
         ```
     """
-    if settings.is_causal:
-        return pretrain_causal_lm(settings)
-    with open_session(settings) as accelerator:
-        config, tokenizer = load_or_make_config(settings)
-        _check_encoder(settings, config)
-        check_max_length(settings.max_length, config, tokenizer)
-        _check_pairs(settings, config)
-        text = open_text_sources(settings)
-        masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
-        prepare = MaskedLMPreparation(tokenizer, settings.max_length, *masking)
-        set_seed(settings.seed)
-        auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
-        # The head of a sentence task may be new, except if the model is only evaluated.
-        model = load_or_make_model(settings, config, auto_class, needs_all=settings.only_evaluates)
-        base_model = model.base_model
-        task = PretrainingTask(
-            "masked LM",
-            prepare,
-            make_masked_lm_objective(model, sentence_weight=settings.mlm_probability * prepare.block_length),
-            lambda model, batch: compute_masked_lm_sums(model, base_model, batch),
-            "masked_tokens",
-            shuffle_positions,
-        )
-        return pretrain(settings, accelerator, model, tokenizer, text, task)
+    return fine_tune(CausalLMPretraining if settings.is_causal else MaskedLMPretraining, settings)
 
 
 def _check_encoder(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:

@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from ...files import check_ordinary, ends_by_returns, is_blank, lines_of, open_file
 from ...text_files import is_table, read_records
 from ..engine.dataloaders import IGNORED_LABEL
+from ..engine.settings import check_dev_settings
 from ..engine.tables import find_split_files
-from . import PretrainingSettings, TextSettings, check_held_out_flags
+from . import PretrainingSettings
 
 __all__ = [
     "DatasetRows",
@@ -294,12 +295,15 @@ def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
     """
     text = open_text(settings)
     if not text.dev and settings.dataset_name is not None:
-        check_held_out_flags(settings, f", but {settings.dataset_name} has no split 'validation'")
+        check_dev_settings(settings, False)
     return text
 
 
-def open_text(settings: TextSettings) -> PretrainingText:
+def open_text(settings: Any) -> PretrainingText:
     """Open the text for training and for the evaluation, from files or from the splits of a dataset.
+
+    Args:
+        settings: Settings with the fields of `TextSettings`.
 
     Raises:
         OSError, ValueError: If a file or a dataset cannot be read, or if it has no text.
@@ -329,13 +333,12 @@ def open_text(settings: TextSettings) -> PretrainingText:
         train = _open_dataset_shards(settings, splits, split_files, "train")
         train_hash = _hash_dataset(split_files.get("train", ()))
         names = {name: getattr(settings, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
-    # The value is None by default, because checkpoints of earlier versions lack it.
-    names |= {"keep_whitespace": keeps or None}
+    names |= {"keep_whitespace": keeps}
     fingerprints = names | {"hash of the training text": train_hash}, {"hash of the held-out text": dev_hash}
     return PretrainingText(train, dev, *fingerprints)
 
 
-def _open_dataset(settings: TextSettings) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
+def _open_dataset(settings: Any) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
     """Return the paths or addresses of the files of each split, if known, and the streamed splits."""
     named = (settings.dataset_name, settings.dataset_config_name)
     files: Mapping[str, Sequence[str]] = {}
@@ -346,7 +349,10 @@ def _open_dataset(settings: TextSettings) -> tuple[Mapping[str, Sequence[str]], 
             files = datasets.load_dataset_builder(*named, cache_dir=cache).config.data_files or {}
             return files, datasets.load_dataset(*named, streaming=True, cache_dir=cache)
         except Exception as error:  # `datasets`, the Hub and each file format raise their own types of errors
-            raise _make_opening_error(f"{settings.dataset_name}", files, error) from error
+            # `datasets` raises StopIteration when it looks for columns.
+            reason = "a file without a row" if isinstance(error, StopIteration) else f"{type(error).__name__}: {error}"
+            kind = OSError if isinstance(error, OSError | EOFError) else ValueError
+            raise kind(f"--dataset_name {settings.dataset_name} cannot be opened ({reason}).") from error
 
 
 def _is_writable(folder: Path) -> bool:
@@ -358,22 +364,8 @@ def _is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _make_opening_error(name: str, files: Mapping[str, Sequence[str]], error: Exception) -> Exception:
-    """Return the error for a dataset that cannot be opened, with advice."""
-    reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, StopIteration):  # `datasets` raises it when it looks for columns
-        reason = "a file without a row"
-    advice = ""
-    if isinstance(error, PermissionError):
-        advice = " If this is the cache, set HF_HOME to another folder."
-    elif files:
-        advice = f" Check its first file, {next(iter(files.values()))[0]}."
-    kind = OSError if isinstance(error, OSError | EOFError) else ValueError
-    return kind(f"--dataset_name {name} cannot be opened ({reason}).{advice}")
-
-
 def _open_dataset_shards(
-    settings: TextSettings, splits: IterableDatasetDict | None, files: Mapping[str, Sequence[str]], split: str
+    settings: Any, splits: IterableDatasetDict | None, files: Mapping[str, Sequence[str]], split: str
 ) -> Sequence[TextSource]:
     """Return the shards of a split, and check that there is at least one row with text."""
     shards: Sequence[TextSource]

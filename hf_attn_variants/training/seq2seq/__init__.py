@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ...glue_tasks import TASKS
 from ..engine.settings import (
@@ -43,13 +43,12 @@ METRIC_PACKAGES: dict[str, str | None] = {
     "rouge": "rouge_score",
     "accuracy": None,
 }
-# Metrics of `evaluate`: any spelling of a path to a script, or a repository of the Hub.
-LOCAL_METRIC = re.compile(r"[./~]|.*\.py$")
-HUB_METRIC = re.compile(r"[\w.-]+/[\w.-]+")
+# Metrics of `evaluate` in a repository of the Hub.
+HUB_METRIC = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.py)")
 BLEU_TOKENIZERS = ("none", "13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "flores101", "flores200")
 SPLITS = ("train", "validation", "test")
-# The prefixes of the flags for the parallel text of a split.
-FLAG_PREFIXES = {"train": "", "validation": "validation_", "test": "test_"}
+# The prefixes of the flags for the parallel text of each split.
+FLAG_PREFIXES = ("", "validation_", "test_")
 # The default columns.
 DEFAULT_COLUMNS = {"source_column": "source", "target_column": "target"}
 
@@ -69,9 +68,8 @@ def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) ->
             package = METRIC_PACKAGES[name]
             if package is not None and importlib.util.find_spec(package) is None:
                 raise ValueError(f"--metrics {name} needs {package}. Run `pip install {package.replace('_', '-')}`.")
-        elif (script := Path(name).expanduser()).exists() or LOCAL_METRIC.match(name):
-            if not script.exists():
-                raise ValueError(f"--metrics must be a file or folder, but {name} does not exist. Correct the path.")
+        elif Path(name).expanduser().exists():
+            continue
         elif not HUB_METRIC.fullmatch(name):
             raise ValueError(
                 f"--metrics must be among {', '.join(METRIC_PACKAGES)}, or a metric of `evaluate`, got {name!r}. Name "
@@ -215,38 +213,22 @@ class Seq2SeqSettings(
         """Set the default values of `max_target_length` and `metrics`, and check the settings."""
         if self.max_target_length is None:
             object.__setattr__(self, "max_target_length", self.max_length)
-        user_metrics = self.metrics
-        if user_metrics is None and self.task_name is None:
+        if self.metrics is None and self.task_name is None:
             object.__setattr__(self, "metrics", ("bleu",))
         super().__post_init__()
-        if user_metrics is not None and self.task_name is not None:
-            raise ValueError(
-                f"--metrics must not be set with --task_name {self.task_name}, which has its own metrics. Remove it."
-            )
         check_text_metrics(self.metrics or (), self.trust_remote_code)
-
-    def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
-        """Return the settings that a resumed run must share, as JSON values."""
-        # Checkpoints of earlier versions contain the default columns instead of None.
-        values = super().resume_values(with_best_weights)
-        return values | {
-            name: DEFAULT_COLUMNS[name] for name in DEFAULT_COLUMNS.keys() & values if values[name] is None
-        }
 
     def check(self) -> None:
         """Check that there is exactly one source of text, in addition to other checks."""
         super().check()
-        has_parallel = {s: getattr(self, f"{prefix}source_file") is not None for s, prefix in FLAG_PREFIXES.items()}
-        has_table = {split: getattr(self, f"{split}_file") is not None for split in SPLITS}
-        for split, prefix in FLAG_PREFIXES.items():
-            has_target = getattr(self, f"{prefix}target_file") is not None
-            if has_target != has_parallel[split] and not (split == "test" and has_parallel[split]):
+        has_parallel = any(getattr(self, f"{prefix}source_file") for prefix in FLAG_PREFIXES)
+        has_tables = any(getattr(self, f"{split}_file") for split in SPLITS)
+        for prefix in FLAG_PREFIXES[:2]:
+            if (getattr(self, f"{prefix}source_file") is None) != (getattr(self, f"{prefix}target_file") is None):
                 raise ValueError(f"--{prefix}source_file and --{prefix}target_file must be set together. Set both.")
-            if has_parallel[split] and has_table[split]:
-                raise ValueError(f"Set either --{prefix}source_file or --{split}_file, but not both.")
         kinds = {
-            "parallel text (--source_file, ...) or tables (--train_file, ...)": any(has_parallel.values())
-            or (any(has_table.values()) and self.task_name is None),
+            "parallel text (--source_file, ...) or tables (--train_file, ...)": has_parallel
+            or (has_tables and self.task_name is None),
             "--dataset_name": self.dataset_name is not None,
             "--task_name": self.task_name is not None,
         }
@@ -254,14 +236,3 @@ class Seq2SeqSettings(
         if len(used) != 1:
             got = " and ".join(used) if used else "none"
             raise ValueError(f"Set one source of text ({'; or '.join(kinds)}), got {got}.")
-        if self.data_dir is not None and self.task_name is None:
-            raise ValueError("--data_dir needs --task_name. Set it, or remove --data_dir.")
-        if self.dataset_name is not None or self.task_name is not None:
-            return
-        if not self.only_evaluates and not (has_parallel["train"] or has_table["train"]):
-            raise ValueError(
-                "Training needs --source_file and --target_file, or --train_file. To evaluate only, set "
-                "--num_train_epochs 0."
-            )
-        if self.only_evaluates and not any(has[split] for has in (has_parallel, has_table) for split in SPLITS[1:]):
-            raise ValueError("--num_train_epochs 0 needs dev rows. Set --validation_source_file or --validation_file.")

@@ -47,7 +47,7 @@ from ..engine.models import (
 )
 from ..engine.optimization import Objective, compute_target_logits, make_label_objective, token_cross_entropy
 from ..engine.session import progress_bar
-from ..engine.settings import check_metric, is_greater_better
+from ..engine.settings import check_dev_settings, check_metric, is_greater_better
 from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
 from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
@@ -64,7 +64,6 @@ __all__ = [
     "Seq2SeqFineTuning",
     "Seq2SeqSplit",
     "apply_recorded_texts",
-    "check_encoder_decoder",
     "check_seq2seq_lengths",
     "format_glue",
     "format_label",
@@ -288,26 +287,18 @@ def _read_table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
     return (record.values for path in paths for record in read_records(Path(path)))
 
 
-def check_encoder_decoder(settings: Seq2SeqSettings, config: PreTrainedConfig) -> None:
-    """Raise ValueError if the model is not an encoder-decoder."""
-    if not config.is_encoder_decoder:
-        raise ValueError(
-            f"{settings.model_name_or_path} must be an encoder-decoder for text-to-text tasks, got the encoder "
-            f"{config.model_type}. Use another model."
-        )
-
-
 def check_seq2seq_lengths(
     settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Check that the maximum lengths of sources and targets fit the model.
+    """Check that the model has a decoder, and that the maximum lengths of sources and targets fit it.
 
     Raises:
-        ValueError: If a length is too long or too short, or if the decoder has no start token.
+        ValueError: If a length is too long or too short, or if there is no decoder with a start token.
     """
-    if config.decoder_start_token_id is None:
+    if not config.is_encoder_decoder or config.decoder_start_token_id is None:
         raise ValueError(
-            f"{settings.model_name_or_path} must have a decoder_start_token_id. Add it to its configuration."
+            f"{settings.model_name_or_path} must be an encoder-decoder with a decoder_start_token_id, got "
+            f"{config.model_type}."
         )
     for name in ("max_length", "max_target_length"):
         check_max_length(getattr(settings, name), config, tokenizer, flag=name, multiple=settings.pad_to_multiple_of)
@@ -401,12 +392,10 @@ def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
 
 def _get_only_file(settings: Seq2SeqSettings, name: str) -> str | None:
     """Return the only file of a split, or None."""
-    files = getattr(settings, f"{name}_file")
-    if files is not None and len(files) > 1:
-        raise ValueError(
-            f"--{name}_file must be one file with --task_name {settings.task_name}, got {len(files)}. Give one file."
-        )
-    return files[0] if files else None
+    files = getattr(settings, f"{name}_file") or [None]
+    if len(files) > 1:
+        raise ValueError(f"--{name}_file must be one file with --task_name {settings.task_name}, got {len(files)}.")
+    return files[0]
 
 
 def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
@@ -441,10 +430,6 @@ def _format_glue_split(task: GlueTask, name: str, split: ClassificationSplit) ->
 
 def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
     """Read SQuAD v1.1 as text."""
-    if settings.data_dir is not None:
-        raise ValueError(
-            "--data_dir needs a GLUE task, got --task_name squad. Set --train_file and --validation_file instead."
-        )
     splits = {}
     questions_by_split = load_squad(files, from_hub=not any(files.values()), with_train=not settings.only_evaluates)
     for name, questions in questions_by_split.items():
@@ -652,7 +637,6 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
     def __init__(self, settings: Seq2SeqSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config, self.tokenizer = load_seq2seq_config(settings)
-        check_encoder_decoder(settings, self.config)
         languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
         self.target_start = set_languages(self.tokenizer, self.config, *languages)
         if self.target_start is not None:
@@ -664,7 +648,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         self._choose_splits()
         metrics = () if settings.eval_loss_only else self.data.metric_names
         check_metric(settings.metric_for_best_model, ("loss", *metrics))
-        self._check_dev_flags()
+        check_dev_settings(settings, "dev" in self.data.splits)
         longest_target = settings.max_target_length or settings.max_length  # for the type: it is always set
         for split in self.data.splits.values():
             warn_about_long_texts(split, self.tokenizer, settings.max_length, longest_target)
@@ -691,14 +675,6 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
             raise ValueError("There is no training split. Add one, or set --num_train_epochs 0 to evaluate only.")
         if settings.only_evaluates and not splits.keys() & {"dev", "test"}:
             raise ValueError("There is neither a dev nor a test split to evaluate. Add one of them.")
-
-    def _check_dev_flags(self) -> None:
-        """Check that there is a dev split if a flag needs it."""
-        for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
-            if getattr(self.settings, name) is not None and "dev" not in self.data.splits:
-                raise ValueError(
-                    f"--{name} needs a dev split. Set --validation_source_file or --validation_file, or remove it."
-                )
 
     def _warn_about_metric_direction(self) -> None:
         """Warn which weights are the best if the direction of a foreign metric is unknown."""

@@ -1,9 +1,7 @@
 """Settings of uptraining."""
 
-import dataclasses
 import importlib.util
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -20,7 +18,7 @@ from ..engine.settings import (
     option,
     redefault,
 )
-from ..pretraining import NoiseSettings, TextSettings
+from ..pretraining import NoiseSettings, TextSettings, check_stream_workers
 from ..seq2seq import BleuSettings
 
 __all__ = ["OBJECTIVES", "SPAN_CORRUPTION", "TRAINABLE", "UptrainingSettings", "UptrainingTextSettings"]
@@ -34,20 +32,6 @@ WARMUP_RATIO = 0.05
 # The pretraining of T5 (arXiv 1910.10683): 512 tokens (section 3.1.2), 2^11 sequences per step for the released
 # checkpoints (section 3.7), and a learning rate of 1 / sqrt(max(step, 10^4)). After their million steps, it is 1e-3.
 T5_LENGTH, T5_SEQUENCES, T5_FLAT_STEPS, T5_LAST_RATE = 512, 2048, 10_000, 1e-3
-# The settings that apply only to a text stream, and those that apply only to rows of text.
-STREAM_FLAGS = (
-    "dataset_name",
-    "dataset_config_name",
-    "keep_whitespace",
-    "shuffle_buffer_size",
-    "noise_density",
-    "mean_noise_span_length",
-)
-ROW_FLAGS = (
-    *("source_file", "validation_source_file", "target_file", "validation_target_file", "source_column"),
-    *("target_column", "source_prefix", "max_target_length", "mlm_probability", "predict_with_generate", "tokenize"),
-    *("max_train_samples", "group_by_length", "pad_to_multiple_of", "source_lang", "target_lang", "forced_bos_token"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +96,11 @@ class UptrainingTextSettings(BleuSettings):
     predict_with_generate: bool = option(
         "Generate texts with greedy search in every evaluation, and compute BLEU (sacrebleu).", False
     )
+
+    @property
+    def text_column(self) -> str:
+        """The column of a text stream with the articles."""
+        return self.text_columns[0] if self.text_columns else TextSettings.text_column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,15 +293,9 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
             flags += [f"--{name}" for name in TERM_FLAGS if getattr(self, name)]
             if flags:
                 raise ValueError(f"{flags[0]} needs --teacher. Set it to the original model.")
-            if self.teacher_max_length is not None:
-                raise ValueError("--teacher_max_length needs --teacher. Set it, or remove --teacher_max_length.")
         self._check_length()
         if self.is_stream:
             self._check_stream()
-        else:
-            self._check_unset(
-                STREAM_FLAGS, f"needs --objective {SPAN_CORRUPTION}, which reads a text stream. Remove it."
-            )
         if self.predict_with_generate and importlib.util.find_spec("sacrebleu") is None:
             raise ValueError("--predict_with_generate needs sacrebleu. Run `pip install sacrebleu`.")
         if self.trainable == "lora" and importlib.util.find_spec("peft") is None:
@@ -322,23 +305,17 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         """Check the settings about the number of steps."""
         if self.alpha is None:
             # A stream needs only --pretraining_steps, because its schedule continues from there.
-            if self.pretraining_steps is not None and not self.is_stream:
-                raise ValueError("--pretraining_steps needs --alpha. Set both, or neither.")
             return
         if self.pretraining_steps is None:
             raise ValueError("--alpha needs --pretraining_steps. Set both, or neither.")
-        for name in ("max_train_steps", "num_train_epochs"):
-            if (value := getattr(self, name)) is not None:
-                raise ValueError(
-                    f"--{name} must not be set with --alpha, got {value}. --alpha {self.alpha} of "
-                    f"--pretraining_steps {self.pretraining_steps} already sets {self.alpha_steps} steps."
-                )
+        if self.max_train_steps is not None or self.num_train_epochs is not None:
+            raise ValueError(
+                f"--alpha {self.alpha} of --pretraining_steps {self.pretraining_steps} sets {self.alpha_steps} steps. "
+                "Remove --alpha, or --max_train_steps and --num_train_epochs."
+            )
 
     def _check_stream(self) -> None:
         """Check the settings of a text stream."""
-        self._check_unset(
-            ROW_FLAGS, f"needs rows of text, but --objective {self.objective} reads a stream. Remove it."
-        )
         if (self.train_file is None) == (self.dataset_name is None):
             raise ValueError(f"Set either --train_file or --dataset_name for --objective {self.objective}.")
         if self.train_file is not None and self.validation_file is None:
@@ -350,19 +327,4 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
                 "--max_train_steps, or --alpha and --pretraining_steps, must be set, because a text stream has no "
                 "length."
             )
-        if self.text_columns is not None and (self.dataset_name is None or len(self.text_columns) > 1):
-            raise ValueError(
-                f"--text_columns must be one column of --dataset_name with --objective {self.objective}, got "
-                f"{' '.join(self.text_columns)}."
-            )
-        if self.dataloader_num_workers > 1:
-            raise ValueError(
-                f"--dataloader_num_workers must be 0 or 1 for a text stream, got {self.dataloader_num_workers}."
-            )
-
-    def _check_unset(self, names: Sequence[str], reason: str) -> None:
-        """Raise ValueError if one of these settings has not its default. `reason` completes the message."""
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in names:
-            if getattr(self, name) != defaults[name]:
-                raise ValueError(f"--{name} {reason}")
+        check_stream_workers(self)

@@ -28,7 +28,7 @@ from ...files import CARD_NAME
 from ...model_folder import ModelHistory
 from ...model_properties import DecoderInput, LogitsKind, decoder_input, set_languages
 from ...registration import variant_config_class, variant_model_class
-from ...text_files import is_table, read_columns, read_lines, read_pairs, text_columns
+from ...text_files import read_columns, read_lines, read_pairs, text_columns
 from ..engine.dataloaders import (
     Collator,
     TextRows,
@@ -61,7 +61,6 @@ from ..engine.models import (
 from ..engine.optimization import Objective
 from ..engine.session import configure_deepspeed, is_trained_in_place, read_log, save_model
 from ..engine.settings import ModelSettings, count_training_steps
-from ..pretraining import TextSettings
 from ..pretraining.span_corruption import SpanCorruption, check_span_corruption
 from ..pretraining.task import PreparedBlocks, make_stream_batches
 from ..pretraining.text_stream import open_text, read_blocks, stack_rows
@@ -123,22 +122,7 @@ class UptrainingStream:
             tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
         )
         self.packing = tokenizer, self.prepare.block_length, self.prepare.separator
-        for path in (*(settings.train_file or ()), *(settings.validation_file or ())):
-            if is_table(path):
-                raise ValueError(
-                    f"--objective {settings.objective} needs text files in which empty lines separate articles, but "
-                    f"{path} is a table. Give the folder of such tables to --dataset_name."
-                )
-        self.text = open_text(
-            TextSettings(
-                train_file=settings.train_file,
-                validation_file=settings.validation_file,
-                dataset_name=settings.dataset_name,
-                dataset_config_name=settings.dataset_config_name,
-                keep_whitespace=settings.keep_whitespace,
-                text_column=(settings.text_columns or (TextSettings.text_column,))[0],
-            )
-        )
+        self.text = open_text(settings)
         if not self.text.dev:
             raise ValueError(
                 f"--dataset_name must have a split 'validation', but {settings.dataset_name} has none. Set "
@@ -601,10 +585,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             logger.info(message, ", ".join(unused))
 
     def objective(self) -> Objective:
-        uptraining = self.uptraining_objective
-        if isinstance(self.data, UptrainingStream):
-            return Objective(uptraining.loss_sum, uptraining.count, lambda batch: int(batch["examples"]))
-        return Objective(uptraining.loss_sum, uptraining.count)
+        return Objective(self.uptraining_objective.loss_sum, self.uptraining_objective.count)
 
     def lengths(self) -> list[int]:
         return self.rows.lengths()
