@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -83,9 +82,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
     """
 
     def work() -> None:
-        _check_environment()
         module = load_command(command) if isinstance(command, str) else command
-        _check_unicode(sys.argv[1:] if argv is None else argv)
         # The parsers of the commands read their program name from `sys.argv[0]` (`command_line.program_name`).
         original_name, sys.argv[0] = sys.argv[0], program or sys.argv[0]
         try:
@@ -141,31 +138,6 @@ def _check_extra(command: str) -> None:
             f"`{command}` needs {', '.join(missing)}. Install this package with its extra `train`: "
             "`pip install -e '.[train]'` in a clone, or `pip install 'FILE.whl[train]'` for a wheel."
         )
-
-
-def _check_environment() -> None:
-    # Transformers cannot be imported in either case.
-    if sys.flags.optimize > 1:
-        raise ValueError(
-            "Python must not run with -OO or PYTHONOPTIMIZE=2, because Transformers reads docstrings. "
-            "Use PYTHONOPTIMIZE=1, or unset it."
-        )
-    try:
-        os.getcwd()
-    except OSError:
-        raise FileNotFoundError("The working directory no longer exists. Change to another directory.") from None
-
-
-def _check_unicode(argv: Sequence[str]) -> None:
-    # Tokenizers, safetensors and JSON accept only UTF-8, in texts and in file names.
-    for argument in argv:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"The argument {argument!r} must be UTF-8. Encode texts as UTF-8, and rename files whose names are "
-                "not UTF-8."
-            ) from None
 
 
 def _build_parser() -> argparse.ArgumentParser:

@@ -266,12 +266,7 @@ def ends_by_returns(file: BinaryIO) -> bool:
 
 
 def _open_existing_file(path: Path) -> BinaryIO:
-    path = path.expanduser()
-    if path.is_dir():
-        raise OSError(f"{path} must be a file, but it is a folder.")
-    if not path.exists():
-        raise OSError(f"{path} does not exist.")
-    return open_file(path)
+    return open_file(path.expanduser())
 
 
 # Files of a checkpoint, as Transformers and sentence-transformers name them.
@@ -412,21 +407,12 @@ def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | 
         ValueError: if the folder is inside `source`.
     """
     path = Path(os.path.realpath(os.path.expanduser(output_dir)))
-    if path.is_symlink():
-        raise OSError(f"The output folder {str(path)!r} is a link to itself. Give a new folder.")
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"The output folder {str(path)!r} is a file. Give a new folder.")
-    if path.is_dir() and any(path.iterdir()):
+    if path.exists() and any(path.iterdir()):
         raise FileExistsError(f"The output folder {str(path)!r} is not empty. Give a new folder, or empty this one.")
     parent = _find_existing_ancestor(path)
-    if not parent.is_dir():
-        raise NotADirectoryError(
-            f"The output folder {str(path)!r} cannot be created, because {str(parent)!r} is a file. "
-            "Give another folder."
-        )
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(
-            f"The output folder {str(path)!r} cannot be created, because {str(parent)!r} is not writable. "
+            f"The output folder {str(path)!r} cannot be created, because {str(parent)!r} is not a writable folder. "
             "Give another folder."
         )
     if source is not None and Path(source).resolve() in path.parents:

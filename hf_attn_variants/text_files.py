@@ -18,7 +18,6 @@ from .files import is_blank, is_unicode, lines_of, parse_json, suffix_of, whole_
 __all__ = [
     "TABLE_SUFFIXES",
     "PlacedRows",
-    "RepeatingObject",
     "TableRow",
     "check_unused",
     "column_names",
@@ -28,14 +27,12 @@ __all__ = [
     "has_texts",
     "is_table",
     "missing_column",
-    "parse_rows",
     "read_columns",
     "read_lines",
     "read_pairs",
     "read_placed_columns",
     "read_placed_pairs",
     "read_records",
-    "repeated_name",
     "row_place",
     "text_columns",
 ]
@@ -72,12 +69,6 @@ class TableRow(NamedTuple):
     values: dict[str, Any]
     names_place: str
     line: int | None
-
-
-class RepeatingObject(dict):
-    """JSON object that contains a name twice."""
-
-    name: str
 
 
 def row_place(file: Any, line: int | None, row: int) -> str:
@@ -179,8 +170,6 @@ def _read_json_rows(path: Path) -> Iterator[TableRow]:
         place = row_place(path, line, number)
         if not isinstance(value, dict):
             raise ValueError(f"{place}: a row must be a JSON object, got {type(value).__name__}.")
-        if (name := repeated_name(value)) is not None:
-            raise ValueError(f"{place}: an object contains the name {name!r} twice. Rename one of them.")
         yield TableRow(place, value, place, line)
 
 
@@ -194,7 +183,7 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
     lines = itertools.chain(begin, rest)
     if begin and begin[-1][1].lstrip().startswith("["):
         try:
-            values = parse_rows("\n".join(line for _, line in lines))
+            values = parse_json("\n".join(line for _, line in lines))
         except ValueError as error:
             raise ValueError(f"{path} must be a JSON list: {error}.") from error
         yield from ((None, value) for value in values)
@@ -203,7 +192,7 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
         if is_blank(line):
             continue
         try:
-            yield number, parse_rows(line)
+            yield number, parse_json(line)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}, line {number}, column {error.colno}: the file must be a JSON list or have one JSON object "
@@ -211,38 +200,6 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
             ) from error
         except ValueError as error:  # for example, a number with thousands of digits
             raise ValueError(f"{path}, line {number}: {error}") from error
-
-
-def parse_rows(text: str | bytes) -> Any:
-    """Return the value of a JSON text. `repeated_name` finds the objects in it that contain a name twice.
-
-    Raises:
-        ValueError: if the text is not JSON or is nested too deeply, see `files.parse_json`.
-    """
-    return parse_json(text, object_pairs_hook=_build_object)
-
-
-def repeated_name(value: Any) -> str | None:
-    """Return a name that an object occurring in a value of `parse_rows` contains twice, or None.
-
-    The json module would silently use the last one of two values with the same name.
-    """
-    unvisited = [value]
-    while unvisited:
-        value = unvisited.pop()
-        if isinstance(value, RepeatingObject):
-            return value.name
-        unvisited += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return None
-
-
-def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) == len(pairs):
-        return values
-    repeating = RepeatingObject(values)
-    repeating.name = _find_repeated(name for name, _ in pairs) or ""
-    return repeating
 
 
 def _find_repeated(names: Iterable[str]) -> str | None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from choice_settings import ANSWER_FORMATS
 
-from hf_attn_variants.files import is_blank
-from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column, parse_rows
+from hf_attn_variants.files import is_blank, parse_json
+from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows, read_cell
 from hf_attn_variants.training.engine import tables
 from hf_attn_variants.training.engine.tables import SplitRow, SplitRows, get_label_name, get_text
@@ -124,7 +124,7 @@ def _get_choices(record: SplitRow, columns: Sequence[str]) -> list[str]:
         [values] = values
         if isinstance(values, str):
             with contextlib.suppress(ValueError):
-                values = parse_rows(values)
+                values = parse_json(values)
     else:
         while values and is_blank(str(values[-1] or "")):
             values.pop()

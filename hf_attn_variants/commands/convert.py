@@ -358,25 +358,12 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
         OSError: if a file cannot be read.
     """
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
-    from ..conversion.methods import CalibratedMethod
-    from ..conversion.request import METHODS
 
     option_names = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
-    method = None if args.method is None else METHODS[args.method]()
-    if option_names and method is not None and not isinstance(method, CalibratedMethod):
-        raise ValueError(
-            f"--{option_names[0]} cannot be combined with --method {args.method}, which uses no text. "
-            "Leave one of them out."
-        )
     settings = {
         name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in option_names
     }
     if args.calibration_audio_dir is not None:
-        if text_options := [name for name in option_names if name not in AUDIO_OPTIONS]:
-            raise ValueError(
-                f"--{text_options[0]} is for text and cannot be combined with --calibration_audio_dir. "
-                "Leave one of them out."
-            )
         return read_audio_calibration(
             args.calibration_audio_dir, size=args.calibration_size, seed=args.seed, **settings
         )

@@ -43,8 +43,6 @@ class NerSettings(FineTuningSettings):
         has_files = self.validation_file is not None and (self.train_file is not None or self.only_evaluates)
         if has_files == (self.dataset_name is not None) or (self.dataset_name is not None and any(files)):
             raise ValueError("Give either --train_file and --validation_file, or --dataset_name.")
-        if self.dataset_config_name is not None and self.dataset_name is None:
-            raise ValueError("--dataset_config_name needs --dataset_name. Add it, or remove the flag.")
         if importlib.util.find_spec("seqeval") is None:
             raise ValueError("Scores of entities need the package seqeval. Run `pip install seqeval`.")
         check_metric(self.metric_for_best_model, ("loss", *ENTITY_METRICS))

@@ -20,9 +20,8 @@ from datasets import load_dataset
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...files import is_unicode, read_file
+from ...files import is_unicode, parse_json, read_file
 from ...modeling.mechanisms.patterns.global_tokens import MASK as GLOBAL_MASK
-from ...text_files import RepeatingObject, parse_rows, repeated_name
 from ..engine.models import check_max_length
 from . import SquadSettings
 
@@ -108,16 +107,10 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
 
 def _load_json(path: Path) -> Any:
     """Load a JSON file, plain text or .gz."""
-    if not path.is_file():
-        raise OSError(f"{path} must be a file, but does not exist. Correct the path.")
     try:
-        content = read_file(path)
+        return parse_json(read_file(path))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise OSError(f"{path} must be a complete gzip file, but cannot be read ({error}).") from error
-    if not content.strip():
-        raise ValueError(f"{path} must have at least one question, but is empty.")
-    try:
-        return parse_rows(content)
     except ValueError as error:  # includes UnicodeDecodeError
         raise ValueError(f"{path} must be valid JSON, but cannot be parsed ({error}).") from error
 
@@ -132,8 +125,6 @@ def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Que
             for qa_index, qa in enumerate(_get_list(paragraph, "qas", place)):
                 qa_place = f"{place}.qas[{qa_index}]"
                 question = _get_text(qa, "question", qa_place), context
-                if (repeated := repeated_name(qa)) is not None:
-                    raise ValueError(f"{qa_place} must have different keys, got {repeated!r} twice. Rename one.")
                 answers = _read_answers(qa, context, qa_place) if has_answers else ()
                 id_value = qa.get("id")
                 question_id = f"{article_index}-{paragraph_index}-{qa_index}" if id_value is None else str(id_value)
@@ -142,31 +133,29 @@ def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Que
 
 def _get_list(parent: Any, key: str, place: str) -> list[Any]:
     """Return a list of a JSON object, or raise ValueError."""
-    if isinstance(parent, RepeatingObject):
-        raise ValueError(f"{place} must have different keys, got {parent.name!r} twice. Rename one.")
-    values = parent.get(key) if isinstance(parent, dict) else None
-    if not isinstance(values, list):
-        got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
-        raise ValueError(f'{place} must have a list "{key}" in the format of SQuAD, got {got}.')
-    return values
+    return _get_value(parent, key, list, f"{place} must have a list")
 
 
 def _get_text(parent: Any, key: str, place: str) -> str:
     """Return a text of a JSON object, or raise ValueError."""
-    value = parent.get(key) if isinstance(parent, dict) else None
-    if not isinstance(value, str):
-        got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
-        raise ValueError(f'{place} must have a text "{key}", got {got}.')
+    value = _get_value(parent, key, str, f"{place} must have a text")
     if not is_unicode(value):
         raise ValueError(f'{place} must have valid text in "{key}", got half a surrogate pair.')
+    return value
+
+
+def _get_value(parent: Any, key: str, kind: type, rule: str) -> Any:
+    """Return a value of a JSON object, or raise ValueError if it has another type."""
+    value = parent.get(key) if isinstance(parent, dict) else None
+    if not isinstance(value, kind):
+        got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
+        raise ValueError(f'{rule} "{key}" in the format of SQuAD, got {got}.')
     return value
 
 
 def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer, ...]:
     """Return the answers of a question. Check that they are in the context."""
     impossible = qa.get("is_impossible", False)
-    if not isinstance(impossible, bool):
-        raise ValueError(f"{place}: is_impossible must be true or false, got {impossible!r:.60}.")
     id_place = f"{place} (id {qa.get('id')})"
     if impossible:
         if qa.get("answers"):
@@ -343,22 +332,14 @@ def compute_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer:
         `doc_stride` if it is set, otherwise a default for the number of context tokens of a window.
 
     Raises:
-        ValueError: If a length does not fit the model, or if the tokenizer returns no offsets.
+        ValueError: If a length does not fit the model.
     """
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"The tokenizer must be a fast tokenizer (with a tokenizer.json), got {type(tokenizer).__name__}. SQuAD "
-            "needs the positions of the tokens in the text."
-        )
     check_max_length(settings.max_length, config, tokenizer, pair=True, multiple=settings.pad_to_multiple_of)
     context_length = settings.max_length - tokenizer.num_special_tokens_to_add(pair=True) - settings.max_query_length
     if context_length < 1 or context_length <= (settings.doc_stride or 0):
-        advice = "Reduce --max_query_length"
-        if settings.doc_stride is not None and context_length > 0:
-            advice = f"Reduce --doc_stride {settings.doc_stride} below that number"
         raise ValueError(
             f"--max_length {settings.max_length} leaves {max(context_length, 0)} tokens for the context after a "
-            f"question of --max_query_length {settings.max_query_length}. {advice}."
+            f"question of --max_query_length {settings.max_query_length}. Reduce it, or --doc_stride."
         )
     if settings.doc_stride is not None:
         return settings.doc_stride

@@ -6,7 +6,7 @@ Shapes use these letters: b is the number of texts, n the number of tokens, and 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,6 @@ __all__ = [
     "check_architecture",
     "check_teacher",
     "check_teacher_length",
-    "check_teacher_types",
     "compute_embedding_distance",
     "compute_held_out_gain",
     "compute_labels_divergence",
@@ -495,11 +494,6 @@ class UptrainingObjective:
     ) -> dict[str, Term]:
         """Compute the term that compares logits."""
         temperature, answer = self.weights.temperature, self.recorder.answer
-        if (student.span_logits is None) != (teacher.span_logits is None):
-            raise ValueError(
-                "--logits_weight needs the same kind of logits, but only one of the model and its teacher answers "
-                "questions. Use another --teacher, or set --logits_weight 0."
-            )
         if student.span_logits is not None and teacher.span_logits is not None:
             mask = torch.ones_like(batch["attention_mask"][:, :2])  # one distribution for the start, one for the end
             spans = student.span_logits, teacher.span_logits
@@ -618,22 +612,14 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
     Raises:
         ValueError: If it does not.
     """
-    architecture = (config.architectures or [""])[0]
-    if architecture.endswith("ForMultipleChoice"):
-        raise ValueError(
-            f"{settings.model_name_or_path} must not be a {architecture}, because uptraining does not support several "
-            "choices. Convert and uptrain the model that it was fine-tuned from."
-        )
     pairs = {"mlm": False, "embedding": False, "seq2seq": True, SPAN_CORRUPTION: True}
-    rules = [(f"--objective {settings.objective}", pairs[settings.objective])] if settings.objective in pairs else []
-    rules += [("--predict_with_generate", True)] if settings.predict_with_generate else []
-    for flag, is_encoder_decoder in rules:
-        if config.is_encoder_decoder != is_encoder_decoder:
-            rule, got = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
-            raise ValueError(
-                f"{flag} needs {rule}, but {settings.model_name_or_path} ({config.model_type}) is {got}. Use another "
-                "model."
-            )
+    is_encoder_decoder = pairs.get(settings.objective, config.is_encoder_decoder)
+    if config.is_encoder_decoder != is_encoder_decoder:
+        rule, got = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
+        raise ValueError(
+            f"--objective {settings.objective} needs {rule}, but {settings.model_name_or_path} ({config.model_type}) "
+            f"is {got}. Use another model."
+        )
 
 
 def compute_held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
@@ -662,13 +648,9 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
         input_kind: The kind of input of the decoder of the model.
 
     Raises:
-        ValueError: If there is a teacher but all its terms have weight 0, or if the model lacks a head.
+        ValueError: If there is a teacher but all its terms have weight 0, or if texts cannot be generated.
     """
     has_task, embeds = settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION), settings.objective == "embedding"
-    if settings.logits_weight and input_kind is DecoderInput.TARGETS:
-        raise ValueError(
-            f"--logits_weight needs a model with a head, but {settings.model_name_or_path} has none. Set it to 0."
-        )
     if settings.predict_with_generate and input_kind is not DecoderInput.OWN_TARGETS:
         raise ValueError(
             f"--predict_with_generate needs a model that generates text, but {settings.model_name_or_path} does not. "
@@ -676,21 +658,19 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
         )
     if settings.teacher is None:
         return TermWeights(cross_entropy=1.0)
-    weights = TermWeights(
-        cross_entropy=float(has_task),
-        embedding_distance=float(embeds),
-        hidden_states=_value_or_default(settings.hidden_states_weight, float(not embeds)),
-        attention_outputs=_value_or_default(settings.attention_outputs_weight, float(not embeds)),
-        logits=_value_or_default(settings.logits_weight, float(has_task or input_kind is DecoderInput.OWN_TARGETS)),
-        temperature=settings.temperature,
-    )
-    teacher_weights = asdict(weights) | {"cross_entropy": 0.0, "temperature": 0.0}
-    if not any(teacher_weights.values()):
+    compares_logits = has_task or input_kind is DecoderInput.OWN_TARGETS
+    weights = {
+        "embedding_distance": float(embeds),
+        "hidden_states": _value_or_default(settings.hidden_states_weight, float(not embeds)),
+        "attention_outputs": _value_or_default(settings.attention_outputs_weight, float(not embeds)),
+        "logits": _value_or_default(settings.logits_weight, float(compares_logits)),
+    }
+    if not any(weights.values()):
         raise ValueError(
             "--teacher needs a weight above 0, but --hidden_states_weight, --attention_outputs_weight and "
             "--logits_weight are 0. Set one of them, or remove --teacher."
         )
-    return weights
+    return TermWeights(cross_entropy=float(has_task), temperature=settings.temperature, **weights)
 
 
 def check_teacher_length(
@@ -708,48 +688,18 @@ def check_teacher_length(
         ValueError: If the teacher has too few positions, or if pieces of a text cannot be compared.
     """
     piece_length, positions = settings.teacher_max_length, longest_input(teacher)
-    if piece_length is not None and input_kind is not DecoderInput.NOTHING:
+    has_pieces = piece_length is not None
+    if has_pieces and (input_kind is not DecoderInput.NOTHING or (weights.logits and settings.objective != "mlm")):
         raise ValueError(
-            f"--teacher_max_length needs an encoder, but {settings.model_name_or_path} has a decoder. Remove it."
+            "--teacher_max_length needs an encoder without --logits_weight, because the pieces of a text have no "
+            "common output. Remove one of the flags."
         )
-    if piece_length is not None and weights.logits and settings.objective != "mlm":
+    lengths = [min(piece_length or settings.max_length, settings.max_length)]
+    lengths += [settings.max_target_length or settings.max_length] if input_kind.is_target else []
+    if positions is not None and max(lengths) > positions:
         raise ValueError(
-            "--teacher_max_length must not be set with --logits_weight, because the pieces of a text have no common "
-            "output. Set one of them to 0 or remove it."
-        )
-    if positions is not None and min(piece_length or settings.max_length, settings.max_length) > positions:
-        raise ValueError(
-            f"--teacher {settings.teacher} has {positions} positions, but --max_length is {settings.max_length}. "
-            f"Set --teacher_max_length to at most {positions}"
-            + ("." if piece_length is None else f", not {piece_length}.")
-        )
-    targets = settings.max_target_length or settings.max_length
-    if positions is not None and input_kind.is_target and targets > positions:
-        raise ValueError(
-            f"--max_target_length must be at most {positions}, the number of positions of --teacher "
-            f"{settings.teacher}, got {targets}."
-        )
-
-
-def check_teacher_types(
-    settings: UptrainingSettings, teacher: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pairs: bool
-) -> None:
-    """Check that the teacher distinguishes the two texts of a pair if the model does.
-
-    Args:
-        settings: The settings of the run.
-        teacher: The configuration of the teacher.
-        tokenizer: The tokenizer of the model.
-        pairs: Whether a row is a pair of texts.
-
-    Raises:
-        ValueError: If the teacher has an embedding only for tokens of the first text.
-    """
-    token_types = getattr(teacher, "type_vocab_size", None)  # None: the teacher reads no token types
-    if pairs and "token_type_ids" in tokenizer.model_input_names and token_types is not None and token_types < 2:
-        raise ValueError(
-            f"--teacher {settings.teacher} must have at least 2 token types for pairs of texts, got type_vocab_size "
-            f"{token_types}. Use another teacher, or single texts."
+            f"--teacher {settings.teacher} has {positions} positions, but --max_length, --max_target_length or "
+            f"--teacher_max_length is {max(lengths)}. Set it to at most {positions}."
         )
 
 

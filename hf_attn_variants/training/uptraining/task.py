@@ -73,7 +73,6 @@ from .objective import (
     check_architecture,
     check_teacher,
     check_teacher_length,
-    check_teacher_types,
     compute_held_out_gain,
     get_model_inputs,
     resolve_term_weights,
@@ -455,7 +454,6 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
             check_teacher_length(settings, self.teacher_config, self.input_kind, self.weights)
-            check_teacher_types(settings, self.teacher_config, self.tokenizer, pairs)
 
     def _load_data(self) -> UptrainingData | UptrainingStream:
         """Read the text of the run."""
