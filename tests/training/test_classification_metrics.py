@@ -10,7 +10,7 @@ from sklearn.metrics import precision_recall_fscore_support, roc_auc_score
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_attn_variants.training.classification import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, SINGLE_LABEL, metrics
+from hf_attn_variants.training.classification import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, SINGLE_LABEL, task
 from hf_attn_variants.training.classification.data import LabelScheme
 from hf_attn_variants.training.classification.task import (
     Predictions,
@@ -205,7 +205,7 @@ def test_a_name_is_shown_in_one_short_line():
 
 def test_numbers_stand_in_the_cells_and_names_beside_them(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(metrics, "write_picture", lambda path, draw, **options: drawn.append(draw()))
+    monkeypatch.setattr(task, "write_picture", lambda path, draw, **options: drawn.append(draw()))
     draw_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
     axes = drawn[0].axes[0]
     # Nothing where there is nothing, and the true class is the row.

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import torch
 from fixtures.uptraining import make_bert, make_t5
-from hf_attn_variants.commands.classify import main, parse_args
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from hf_attn_variants import cli, convert
+from hf_attn_variants.commands.training import classify
 from hf_attn_variants.commands.training import glue as glue_command
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
 from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.hub import model_card
 from hf_attn_variants.training.glue.task import load_glue
+
+main, parse_args = classify.main, classify.parse_args
 
 ANIMALS, PLACES = ("cat", "dog", "horse", "bird"), ("house", "street", "guitar", "mat")
 

@@ -8,7 +8,6 @@ import pytest
 from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_t5
 from fixtures.wikipedia_sections import articles_by_headings, paragraphs_by_heading
-from hf_attn_variants.commands.classify import main, parse_args
 from transformers import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -28,9 +27,12 @@ from transformers import (
 )
 
 from hf_attn_variants import convert
+from hf_attn_variants.commands.training import classify
 from hf_attn_variants.commands.training import glue as glue_command
 from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.training.glue.task import load_glue
+
+main, parse_args = classify.main, classify.parse_args
 
 pytestmark = pytest.mark.slow
 QUIET = ["--cpu", "--disable_tqdm"]

@@ -21,7 +21,7 @@ from hf_attn_variants.commands.training import glue
 from hf_attn_variants.errors import TerminatedError
 from hf_attn_variants.training.engine import session
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.glue.task import GlueEvaluator
+from hf_attn_variants.training.glue.task import GlueFineTuning
 
 main, parse_args = glue.main, glue.parse_args
 
@@ -102,8 +102,8 @@ def test_scores_are_written_before_the_test_split_is_predicted(run, tmp_path, mo
             raise KeyboardInterrupt
         return predict(evaluator, eval_set)
 
-    predict = GlueEvaluator.predict_logits
-    monkeypatch.setattr(GlueEvaluator, "predict_logits", interrupted)
+    predict = GlueFineTuning.predict_logits
+    monkeypatch.setattr(GlueFineTuning, "predict_logits", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"^Stopped by Ctrl-C\. There is no checkpoint in .*out"):
         run("cola", "--max_train_steps", 1)
     written = {path.name for path in (tmp_path / "out").iterdir()}

@@ -12,7 +12,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationMixin
 from hf_attn_variants.commands.training import seq2seq
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import push as hub_push
-from hf_attn_variants.training.seq2seq.task import Decoder, Seq2SeqEvaluator, load_seq2seq_data
+from hf_attn_variants.training.seq2seq.task import Seq2SeqFineTuning, load_seq2seq_data
 
 main, parse_args = seq2seq.main, seq2seq.parse_args
 
@@ -263,8 +263,8 @@ def test_the_test_split_is_decoded_after_the_dev_scores_are_written_and_pushed_l
         assert "test_bleu" in json.loads((run.out / "all_results.json").read_text())
         raise OSError("no network")
 
-    decode_all = Decoder.decode
-    monkeypatch.setattr(Decoder, "decode", decode)
+    decode_all = Seq2SeqFineTuning.decode
+    monkeypatch.setattr(Seq2SeqFineTuning, "decode", decode)
     monkeypatch.setattr(hub_push, "check_hub_access", lambda *place: None)
     monkeypatch.setattr(hub_push, "push_trained", fail_to_push)
     test = ["--test_source_file", source, "--test_target_file", source.with_name("target.txt")]
@@ -293,9 +293,9 @@ def test_the_last_evaluation_is_not_computed_twice(run, monkeypatch, more):
         done.append(num_beams)
         return decode_all(decoder, data, num_beams)
 
-    compute_loss, decode_all = Seq2SeqEvaluator.compute_loss, Decoder.decode
-    monkeypatch.setattr(Seq2SeqEvaluator, "compute_loss", loss)
-    monkeypatch.setattr(Decoder, "decode", decode)
+    compute_loss, decode_all = Seq2SeqFineTuning.compute_loss, Seq2SeqFineTuning.decode
+    monkeypatch.setattr(Seq2SeqFineTuning, "compute_loss", loss)
+    monkeypatch.setattr(Seq2SeqFineTuning, "decode", decode)
     results = run("--max_train_steps", 2, "--num_beams", 1, 3, *more)
     assert done == ["loss", 1, 3] and {"eval_loss", "eval_bleu", "eval_bleu_beam3"} <= results.keys()
     assert {"prediction", "prediction_beam3"} <= predictions(run.out)[0].keys()

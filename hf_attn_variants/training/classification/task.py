@@ -4,7 +4,7 @@ import json
 import math
 import unicodedata
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,13 @@ from sklearn.metrics import (
     multilabel_confusion_matrix,
     roc_auc_score,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedModel
 
 from ...files import CONFUSION_FILE, write_picture
-from ..engine.dataloaders import prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask, MetricEvaluator, run_rows
+from ..engine.dataloaders import EvalBatches
+from ..engine.finetune import FineTuningTask
 from ..engine.models import (
     LabelMap,
     append_end_tokens,
@@ -61,7 +60,6 @@ __all__ = [
     "NO_TRAINING_ROWS",
     "ClassificationFineTuning",
     "EvalSet",
-    "LogitsEvaluator",
     "Predictions",
     "SequenceClassification",
     "compute_classification_metrics",
@@ -344,68 +342,20 @@ class EvalSet:
 
     Attributes:
         split: The rows.
-        loader: The batches. The longest rows come first.
-        order: The index of the row that comes at each position.
+        batches: The batches, and the order of the rows in them.
         labels: The labels in the order of the task, or None if they are unknown.
     """
 
     split: ClassificationSplit
-    loader: DataLoader
-    order: Sequence[int]
+    batches: EvalBatches
     labels: Any
 
 
-class LogitsEvaluator(MetricEvaluator, ABC):
-    """Evaluator of dev splits that computes the metrics from the logits of all rows."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        sets: list[EvalSet],
-        label_map: LabelMap,
-        settings: FineTuningSettings,
-        weights: Tensor | None = None,
-    ):
-        super().__init__(self._compute_scores)
-        self.accelerator, self.model, self.sets = accelerator, model, sets
-        self.label_map, self.settings, self.weights = label_map, settings, weights
-
-    @abstractmethod
-    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        """Return the metrics of a split from its logits [rows, labels], in the order of the model's outputs."""
-
-    def _compute_scores(self) -> dict[str, float]:
-        """Return the metrics of every dev split. Names of the second one (MNLI mismatched) end in `_mm`."""
-        metrics: dict[str, float] = {}
-        for i, eval_set in enumerate(self.sets):
-            logits = self.predict_logits(eval_set)
-            values = self.score(eval_set, logits)
-            values["loss"] = self._compute_loss(eval_set, logits)
-            metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
-        return metrics
-
-    def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
-        """Return the logits of a split [rows, labels], in the order of its rows."""
-        loader, order, name = eval_set.loader, eval_set.order, eval_set.split.name
-        return run_rows(self.accelerator, self.model, loader, order, self._compute_logits, name, self.settings)[0]
-
-    def _compute_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
-        """Return the logits of a batch [b, labels] in single precision."""
-        return (compute_logits(self.model, batch).float(),)
-
-    def _compute_loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
-        """Return the mean loss of a split."""
-        labels = to_model_labels(np.asarray(eval_set.labels), self.label_map)
-        return float(compute_loss_sum(torch.from_numpy(logits), torch.from_numpy(labels), self.weights)) / len(labels)
-
-
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
-EvaluatorT = TypeVar("EvaluatorT", bound=LogitsEvaluator)
 NO_TRAINING_ROWS = ClassificationSplit("train", make_rows({}))
 
 
-class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
+class SequenceClassification(FineTuningTask[SettingsT]):
     """Training of a classifier or regressor on texts or pairs of texts.
 
     The `__init__` of a subclass calls `fit_tokenizer` and sets the attributes below.
@@ -459,24 +409,50 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
     def objective(self) -> Objective:
         return make_classification_objective(self.output_weights)
 
+    def prepare_evaluation(self) -> bool:
+        self.dev_sets = [self.make_eval_set(split) for split in self.dev_splits]
+        return bool(self.dev_sets)
+
+    @abstractmethod
+    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
+        """Return the metrics of a split from its logits [rows, labels], in the order of the model's outputs."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of every dev split. Names of the second one (MNLI mismatched) end in `_mm`."""
+        metrics: dict[str, float] = {}
+        for i, eval_set in enumerate(self.dev_sets):
+            logits = self.predict_logits(eval_set)
+            values = self.score(eval_set, logits)
+            labels = torch.from_numpy(to_model_labels(np.asarray(eval_set.labels), self.label_map))
+            loss = compute_loss_sum(torch.from_numpy(logits), labels, self.output_weights)
+            values["loss"] = float(loss) / len(labels)
+            metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
+        return metrics
+
+    def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
+        """Return the logits of a split [rows, labels] in single precision, in the order of its rows."""
+
+        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+            return (compute_logits(self.model, batch).float(),)
+
+        return self.run_rows(eval_set.batches, outputs, eval_set.split.name)[0]
+
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
 
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": [hash_rows(split) for split in self.dev_splits]}
 
-    def dev_results(self, evaluator: EvaluatorT) -> dict[str, Any]:
+    def dev_results(self) -> dict[str, Any]:
         rows = sum(map(len, self.dev_splits))
-        return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2)}
+        return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(self.eval_seconds, 1e-9), 2)}
 
     def make_eval_set(self, split: ClassificationSplit) -> EvalSet:
         """Tokenize a split and return it with its batches."""
         data = self._tokenize(split)
         unused = [name for name in ("length", "label") if name in data.column_names]
-        loader, order = prepare_eval_dataloader(
-            self.settings, self.accelerator, data.remove_columns(unused), data["length"], self.collate
-        )
-        return EvalSet(split, loader, order, data["label"][:] if "label" in unused else None)
+        batches = self.make_eval_batches(data.remove_columns(unused), data["length"])
+        return EvalSet(split, batches, data["label"][:] if "label" in unused else None)
 
     def _tokenize(self, split: ClassificationSplit) -> Dataset:
         """Tokenize a split. The main process tokenizes first, and the other processes read its cache."""
@@ -513,25 +489,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         return data.map(lambda row: {"label": to_model[row["label"]]})
 
 
-class ClassificationEvaluator(LogitsEvaluator):
-    """Evaluator of the dev rows. It stores the last predictions, so that they are not computed twice."""
-
-    def __init__(self, scheme: LabelScheme, threshold: float, *args: Any):
-        super().__init__(*args)
-        self.scheme, self.threshold = scheme, threshold
-        self.predictions: dict[str, Predictions] = {}
-
-    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        predicted = self.predictions[eval_set.split.name] = self.to_predictions(logits)
-        return compute_classification_metrics(self.scheme, predicted, np.asarray(eval_set.labels))
-
-    def to_predictions(self, logits: np.ndarray) -> Predictions:
-        """Return the predictions for logits [rows, labels] in the order of the model's outputs."""
-        order = list(self.label_map.to_model)
-        return Predictions(self.scheme, logits[:, order], self.threshold)
-
-
-class ClassificationFineTuning(SequenceClassification[ClassificationSettings, ClassificationEvaluator]):
+class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
     """Fine-tuning on tables with one label per row, several labels per row, or a number per row.
 
     The results contain `eval_<metric>` of the dev rows for the metrics of `settings.METRICS_BY_PROBLEM`, and
@@ -575,22 +533,27 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
             split = ClassificationSplit(split.name, split.data.select(order.tolist()))
         return split.take(self.settings.max_train_samples)
 
-    def make_evaluator(self, model: nn.Module) -> ClassificationEvaluator | None:
-        sets = [self.make_eval_set(split) for split in self.dev_splits]
+    def prepare_evaluation(self) -> bool:
         test = self.data.splits.get("test")
         self.test = None if test is None else self.make_eval_set(test)
-        run = self.accelerator, model, sets, self.label_map, self.settings, self.output_weights
-        self.evaluator = ClassificationEvaluator(self.scheme, self.data.threshold, *run)
-        return self.evaluator if sets else None
+        return super().prepare_evaluation()
+
+    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
+        self.dev_predictions = self._to_predictions(logits)
+        return compute_classification_metrics(self.scheme, self.dev_predictions, np.asarray(eval_set.labels))
+
+    def _to_predictions(self, logits: np.ndarray) -> Predictions:
+        """Return the predictions for logits [rows, labels] in the order of the model's outputs."""
+        return Predictions(self.scheme, logits[:, list(self.label_map.to_model)], self.data.threshold)
 
     def fingerprint(self) -> dict[str, Any]:
         labels = {"problem type": self.problem_type, "labels of the model": list(self.scheme.names)}
         return {**super().fingerprint(), **labels}
 
-    def dev_results(self, evaluator: ClassificationEvaluator) -> dict[str, Any]:
-        [dev] = evaluator.sets
-        details = compute_metric_details(self.scheme, evaluator.predictions[dev.split.name], np.asarray(dev.labels))
-        return {**super().dev_results(evaluator), **{f"eval_{name}": value for name, value in details.items()}}
+    def dev_results(self) -> dict[str, Any]:
+        [dev] = self.dev_sets
+        details = compute_metric_details(self.scheme, self.dev_predictions, np.asarray(dev.labels))
+        return {**super().dev_results(), **{f"eval_{name}": value for name, value in details.items()}}
 
     def results(self) -> dict[str, Any]:
         results: dict[str, Any] = {"problem_type": self.problem_type, "text_columns": list(self.data.text_columns)}
@@ -606,16 +569,15 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
             results["class_weights"] = dict(zip(self.scheme.names, self.weights.tolist(), strict=True))
         return results
 
-    def predictions(self, evaluator: ClassificationEvaluator) -> dict[str, str]:
-        [dev] = evaluator.sets
-        return {"dev.jsonl": self._format_predictions(dev, evaluator.predictions[dev.split.name])}
+    def predictions(self) -> dict[str, str]:
+        return {"dev.jsonl": self._format_predictions(self.dev_sets[0], self.dev_predictions)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        for dev in self.evaluator.sets:
-            self._draw_confusion_matrix(dev, self.evaluator.predictions[dev.split.name], CONFUSION_FILE, "dev")
+        for dev in self.dev_sets:
+            self._draw_confusion_matrix(dev, self.dev_predictions, CONFUSION_FILE, "dev")
         if self.test is None:
             return {}, {}
-        predicted = self.evaluator.to_predictions(self.evaluator.predict_logits(self.test))
+        predicted = self._to_predictions(self.predict_logits(self.test))
         results: dict[str, Any] = {"test_samples": len(self.test.split)}
         if self.test.labels is not None:
             labels = np.asarray(self.test.labels)

@@ -15,18 +15,19 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from .checkpoints import STOP_SIGNALS
 from .models import get_vocabulary_size
-from .settings import DataSettings, FineTuningSettings
+from .settings import FineTuningSettings
 
 __all__ = [
     "IGNORED_LABEL",
     "Collator",
     "EpochSampler",
+    "EvalBatches",
     "MaskedLMPreparation",
     "Rows",
     "TextRows",
@@ -39,7 +40,6 @@ __all__ = [
     "make_masked_text_collator",
     "make_pair_collator",
     "make_text_collator",
-    "prepare_eval_dataloader",
     "prepare_train_dataloader",
     "restore_row_order",
 ]
@@ -74,6 +74,8 @@ class TrainingBatches:
     seek: Callable[[int, list[int]], None] | None = None
 
 
+# A prepared dataloader, and the index of the row that comes at each position.
+EvalBatches = tuple[DataLoader, Sequence[int]]
 # The label of tokens without a loss, as in PyTorch's cross-entropy.
 IGNORED_LABEL = -100
 
@@ -204,30 +206,8 @@ def create_eval_dataloader(
     return _make_dataloader(data, 0, num_workers, batch_size=batch_size, collate_fn=collate)
 
 
-def prepare_eval_dataloader(
-    settings: DataSettings,
-    accelerator: Accelerator,
-    rows: Rows,
-    lengths: Sequence[int],
-    collate: Callable[[list], Any],
-) -> tuple[DataLoader, list[int]]:
-    """Create and prepare a dataloader with the longest rows first.
-
-    This order needs little padding, and a lack of memory shows at once.
-
-    Returns:
-        The dataloader, and the indices of the rows in its order, for `restore_row_order`.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    data: Any = rows
-    loader = create_eval_dataloader(
-        Subset(data, order), settings.per_device_eval_batch_size, collate, settings.dataloader_num_workers
-    )
-    return accelerator.prepare(loader), order
-
-
 def restore_row_order(outputs: Tensor, order: Sequence[int]) -> np.ndarray:
-    """Return outputs for the rows of `prepare_eval_dataloader` in the original order of the rows.
+    """Return outputs for the rows of `FineTuningTask.make_eval_batches` in the original order of the rows.
 
     Args:
         outputs: [rows, ...], in the order of the dataloader.

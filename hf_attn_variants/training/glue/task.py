@@ -10,17 +10,15 @@ import numpy as np
 from accelerate import Accelerator
 from datasets import Dataset, load_dataset
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-from torch import nn
 
 from ...files import ends_by_returns, is_blank, read_file
 from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task, parse_label
 from ..classification.data import ClassificationSplit, make_rows
-from ..classification.task import NO_TRAINING_ROWS, EvalSet, LogitsEvaluator, SequenceClassification, pearson, spearman
+from ..classification.task import NO_TRAINING_ROWS, EvalSet, SequenceClassification, pearson, spearman
 from . import GlueSettings, check_glue_metric
 
 __all__ = [
     "METRIC_FUNCTIONS",
-    "GlueEvaluator",
     "GlueFineTuning",
     "compute_glue_metrics",
     "load_ax",
@@ -250,25 +248,7 @@ def compute_glue_metrics(names: Sequence[str], predictions: np.ndarray, referenc
     return values
 
 
-class GlueEvaluator(LogitsEvaluator):
-    """Evaluator of the dev splits. It stores the last predictions, so that they are not computed twice."""
-
-    def __init__(self, task: GlueTask, *args: Any):
-        super().__init__(*args)
-        self.task = task
-        self.predictions: dict[str, np.ndarray] = {}
-
-    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        predictions = self.to_predictions(self.task, logits)
-        self.predictions[eval_set.split.name] = predictions
-        return compute_glue_metrics(self.task.metrics, predictions, eval_set.labels)
-
-    def to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
-        """Return scores, or class ids in the numbering of the task [rows]."""
-        return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
-
-
-class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
+class GlueFineTuning(SequenceClassification[GlueSettings]):
     """Fine-tuning of a classifier on a GLUE task (arXiv 1804.07461), or of a regressor on STS-B.
 
     The results contain `eval_<metric>` of each dev split. Names of the mismatched dev split of MNLI end in `_mm`.
@@ -291,6 +271,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
         self.dev_splits = [splits[name] for name in self.task.eval_splits if name in splits]
         check_glue_metric(settings.metric_for_best_model, self.task, len(self.dev_splits))
         self.name, self.main_metric = self.task.folder, self.task.main_metric
+        self.dev_predictions: dict[str, np.ndarray] = {}
         metrics = (*self.task.metrics, "combined_score")
         self.shown_metrics = (*metrics, *(f"{name}_mm" for name in metrics))
 
@@ -311,10 +292,13 @@ class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
             tests += [(TASKS["ax"], ax)] if ax is not None else []
         return splits, tests
 
-    def make_evaluator(self, model: nn.Module) -> GlueEvaluator:
-        sets = [self.make_eval_set(split) for split in self.dev_splits]
-        self.evaluator = GlueEvaluator(self.task, self.accelerator, model, sets, self.label_map, self.settings)
-        return self.evaluator
+    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
+        predictions = self.dev_predictions[eval_set.split.name] = self._to_predictions(self.task, logits)
+        return compute_glue_metrics(self.task.metrics, predictions, eval_set.labels)
+
+    def _to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
+        """Return scores, or class ids in the numbering of the task [rows]."""
+        return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
 
     def fingerprint(self) -> dict[str, Any]:
         return {"task_name": self.task.name, **super().fingerprint()}
@@ -322,17 +306,16 @@ class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
     def results(self) -> dict[str, Any]:
         return {"task_name": self.task.name}
 
-    def predictions(self, evaluator: GlueEvaluator) -> dict[str, str]:
+    def predictions(self) -> dict[str, str]:
         return dict(
-            _format_submission(self.task, split, evaluator.predictions[split.name], "dev_")
-            for split in self.dev_splits
+            _format_submission(self.task, split, self.dev_predictions[split.name], "dev_") for split in self.dev_splits
         )
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         files: dict[str, str] = {}
         for task, split in self.tests:
-            logits = self.evaluator.predict_logits(self.make_eval_set(split))
-            files |= [_format_submission(task, split, self.evaluator.to_predictions(task, logits))]
+            logits = self.predict_logits(self.make_eval_set(split))
+            files |= [_format_submission(task, split, self._to_predictions(task, logits))]
         return {}, files
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from accelerate import Accelerator
 from datasets import load_dataset
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 
 from ...files import BLANKS, is_blank
 from ...text_files import read_lines, read_records
-from ..engine.dataloaders import IGNORED_LABEL, hash_texts, prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask, MetricEvaluator, run_rows
+from ..engine.dataloaders import IGNORED_LABEL, EvalBatches, hash_texts
+from ..engine.finetune import FineTuningTask
 from ..engine.models import (
     check_max_length,
     check_trained_head,
@@ -245,7 +245,7 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
     }
 
 
-class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
+class NerFineTuning(FineTuningTask[NerSettings]):
     """Fine-tuning on named entities (arXiv cs/0306050) or other tags of words.
 
     The tag of a word is predicted at its first token.
@@ -344,18 +344,16 @@ class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
     def objective(self) -> Objective:
         return make_label_objective(compute_logits)
 
-    def make_evaluator(self, model: nn.Module) -> MetricEvaluator:
-        self.model = model
+    def prepare_evaluation(self) -> bool:
         self.sets = {split: self._make_eval_set(split) for split in self.splits if split != "train"}
-        return MetricEvaluator(self._compute_scores)
+        return True
 
-    def _make_eval_set(self, split: str) -> tuple[Any, ...]:
-        """Return the batches of a split, the order of their rows, and the positions of the words."""
+    def _make_eval_set(self, split: str) -> tuple[EvalBatches, list[dict[int, int]]]:
+        """Return the batches of a split, and the positions of the words."""
         rows, positions = self._encode_all(split)
-        lengths = [len(row["input_ids"]) for row in rows]
-        return *prepare_eval_dataloader(self.settings, self.accelerator, rows, lengths, self.collate), positions
+        return self.make_eval_batches(rows, [len(row["input_ids"]) for row in rows]), positions
 
-    def _compute_scores(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Tag the dev sentences and return their metrics."""
         self.dev_tags, loss = self._tag_sentences("validation")
         references = [tags for _, tags in self.splits["validation"]]
@@ -370,10 +368,8 @@ class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
             # Sentences without tags have no loss. The largest logit then shows whether outputs are finite.
             return tag_ids, *token_cross_entropy(logits, batch["labels"]), logits.amax((1, 2))
 
-        loader, order, positions = self.sets[split]
-        tag_ids, losses, counts, _ = run_rows(
-            self.accelerator, self.model, loader, order, outputs, split, self.settings
-        )
+        batches, positions = self.sets[split]
+        tag_ids, losses, counts, _ = self.run_rows(batches, outputs, split)
         tags = [
             [self.names[int(row[at[i]])] if i in at else "O" for i in range(len(words))]
             for row, at, (words, _) in zip(tag_ids, positions, self.splits[split], strict=True)
@@ -389,10 +385,10 @@ class NerFineTuning(FineTuningTask[NerSettings, MetricEvaluator]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": _hash_sentences(self.splits["validation"])}
 
-    def dev_results(self, evaluator: MetricEvaluator) -> dict[str, Any]:
+    def dev_results(self) -> dict[str, Any]:
         return {"eval_samples": len(self.splits["validation"])}
 
-    def predictions(self, evaluator: MetricEvaluator) -> dict[str, str]:
+    def predictions(self) -> dict[str, str]:
         return {"dev.txt": _format_conll(self.splits["validation"], self.dev_tags)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -31,7 +31,7 @@ from ..engine.dataloaders import (
     create_eval_dataloader,
     create_stream_dataloader,
 )
-from ..engine.finetune import FineTuningTask, MetricEvaluator, fine_tune, run_rows
+from ..engine.finetune import FineTuningTask, fine_tune
 from ..engine.loop import TrainingLoop
 from ..engine.models import (
     check_max_length,
@@ -52,7 +52,6 @@ __all__ = [
     "MaskedLMPretraining",
     "PreparedBlocks",
     "Pretraining",
-    "TextEvaluator",
     "compute_causal_logits",
     "compute_context_results",
     "compute_masked_lm_sums",
@@ -143,56 +142,6 @@ def make_stream_batches(
     return TrainingBatches(loader, stream.start_epoch, seek=stream.seek)
 
 
-class TextEvaluator(MetricEvaluator):
-    """Evaluator of held-out text: "loss" (nats per item), "perplexity", "accuracy" and the number of items."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        loader: DataLoader,
-        rows: int,
-        task: "Pretraining",
-    ):
-        super().__init__(self._compute_scores)
-        self.accelerator, self.model, self.loader, self.rows = accelerator, model, loader, rows
-        self.task, self.settings = task, task.settings
-
-    def _compute_scores(self) -> dict[str, float]:
-        """Return the metrics of the held-out text."""
-        (loss, accuracy, items), *pairs = _compute_means(self._compute_sums())
-        perplexity = float(np.exp(min(loss, 700.0)))  # larger losses would overflow
-        metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, self.task.items: items}
-        if pairs and pairs[0][2]:
-            metrics["sentence_loss"], metrics["sentence_accuracy"], _ = pairs[0]
-        return metrics
-
-    def _compute_sums(
-        self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
-    ) -> list[float]:
-        """Return the sums of `Pretraining.sum_rows` over all rows, with batches that `change` modifies."""
-
-        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            return (self.task.sum_rows(self.model, change(batch)),)
-
-        order = range(self.rows)
-        rows = run_rows(self.accelerator, self.model, self.loader, order, outputs, "dev", self.settings)[0]
-        return torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU, because not every device has float64
-
-    def check_context(self) -> dict[str, Any]:
-        """Evaluate the model without word order and without attention. See `compute_context_results`."""
-        shuffled = _compute_means(self._compute_sums(self.task.shuffle))[0][0]
-        with zero_attention(self.accelerator.unwrap_model(self.model)):
-            zeroed = _compute_means(self._compute_sums())[0][0]
-        return compute_context_results(self.metrics["loss"], shuffled, zeroed)
-
-
-def _compute_means(sums: Sequence[float]) -> list[tuple[float, float, int]]:
-    """Return the mean loss, the accuracy and the number of items, and the same of pairs if their sums are present."""
-    triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
-    return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
-
-
 # The minimum increase of the loss in nats without word order, and without attention, if a model uses its context.
 MIN_COST = 0.3
 
@@ -257,7 +206,7 @@ def zero_attention(model: PreTrainedModel) -> Iterator[None]:
 PretrainingT = TypeVar("PretrainingT", bound=PretrainingSettings)
 
 
-class Pretraining(FineTuningTask[PretrainingT, TextEvaluator]):
+class Pretraining(FineTuningTask[PretrainingT]):
     """Pretraining on a stream of text, with a check that the model uses its context.
 
     The results contain `eval_loss` (nats per item), `eval_perplexity`, `eval_accuracy`, the number of items, and
@@ -306,15 +255,49 @@ class Pretraining(FineTuningTask[PretrainingT, TextEvaluator]):
             self.settings, self.accelerator, self.text.train, self.tokenizer, self.prepare, window
         )
 
-    def make_evaluator(self, model: nn.Module) -> TextEvaluator | None:
+    def prepare_evaluation(self) -> bool:
         if not self.text.dev:
-            return None
+            return False
         rows = PreparedBlocks(self.read_blocks(self.text.dev, self.settings.max_eval_samples), self.prepare)
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
             raise ValueError(f"{self.text.dev[0].name} must have a masked token to evaluate. Use longer text.")
         batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
-        loader = self.accelerator.prepare(create_eval_dataloader(rows, batch_size, stack_rows, workers))
-        return TextEvaluator(self.accelerator, model, loader, len(rows), self)
+        loader = create_eval_dataloader(rows, batch_size, stack_rows, workers)
+        self.dev_batches = self.accelerator.prepare(loader), range(len(rows))
+        return True
+
+    def evaluate(self) -> dict[str, float]:
+        """Return "loss" (nats per item), "perplexity", "accuracy" and the number of items of the held-out text."""
+        (loss, accuracy, items), *pairs = self._compute_means()
+        perplexity = float(np.exp(min(loss, 700.0)))  # larger losses would overflow
+        metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, self.items: items}
+        if pairs and pairs[0][2]:
+            metrics["sentence_loss"], metrics["sentence_accuracy"], _ = pairs[0]
+        return metrics
+
+    def _compute_means(
+        self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
+    ) -> list[tuple[float, float, int]]:
+        """Return the mean loss, the accuracy and the number of items, and the same of pairs if there are any.
+
+        Args:
+            change: Modifies a batch before the model reads it.
+        """
+
+        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+            return (self.sum_rows(self.model, change(batch)),)
+
+        rows = self.run_rows(self.dev_batches, outputs, "dev")[0]
+        sums = torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU, because not every device has float64
+        triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
+        return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
+
+    def check_context(self) -> dict[str, Any]:
+        """Evaluate the model without word order and without attention. See `compute_context_results`."""
+        shuffled = self._compute_means(self.shuffle)[0][0]
+        with zero_attention(self.accelerator.unwrap_model(self.model)):
+            zeroed = self._compute_means()[0][0]
+        return compute_context_results(self.metrics["loss"], shuffled, zeroed)
 
     def fingerprint(self) -> dict[str, Any]:
         return self.text.train_fingerprint
@@ -322,12 +305,12 @@ class Pretraining(FineTuningTask[PretrainingT, TextEvaluator]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return self.text.dev_fingerprint
 
-    def after_training(self, loop: TrainingLoop, evaluator: TextEvaluator | None, model: nn.Module) -> nn.Module:
+    def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
         self.epoch = loop.state.epoch
         return model
 
-    def dev_results(self, evaluator: TextEvaluator) -> dict[str, Any]:
-        return {"eval_samples": evaluator.rows, **evaluator.check_context()}
+    def dev_results(self) -> dict[str, Any]:
+        return {"eval_samples": len(self.dev_batches[1]), **self.check_context()}
 
     def results(self) -> dict[str, Any]:
         return {"epoch": self.epoch}
@@ -550,15 +533,16 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         settings = self.settings
         auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
         # The head of a sentence task may be new, except if the model is only evaluated.
-        self.model = load_or_make_model(settings, self.config, auto_class, needs_all=settings.only_evaluates)
-        return self.model
+        model = load_or_make_model(settings, self.config, auto_class, needs_all=settings.only_evaluates)
+        self.unwrapped_model = model
+        return model
 
     def objective(self) -> Objective:
         sentence_weight = self.settings.mlm_probability * self.prepare.block_length
-        return make_masked_lm_objective(self.model, sentence_weight)
+        return make_masked_lm_objective(self.unwrapped_model, sentence_weight)
 
     def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return compute_masked_lm_sums(model, self.model.base_model, batch)
+        return compute_masked_lm_sums(model, self.unwrapped_model.base_model, batch)
 
 
 def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...files import is_blank
@@ -35,8 +34,8 @@ from ...text_files import (
     row_place,
 )
 from ..classification.data import ClassificationSplit
-from ..engine.dataloaders import TextRows, hash_texts, make_pair_collator, prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask, run_rows
+from ..engine.dataloaders import EvalBatches, TextRows, hash_texts, make_pair_collator
+from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
 from ..engine.models import (
     check_end_token,
@@ -57,10 +56,8 @@ from .metrics import TEXT_METRICS, choose_tokenizer, get_text_metric, log_tokeni
 
 __all__ = [
     "Decoded",
-    "Decoder",
     "GenerationSet",
     "Seq2SeqData",
-    "Seq2SeqEvaluator",
     "Seq2SeqFineTuning",
     "Seq2SeqSplit",
     "apply_recorded_texts",
@@ -451,13 +448,11 @@ class GenerationSet:
 
     Attributes:
         split: The rows.
-        loader: The batches. The longest rows come first.
-        order: The index of the row that comes at each position.
+        batches: The batches, and the order of the rows in them.
     """
 
     split: Seq2SeqSplit
-    loader: DataLoader
-    order: list[int]
+    batches: EvalBatches
 
 
 @dataclass(frozen=True)
@@ -475,75 +470,6 @@ class Decoded:
     seconds: float
 
 
-class Decoder:
-    """Generator of texts for a split, with greedy search or beam search."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]],
-        settings: Seq2SeqSettings,
-    ):
-        self.accelerator, self.model, self.tokenizer = accelerator, model, tokenizer
-        self.score, self.settings = score, settings
-
-    @torch.no_grad()
-    def decode(self, data: GenerationSet, num_beams: int = 1) -> Decoded:
-        """Generate one text per row, with beam search if there is more than one beam."""
-        accelerator, tokenizer = self.accelerator, self.tokenizer
-        model = accelerator.unwrap_model(self.model).eval()
-        options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
-        if self.settings.no_repeat_ngram_size is not None:
-            options["no_repeat_ngram_size"] = self.settings.no_repeat_ngram_size
-        if num_beams > 1:
-            options["length_penalty"] = self.settings.length_penalty
-        texts, tokens, seconds = [], 0, 0.0
-        name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
-        for batch in progress_bar(
-            accelerator, self.settings.disable_tqdm, iterable=data.loader, desc=name, leave=False
-        ):
-            start = time.perf_counter()
-            with (
-                accelerator.autocast(),
-                ignore_saved_length_limits(model),
-            ):  # `generate` calls the encoder by itself, so the autocast of the prepared model does not cover it
-                ids = model.generate(
-                    input_ids=batch["input_ids"],
-                    attention_mask=batch["attention_mask"],
-                    max_new_tokens=self.settings.max_target_length,
-                    num_beams=num_beams,
-                    do_sample=False,
-                    **options,
-                )[:, 1:]  # without the start token of the decoder
-            lengths = _count_text_tokens(ids, model.generation_config.eos_token_id)
-            seconds += time.perf_counter() - start
-            ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
-            # Drop the rows that were repeated to fill the last batch of each process.
-            ids, lengths = accelerator.gather_for_metrics((ids, lengths))
-            texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
-            tokens += int(lengths.sum())
-        slowest = accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max()
-        ordered_texts = [text for _, text in sorted(zip(data.order, texts, strict=True))]
-        return Decoded(ordered_texts, tokens, float(slowest))
-
-    def decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
-        """Decode a split, and compare the texts with the references if there are any.
-
-        Returns:
-            The metrics with "decode_tokens", "decode_seconds" and "decode_tokens_per_second", and the texts.
-        """
-        decoded, references = self.decode(data, num_beams), data.split.references
-        values = self.score(decoded.texts, references) if references is not None else {}
-        values |= {
-            "decode_tokens": decoded.tokens,
-            "decode_seconds": round(decoded.seconds, 3),
-            "decode_tokens_per_second": round(decoded.tokens / max(decoded.seconds, 1e-9), 1),
-        }
-        return values, decoded.texts
-
-
 def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
     """Return the number of tokens of each row of `ids` [b, n] up to and including its first end token: [b]."""
     ends = torch.isin(ids, torch.as_tensor([] if eos is None else eos, device=ids.device).view(-1).to(ids.dtype))
@@ -551,70 +477,12 @@ def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
     return before.sum(-1) + ends.any(-1)
 
 
-class Seq2SeqEvaluator:
-    """Evaluator of the dev split. It stores the last metrics and texts, so that they are not computed twice."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        data: GenerationSet,
-        decoder: Decoder,
-        settings: Seq2SeqSettings,
-    ):
-        self.accelerator, self.model, self.data = accelerator, model, data
-        self.decoder, self.settings = decoder, settings
-        self.metrics: dict[str, float] = {}
-        self.texts: dict[int, list[str]] = {}
-        self.seconds = 0.0
-
-    def __call__(self) -> dict[str, float]:
-        """Return the metrics during training: "loss" and, unless `eval_loss_only` is set, those of the first beams."""
-        self.evaluate(() if self.settings.eval_loss_only else self.settings.num_beams[:1])
-        return dict(self.metrics)
-
-    def evaluate(self, beams: Sequence[int], afresh: bool = True) -> None:
-        """Compute the loss, and decode with each number of beams.
-
-        `metrics` gets "loss" and the metrics of each number of beams. From the second number on, their names end in
-        `_beam<number>`. `texts` gets the texts by number of beams.
-
-        Args:
-            beams: The numbers of beams: the first of `num_beams`, or all of them.
-            afresh: Whether the weights have changed since the last evaluation. If false, only compute what is missing.
-        """
-        if afresh:
-            self.metrics, self.texts, self.seconds = {}, {}, 0.0
-        start = time.perf_counter()
-        if "loss" not in self.metrics:
-            self.metrics["loss"] = self.compute_loss()
-        for i, num_beams in enumerate(beams):
-            if num_beams not in self.texts:
-                values, self.texts[num_beams] = self.decoder.decode_and_score(self.data, num_beams)
-                suffix = get_beam_suffix(i, num_beams)
-                self.metrics |= {f"{key}{suffix}": value for key, value in values.items()}
-        self.seconds += time.perf_counter() - start
-
-    def compute_loss(self) -> float:
-        """Return the mean cross-entropy of the target tokens in nats, without label smoothing."""
-
-        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            term = token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
-            return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
-
-        loader, order = self.data.loader, self.data.order
-        rows = run_rows(self.accelerator, self.model, loader, order, outputs, "dev loss", self.settings)[0]
-        # Sum in the order of the batches, because a sum of floats depends on the order.
-        total, tokens = torch.from_numpy(rows[order]).double().sum(0).tolist()
-        return total / max(tokens, 1)
-
-
 def get_beam_suffix(position: int, num_beams: int) -> str:
     """Return the suffix of metric names: empty for the first number of beams, and `_beam<number>` for the others."""
     return f"_beam{num_beams}" if position else ""
 
 
-class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
+class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
     """Fine-tuning on translation, summarization, tables, and GLUE or SQuAD as text.
 
     The model comes from a checkpoint or, with `model_type`, is trained from scratch. The results contain `eval_loss`
@@ -705,17 +573,101 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
     def start_epoch(self, epoch: int) -> None:
         self.rows.start_epoch(epoch)
 
-    def make_evaluator(self, model: nn.Module) -> Seq2SeqEvaluator | None:
-        settings, splits = self.settings, self.data.splits
-        self.decoder = Decoder(self.accelerator, model, self.tokenizer, self.data.score, settings)
-        sets = {name: self._make_generation_set(splits[name]) for name in ("dev", "test") if name in splits}
-        self.test = sets.get("test")
-        if "dev" not in sets:
-            return None
-        return Seq2SeqEvaluator(self.accelerator, model, sets["dev"], self.decoder, settings)
+    def prepare_evaluation(self) -> bool:
+        splits = {name: split for name, split in self.data.splits.items() if name != "train"}
+        self.sets = {
+            name: GenerationSet(split, self.make_eval_batches(TextRows(split.pairs()), list(map(len, split.sources))))
+            for name, split in splits.items()
+        }
+        return "dev" in self.sets
 
-    def last_evaluation(self, loop: TrainingLoop, evaluator: Seq2SeqEvaluator) -> None:
-        evaluator.evaluate(self.settings.num_beams, afresh=not loop.has_current_scores())
+    def evaluate(self) -> dict[str, float]:
+        """Return "loss" and, unless `eval_loss_only` is set, the metrics of the first number of beams."""
+        self.dev_texts: dict[int, list[str]] = {}
+        metrics = {"loss": self.compute_loss()}
+        return metrics if self.settings.eval_loss_only else metrics | self._decode_dev(self.settings.num_beams[:1])
+
+    def last_evaluation(self, loop: TrainingLoop) -> None:
+        """Also decode with the other numbers of beams. The names of their metrics end in `_beam<number>`."""
+        super().last_evaluation(loop)
+        start = time.perf_counter()
+        self.metrics |= self._decode_dev(self.settings.num_beams)
+        self.eval_seconds += time.perf_counter() - start
+
+    def _decode_dev(self, beams: Sequence[int]) -> dict[str, float]:
+        """Decode the dev split with each number of beams that is missing in `dev_texts`, and return the metrics."""
+        metrics: dict[str, float] = {}
+        for i, num_beams in enumerate(beams):
+            if num_beams not in self.dev_texts:
+                values, self.dev_texts[num_beams] = self._decode_and_score(self.sets["dev"], num_beams)
+                metrics |= {f"{key}{get_beam_suffix(i, num_beams)}": value for key, value in values.items()}
+        return metrics
+
+    def compute_loss(self) -> float:
+        """Return the mean cross-entropy of the target tokens of the dev split in nats, without label smoothing."""
+
+        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+            term = token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
+            return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
+
+        batches = self.sets["dev"].batches
+        rows = self.run_rows(batches, outputs, "dev loss")[0]
+        # Sum in the order of the batches, because a sum of floats depends on the order.
+        total, tokens = torch.from_numpy(rows[list(batches[1])]).double().sum(0).tolist()
+        return total / max(tokens, 1)
+
+    @torch.no_grad()
+    def decode(self, data: GenerationSet, num_beams: int) -> Decoded:
+        """Generate one text per row, with beam search if there is more than one beam."""
+        accelerator, tokenizer = self.accelerator, self.tokenizer
+        model = accelerator.unwrap_model(self.model).eval()
+        options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
+        if self.settings.no_repeat_ngram_size is not None:
+            options["no_repeat_ngram_size"] = self.settings.no_repeat_ngram_size
+        if num_beams > 1:
+            options["length_penalty"] = self.settings.length_penalty
+        texts, tokens, seconds = [], 0, 0.0
+        name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
+        loader, order = data.batches
+        for batch in progress_bar(accelerator, self.settings.disable_tqdm, iterable=loader, desc=name, leave=False):
+            start = time.perf_counter()
+            with (
+                accelerator.autocast(),
+                ignore_saved_length_limits(model),
+            ):  # `generate` calls the encoder by itself, so the autocast of the prepared model does not cover it
+                ids = model.generate(
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    max_new_tokens=self.settings.max_target_length,
+                    num_beams=num_beams,
+                    do_sample=False,
+                    **options,
+                )[:, 1:]  # without the start token of the decoder
+            lengths = _count_text_tokens(ids, model.generation_config.eos_token_id)
+            seconds += time.perf_counter() - start
+            ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
+            # Drop the rows that were repeated to fill the last batch of each process.
+            ids, lengths = accelerator.gather_for_metrics((ids, lengths))
+            texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
+            tokens += int(lengths.sum())
+        slowest = accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max()
+        ordered_texts = [text for _, text in sorted(zip(order, texts, strict=True))]
+        return Decoded(ordered_texts, tokens, float(slowest))
+
+    def _decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
+        """Decode a split, and compare the texts with the references if there are any.
+
+        Returns:
+            The metrics with "decode_tokens", "decode_seconds" and "decode_tokens_per_second", and the texts.
+        """
+        decoded, references = self.decode(data, num_beams), data.split.references
+        values = self.data.score(decoded.texts, references) if references is not None else {}
+        values |= {
+            "decode_tokens": decoded.tokens,
+            "decode_seconds": round(decoded.seconds, 3),
+            "decode_tokens_per_second": round(decoded.tokens / max(decoded.seconds, 1e-9), 1),
+        }
+        return values, decoded.texts
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.rows), "hash of the training data": hash_texts(self.rows.texts)}
@@ -728,24 +680,24 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         # Evaluations in training decode with the first number of beams.
         return {"hash of the dev data": hash_texts(rows), "num_beams": self.settings.num_beams[0]}
 
-    def dev_results(self, evaluator: Seq2SeqEvaluator) -> dict[str, Any]:
-        return {"eval_samples": len(evaluator.data.split)}
+    def dev_results(self) -> dict[str, Any]:
+        return {"eval_samples": len(self.sets["dev"].split)}
 
     def results(self) -> dict[str, Any]:
         return self.data.results
 
-    def predictions(self, evaluator: Seq2SeqEvaluator) -> dict[str, str]:
-        return dict([_format_predictions(evaluator.data.split, evaluator.texts)])
+    def predictions(self) -> dict[str, str]:
+        return dict([_format_predictions(self.sets["dev"].split, self.dev_texts)])
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        if self.test is None:
+        if (test := self.sets.get("test")) is None:
             return {}, {}
         results: dict[str, Any] = {}
         texts = {}
         for i, num_beams in enumerate(self.settings.num_beams):
-            metrics, texts[num_beams] = self.decoder.decode_and_score(self.test, num_beams)
+            metrics, texts[num_beams] = self._decode_and_score(test, num_beams)
             results |= {f"test_{key}{get_beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
-        return {**results, "test_samples": len(self.test.split)}, dict([_format_predictions(self.test.split, texts)])
+        return {**results, "test_samples": len(test.split)}, dict([_format_predictions(test.split, texts)])
 
     def summary(self, results: dict[str, Any]) -> str:
         lines = [
@@ -765,14 +717,6 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
             speed = f"{results[f'{prefix}decode_tokens_per_second{suffix}']:.0f} tokens/s"
             parts.append(f"{'greedy' if num_beams == 1 else f'{num_beams} beams'}: {', '.join([*values, speed])}")
         return "; ".join(parts)
-
-    def _make_generation_set(self, split: Seq2SeqSplit) -> GenerationSet:
-        """Return a split with its batches."""
-        lengths = [len(source) for source in split.sources]
-        loader, order = prepare_eval_dataloader(
-            self.settings, self.accelerator, TextRows(split.pairs()), lengths, self.collate
-        )
-        return GenerationSet(split, loader, order)
 
 
 def _format_predictions(split: Seq2SeqSplit, texts: dict[int, list[str]]) -> tuple[str, str]:

@@ -10,17 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...inspection.sentence_similarity import mean_pooled
 from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
 from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
-from ..engine.finetune import MetricEvaluator
 from ..engine.models import iterate_attentions
 from ..engine.optimization import Term, sum_by_example, token_cross_entropy
 from ..engine.session import progress_bar
@@ -527,48 +525,34 @@ def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: Logits
     return student, teacher
 
 
-class UptrainingEvaluator(MetricEvaluator):
+class UptrainingEvaluator:
     """Evaluator of held-out rows: "loss", its terms, "embedding_cosine" and, if there are references, "bleu".
 
     Args:
-        accelerator: The accelerator.
-        model: The model.
-        objective: The objective.
+        task: The `Uptraining`, with its prepared model.
         loader: The held-out batches, prepared by the accelerator.
-        tokenizer: The tokenizer.
         references: The targets in the order of the loader. None: generate no texts.
-        settings: The settings of the run.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        objective: UptrainingObjective,
-        loader: DataLoader,
-        tokenizer: PreTrainedTokenizerBase,
-        references: list[str] | None,
-        settings: UptrainingSettings,
-    ):
-        super().__init__(self._compute_scores)
-        self.accelerator, self.model, self.objective, self.loader = accelerator, model, objective, loader
-        self.tokenizer, self.references, self.settings = tokenizer, references, settings
+    def __init__(self, task: Any, loader: DataLoader, references: list[str] | None):
+        self.task, self.loader, self.references = task, loader, references
+        self.accelerator, self.settings = task.accelerator, task.settings
         self.bleu_tokenizer: str | None = None
         self.metric_options: dict[str, str] = {}
         if references is not None:
-            self.bleu_tokenizer = settings.tokenize or choose_tokenizer(references, settings.target_lang)
+            self.bleu_tokenizer = self.settings.tokenize or choose_tokenizer(references, self.settings.target_lang)
             self.metric_options["bleu_tokenizer"] = self.bleu_tokenizer
-            log_tokenizer(self.bleu_tokenizer, settings.tokenize is not None)
+            log_tokenizer(self.bleu_tokenizer, self.settings.tokenize is not None)
 
     @torch.no_grad()
-    def _compute_scores(self) -> dict[str, float]:
+    def compute_scores(self) -> dict[str, float]:
         """Return the metrics of the held-out rows."""
-        self.model.eval()
+        model, objective = self.task.model.eval(), self.task.uptraining_objective
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
         disable = self.settings.disable_tqdm
         for batch in progress_bar(self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False):
-            terms = self.objective.compute_terms(self.model, batch, evaluating=True)
+            terms = objective.compute_terms(model, batch, evaluating=True)
             # Drop the rows that were repeated to fill the last batch of each process.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():
                 sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
@@ -580,7 +564,7 @@ class UptrainingEvaluator(MetricEvaluator):
                 "The held-out text must have tokens that the loss counts, but none is masked or each row is empty. "
                 "Give more text to --validation_file."
             )
-        metrics = {"loss": float(self.objective.sum_terms(totals))}
+        metrics = {"loss": float(objective.sum_terms(totals))}
         for name, (total, items) in totals.items():
             value = float(total / items)
             metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
@@ -591,7 +575,7 @@ class UptrainingEvaluator(MetricEvaluator):
 
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:
         """Generate the texts of a batch with greedy search."""
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.accelerator.unwrap_model(self.task.model)
         with ignore_saved_length_limits(model):
             ids = model.generate(
                 input_ids=batch["input_ids"],
@@ -601,9 +585,9 @@ class UptrainingEvaluator(MetricEvaluator):
                 num_beams=1,
                 **({} if can_cache(model.config) else {"use_cache": False}),
             )
-        ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.tokenizer.pad_token_id)
+        ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.task.tokenizer.pad_token_id)
         ids = self.accelerator.gather_for_metrics(ids)
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return self.task.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:

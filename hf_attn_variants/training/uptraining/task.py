@@ -410,7 +410,7 @@ RISING_METRIC_NAMES = ("embedding_cosine", "bleu")
 WITHOUT_DROPOUT = ("distill", "embedding", SPAN_CORRUPTION)
 
 
-class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
+class Uptraining(FineTuningTask[UptrainingSettings]):
     """Uptraining of a converted checkpoint (arXiv 2305.13245, section 2.1), with or without a teacher.
 
     The results contain `eval_loss`, the terms of the loss and other dev metrics after training. The metrics before
@@ -530,7 +530,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         )
         if self.target_start is not None:
             self.target_start.apply_to(model)
-        self.model, self.extra_tensors = model, _read_tensors(settings.source, rest)
+        self.student, self.extra_tensors = model, _read_tensors(settings.source, rest)
         select_trainable(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
@@ -575,7 +575,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def _freeze_unused(self) -> None:
         """Freeze the parameters that the loss does not depend on."""
-        objective, model = self.uptraining_objective, self.model
+        objective, model = self.uptraining_objective, self.student
         batch = next(self._make_first_batches(2, 2))
         unused = freeze_unused(model.eval(), lambda: objective.sum_terms(objective.compute_terms(model, batch)))
         if unused:
@@ -622,7 +622,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def loop_options(self, total_steps: int) -> dict[str, Any]:
         return {"eval_steps": self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))}
 
-    def make_evaluator(self, model: nn.Module) -> UptrainingEvaluator:
+    def prepare_evaluation(self) -> bool:
         settings, held_out = self.settings, self.data.held_out
         loader = create_eval_dataloader(
             held_out, settings.per_device_eval_batch_size, self.collate, settings.dataloader_num_workers
@@ -631,8 +631,11 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         references = None
         if settings.predict_with_generate and isinstance(held_out, TextRows):
             references = [target for _, target in held_out.texts]
-        objective = self.uptraining_objective
-        return UptrainingEvaluator(self.accelerator, model, objective, loader, self.tokenizer, references, settings)
+        self.evaluator = UptrainingEvaluator(self, loader, references)
+        return True
+
+    def evaluate(self) -> dict[str, float]:
+        return self.evaluator.compute_scores()
 
     def fingerprint(self) -> dict[str, Any]:
         settings = self.settings
@@ -654,8 +657,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return self.data.dev_fingerprint()
 
-    def before_training(self, loop: TrainingLoop, evaluator: Any) -> None:
-        metrics = evaluator()
+    def before_training(self, loop: TrainingLoop) -> None:
+        metrics = self.run_evaluation()
         best_metric = loop.settings.metric_for_best_model
         if loop.settings.keep_best and best_metric not in metrics:
             raise ValueError(f"--metric_for_best_model must be one of {', '.join(metrics)}, got {best_metric!r}.")
@@ -667,14 +670,14 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         loop.evaluated_step = 0
         loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
-    def after_training(self, loop: TrainingLoop, evaluator: Any, model: nn.Module) -> nn.Module:
+    def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
         # Evaluate before the low-rank updates are merged into the weights, because merging rounds differently.
-        super().last_evaluation(loop, evaluator)
+        super().last_evaluation(loop)
         self.log_path = loop.log.path
         for name, value in self.saved_dropout.items():
-            setattr(self.model.config, name, value)
-        rising = [name for name in RISING_METRIC_NAMES if name in evaluator.metrics]
-        self.shown_metrics = rising or [name for name in WEIGHT_BY_TERM if name in evaluator.metrics]
+            setattr(self.student.config, name, value)
+        rising = [name for name in RISING_METRIC_NAMES if name in self.metrics]
+        self.shown_metrics = rising or [name for name in WEIGHT_BY_TERM if name in self.metrics]
         self.examples_and_steps = loop.state.examples, loop.state.step
         if self.peft_model is None:
             return model
@@ -691,14 +694,14 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             self.accelerator, model, self.tokenizer, self.settings, history, self.extra_tensors, add_files=add_files
         )
 
-    def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
+    def last_evaluation(self, loop: TrainingLoop) -> None:
         """Do nothing, because `after_training` has evaluated the model."""
 
-    def dev_results(self, evaluator: UptrainingEvaluator) -> dict[str, Any]:
+    def dev_results(self) -> dict[str, Any]:
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
         initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
-        gain = compute_held_out_gain(before, evaluator.metrics, self.examples_and_steps[1])
-        return {**initial, **gain, **evaluator.metric_options, "eval_samples": len(self.data.held_out)}
+        gain = compute_held_out_gain(before, self.metrics, self.examples_and_steps[1])
+        return {**initial, **gain, **self.evaluator.metric_options, "eval_samples": len(self.data.held_out)}
 
     def results(self) -> dict[str, Any]:
         settings = self.settings
