@@ -30,8 +30,6 @@ __all__ = [
     "read_columns",
     "read_lines",
     "read_pairs",
-    "read_placed_columns",
-    "read_placed_pairs",
     "read_records",
     "row_place",
     "text_columns",
@@ -244,12 +242,7 @@ def read_lines(paths: Sequence[str | os.PathLike], keep_blank: bool = False) -> 
     return texts
 
 
-def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> list[tuple[str, ...]]:
-    """Return the texts that `read_placed_pairs` reads."""
-    return read_placed_pairs(source_file, target_file).texts
-
-
-def read_placed_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> PlacedRows:
+def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> PlacedRows:
     """Return the pairs of lines of two parallel files. Pairs with a blank line are left out.
 
     Line i of one file belongs to line i of the other file.
@@ -272,17 +265,6 @@ def read_placed_pairs(source_file: str | os.PathLike, target_file: str | os.Path
 
 
 def read_columns(
-    paths: Sequence[str | os.PathLike],
-    columns: Sequence[str],
-    flag: str | None = None,
-    keep_blank: bool = False,
-    unused: str | None = None,
-) -> list[tuple[str, ...]]:
-    """Return the texts that `read_placed_columns` reads."""
-    return read_placed_columns(paths, columns, flag, keep_blank, unused).texts
-
-
-def read_placed_columns(
     paths: Sequence[str | os.PathLike],
     columns: Sequence[str],
     flag: str | None = None,

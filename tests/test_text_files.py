@@ -26,18 +26,18 @@ def test_lines_of_plain_and_gzip_files_come_in_order_without_blank_ones(write):
 def test_a_carriage_return_inside_a_line_ends_none(write):
     source = write("s.txt", "one\rhalf\r\ntwo\n")
     assert read_lines([source]) == ["one\rhalf", "two"]
-    assert read_pairs(source, write("t.txt.gz", "eins\nzwei\rhalb\n")) == [
+    assert read_pairs(source, write("t.txt.gz", "eins\nzwei\rhalb\n")).texts == [
         ("one\rhalf", "eins"),
         ("two", "zwei\rhalb"),
     ]
     table = write("t.csv", 'source,target\r\n"a\r\nb",c\r\n')
-    assert read_columns([table], ["source", "target"]) == [("a\r\nb", "c")]
+    assert read_columns([table], ["source", "target"]).texts == [("a\r\nb", "c")]
 
 
 @pytest.mark.parametrize("end", ["", ".gz"])
 def test_a_byte_order_mark_is_no_text(write, end):
     assert read_lines([write(f"a.txt{end}", "\ufeffone\n")]) == ["one"]
-    assert read_columns([write(f"a.csv{end}", "\ufeffsource\none\n")], ["source"]) == [("one",)]
+    assert read_columns([write(f"a.csv{end}", "\ufeffsource\none\n")], ["source"]).texts == [("one",)]
     assert list(TextFile(write(f"b.txt{end}", "\ufeffone\n\ntwo")).read_articles()) == [(0, "one\n"), (8, "two")]
 
 
@@ -68,7 +68,7 @@ def test_a_truncated_gzip_file_is_named(write):
 
 def test_pairs_need_as_many_lines_and_lose_blank_ones(write):
     source, target = write("s.txt", "a\nb\nc\n"), write("t.txt.gz", "x\n\nz\n")
-    assert read_pairs(source, target) == [("a", "x"), ("c", "z")]
+    assert read_pairs(source, target).texts == [("a", "x"), ("c", "z")]
     with pytest.raises(ValueError, match=r"must have the same number of lines, got 3 and 2"):
         read_pairs(source, write("short.txt", "x\ny\n"))
     with pytest.raises(ValueError, match="are empty"):
@@ -87,7 +87,7 @@ def test_pairs_need_as_many_lines_and_lose_blank_ones(write):
 )
 def test_tables_give_their_columns(write, name, text):
     path = write(name, text)
-    assert read_columns([path], ("en", "de")) == [("a, b", "x"), ("c", "z")]
+    assert read_columns([path], ("en", "de")).texts == [("a, b", "x"), ("c", "z")]
     place = "line 1, the header" if name.endswith(("csv", "tsv")) else "row 1"
     with pytest.raises(ValueError, match=f"{place}: there is no column 'fr'; its columns are en, de"):
         read_columns([path], ("en", "fr"))
@@ -97,7 +97,7 @@ def test_tables_give_their_columns(write, name, text):
 
 def test_a_row_with_a_blank_side_is_told_whatever_space_the_other_is(write, caplog):
     path = write("a.jsonl", '{"s": "\\u00a0", "t": ""}\n{"s": "", "t": " "}\n{"s": "one", "t": "two"}\n')
-    assert read_columns([path], ("s", "t")) == [("one", "two")]
+    assert read_columns([path], ("s", "t")).texts == [("one", "two")]
     assert (
         "2 of 3 rows are left out, because they contain a blank text. The first one is" in caplog.text
         and "row 1" in caplog.text
@@ -111,7 +111,7 @@ def test_a_table_whose_rows_are_all_half_blank_is_named(write):
 
 def test_a_dot_leads_into_a_nested_column(write):
     path = write("rows.jsonl", '{"pair": {"en": "a", "de": "x"}, "c.d": "flat"}\n')
-    assert read_columns([path], ("pair.de", "c.d")) == [("x", "flat")]
+    assert read_columns([path], ("pair.de", "c.d")).texts == [("x", "flat")]
     with pytest.raises(ValueError, match=r"no column 'pair.fr'; its columns are pair.en, pair.de, c.d"):
         read_columns([path], ("pair.en", "pair.fr"))
 
@@ -119,7 +119,7 @@ def test_a_dot_leads_into_a_nested_column(write):
 def test_blank_rows_stay_where_they_are_wanted(write):
     lines, table = write("a.txt", "one\n\ntwo\n"), write("a.csv", "s,t\none,1\n,2\n")
     assert read_lines([lines], keep_blank=True) == ["one", "", "two"]
-    assert read_columns([table], ["s"], keep_blank=True) == [("one",), ("",)]
+    assert read_columns([table], ["s"], keep_blank=True).texts == [("one",), ("",)]
     assert has_texts([{"t": "1"}, {}], "t") and has_texts([{"t": ""}, {"t": "2"}], "t")
     for rows in ([], [{"u": "1"}], [{"t": None}, {"t": "2"}], [{"t": ""}, {"t": " "}, {"t": None}]):
         assert not has_texts(rows, "t")
@@ -148,7 +148,7 @@ def test_other_tables_are_refused(write, name, text, message):
 
 def test_a_document_in_a_csv_may_be_long_and_a_cut_file_is_named(write):
     document = "word " * 40_000
-    assert read_columns([write("rows.csv", f'en,de\n"{document}",x\n')], ("en", "de")) == [(document, "x")]
+    assert read_columns([write("rows.csv", f'en,de\n"{document}",x\n')], ("en", "de")).texts == [(document, "x")]
     path = write("rows.csv.gz", "en,de\n" + "a,b\n" * 5000)
     path.write_bytes(path.read_bytes()[:-12])
     with pytest.raises(OSError, match=r"rows.csv.gz is not a complete gzip file"):

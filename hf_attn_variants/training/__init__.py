@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (`__all__` is hidden from type checkers and ruff)
 """Fine-tuning, uptraining and pretraining. Each has a settings dataclass, and a task or a function that uses it.
 
 Names are imported at their first use, so that the settings can be imported without torch and Transformers.
@@ -34,26 +35,6 @@ _MODULES = {
     "pretrain_masked_lm": "pretraining.task",
     "pretrain_span_corruption": "pretraining.span_corruption",
 }
-__all__ = [
-    "ClassificationFineTuning",
-    "ClassificationSettings",
-    "FineTuningTask",
-    "GlueFineTuning",
-    "GlueSettings",
-    "MaskedLMSettings",
-    "NerFineTuning",
-    "NerSettings",
-    "Seq2SeqFineTuning",
-    "Seq2SeqSettings",
-    "SpanCorruptionSettings",
-    "SquadFineTuning",
-    "SquadSettings",
-    "Uptraining",
-    "UptrainingSettings",
-    "fine_tune",
-    "pretrain_masked_lm",
-    "pretrain_span_corruption",
-]
 
 
 def _import_name(name: str) -> Any:
@@ -82,4 +63,5 @@ if TYPE_CHECKING:
     from .uptraining import UptrainingSettings
     from .uptraining.task import Uptraining
 else:
+    __all__ = sorted(_MODULES)
     __getattr__ = _import_name

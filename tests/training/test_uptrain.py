@@ -316,7 +316,7 @@ def test_answers_are_distilled(run, bert, tmp_path):
     model = AutoModelForQuestionAnswering.from_pretrained(run.out)
     assert type(model).__name__ == "AttnVariantBertForQuestionAnswering"
     flags = ["--logits_weight", 1, "--overwrite_output_dir"]
-    with pytest.raises(ValueError, match="of the model and its teacher"):
+    with pytest.raises(ValueError, match="--logits_weight needs logits"):
         run("distill", *flags, model=tmp_path / "mqa")
 
 
@@ -456,13 +456,12 @@ def test_a_teacher_that_gives_no_numbers_stops_the_run_before_training(run, bert
         ("distill", ["--train_file", "/nowhere/text"], "/nowhere/text"),
         ("distill", ["--validation_file", os.devnull], "no such file|is empty"),
         ("distill", ["--alpha", 0.1], "--alpha.*--pretraining_steps"),
-        ("distill", ["--alpha", 0.1, "--pretraining_steps", 10], "--max_train_steps.*--alpha"),
+        ("distill", ["--alpha", 0.1, "--pretraining_steps", 10], "--alpha.*--max_train_steps"),
         ("distill", ["--temperature", 0], "--temperature must be more than 0"),
         ("distill", ["--logits_weight", -1], "--logits_weight must be at least 0"),
         ("distill", ["--lora_rank", 0], "--lora_rank must be at least 1"),
         ("mlm", ["--mlm_probability", 1], "--mlm_probability must be in"),
         ("distill", ["--max_length", 65], "--max_length must be at most 64"),
-        ("mlm", ["--teacher", "", "--teacher_max_length", 8], "--teacher_max_length"),
         ("distill", ["--teacher_max_length", 8, "--logits_weight", 1], "pieces of a text have no"),
         ("distill", ["--eval_steps", 1, "--metric_for_best_model", "bleu"], "--metric_for_best_model.*'bleu'"),
     ],
@@ -523,22 +522,9 @@ def test_targets_are_checked_as_those_of_seq2seq(run, t5, tmp_path, monkeypatch,
     bart, teacher = tmp_path / "t5s/bart", tmp_path / "t5s/teacher"
     with pytest.raises(ValueError, match=r"--max_target_length must be at most 32, .* got 33"):
         run("seq2seq", "--max_length", 8, "--max_target_length", 33, model=bart, teacher=None)
-    with pytest.raises(ValueError, match=r"--max_target_length.*24.*30"):
+    with pytest.raises(ValueError, match=r"24 positions.*30"):
         run("distill", "--max_length", 8, "--max_target_length", 30, model=bart, teacher=teacher)
     assert "train: " in caplog.text and "sources have more than --max_length 8 tokens and are cut" in caplog.text
-
-
-def test_a_teacher_knows_both_texts_of_a_pair(run, bert, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
-    teacher = shutil.copytree(bert, tmp_path / "one-type")
-    tensors = load_file(teacher / "model.safetensors")
-    name = "bert.embeddings.token_type_embeddings.weight"
-    save_file(tensors | {name: tensors[name][:1].contiguous()}, teacher / "model.safetensors", {"format": "pt"})
-    config = json.loads((teacher / "config.json").read_text()) | {"type_vocab_size": 1}
-    (teacher / "config.json").write_text(json.dumps(config))
-    pairs = ["--train_file", write_pairs(source, tmp_path / "rows.jsonl"), "--text_columns", "question", "text"]
-    with pytest.raises(ValueError, match=r"one-type.*type_vocab_size 1"):
-        run("distill", *pairs, teacher=teacher)
 
 
 def test_held_out_text_of_which_nothing_counts_is_an_error(run, tmp_path, monkeypatch):

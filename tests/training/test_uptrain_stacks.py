@@ -9,8 +9,6 @@ from transformers import (
     BartForQuestionAnswering,
     BartForSequenceClassification,
     BartModel,
-    BertConfig,
-    BertForMultipleChoice,
     T5Config,
     T5EncoderModel,
 )
@@ -84,10 +82,3 @@ def test_an_encoder_whose_configuration_says_otherwise_reads_lines(run, tokenize
     convert(run.folder / "model", encoder_num_key_value_heads=2, method="mean", output_dir=run.folder / "gqa")
     results = run("--train_file", run.source)
     assert results["eval_loss"] < results["initial_eval_loss"]
-
-
-def test_choices_are_refused(run, tokenizer):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-    run.save(BertForMultipleChoice(BertConfig(vocab_size=len(tokenizer), **sizes)))
-    with pytest.raises(ValueError, match="BertForMultipleChoice"):
-        run("--train_file", run.source, teacher=False)

@@ -240,17 +240,12 @@ def test_what_is_given_changes_the_schedule():
     [
         (
             ["--alpha", 0.05, "--pretraining_steps", 100, "--max_train_steps", 4],
-            "--max_train_steps.*4.*5",
+            "--alpha.*--max_train_steps",
         ),
-        (["--alpha", 0.05, "--pretraining_steps", 100, "--num_train_epochs", 1], r"--num_train_epochs.*1\.0"),
         (["--alpha", 0.05], "--alpha"),
         ([], "--max_train_steps.*--alpha.*--pretraining_steps"),
         (["--num_train_epochs", 2], "--max_train_steps.*stream"),
-        (["--max_train_steps", 1, "--group_by_length"], "--group_by_length"),
-        (["--max_train_steps", 1, "--source_file", "x"], "--source_file"),
-        (["--max_train_steps", 1, "--predict_with_generate"], "--predict_with_generate"),
         (["--max_train_steps", 1, "--dataset_name", "x"], "--train_file.*--dataset_name"),
-        (["--max_train_steps", 1, "--text_columns", "x"], "--text_columns.*--dataset_name"),
         (["--max_train_steps", 1, "--dataloader_num_workers", 2], "--dataloader_num_workers.*got 2"),
         (["--max_train_steps", 1, "--noise_density", 1], r"--noise_density must be in \(0, 1\)"),
         (["--max_train_steps", 1, "--max_length", 512], "28 sentinels.*got 8"),
@@ -309,12 +304,6 @@ def test_models_that_learn_otherwise_are_refused_by_name(run, tiny_bert, tmp_pat
     BartForConditionalGeneration(BartConfig(**sizes, **heads)).save_pretrained(tmp_path / "bart")
     with pytest.raises(ValueError, match=r"\(bart\)"):
         run(*steps, model=tmp_path / "bart")
-
-
-@pytest.mark.parametrize("given", [{"noise_density": 0.5}, {"mean_noise_span_length": 1}, {"dataset_name": "x"}])
-def test_what_a_stream_has_is_refused_elsewhere(given):
-    with pytest.raises(ValueError, match=f"--{next(iter(given))}.*--objective span_corruption"):
-        settings_of(objective="mlm", **given)
 
 
 @pytest.mark.slow

@@ -102,8 +102,6 @@ class EpochSampler(Sampler[int]):
     """
 
     def __init__(self, length: int, seed: int, group_lengths: Sequence[int] | None = None, batch_size: int = 1):
-        if length < 1:
-            raise ValueError("There are no training examples.")
         self.length, self.seed, self.batch_size = length, seed, batch_size
         self.group_lengths = list(group_lengths) if group_lengths is not None else None
         self.epoch = 0

@@ -101,15 +101,8 @@ def compute_block_length(max_length: int, density: float, mean_span: float) -> i
     """Return the length of the longest block whose inputs have at most `max_length` tokens.
 
     With the default noise, 512 input tokens hold a block of 568 tokens with 114 target tokens.
-
-    Raises:
-        ValueError: If `max_length` is too short for any block.
     """
     length = 1
-    if compute_corrupted_lengths(length, density, mean_span)[0] > max_length:
-        raise ValueError(
-            f"--max_length must be long enough for a sentinel, an end token and text, got {max_length}. Increase it."
-        )
     while compute_corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
         length += 1
     return length
@@ -143,7 +136,7 @@ class SpanCorruption:
         mean_span: The mean length of the removed spans in tokens.
 
     Raises:
-        ValueError: If the tokenizer lacks a token or has too few sentinels, or if `max_length` is too short.
+        ValueError: If the tokenizer has too few sentinels.
     """
 
     takes_other_block = False
@@ -157,10 +150,6 @@ class SpanCorruption:
         mean_span: float = 3.0,
     ):
         self.eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-        if self.eos_id is None or self.pad_id is None:
-            raise ValueError(
-                "The tokenizer must have an end token and a padding token for span corruption. Use another tokenizer."
-            )
         self.separator = self.eos_id
         self.density, self.mean_span, self.seed = density, mean_span, seed
         self.block_length = compute_block_length(max_length, density, mean_span)

@@ -263,7 +263,7 @@ def score_texts(
         The values of the metrics.
 
     Raises:
-        ValueError: If a metric is unknown, if its package is missing, or if the numbers of rows differ.
+        ValueError: If a metric is unknown, or if its package is missing.
 
     Example:
         ```python
@@ -271,11 +271,6 @@ def score_texts(
         ```
     """
     check_text_metrics(names, trust_remote_code)
-    if not predictions or len(predictions) != len(references) or not all(references):
-        raise ValueError(
-            f"There must be equally many predictions and references, and at least one, got {len(predictions)} and "
-            f"{len(references)}."
-        )
     values: dict[str, float] = {}
     for name in names:
         options = {"tokenize": tokenize} if name == "bleu" else {}

@@ -27,9 +27,9 @@ from ...text_files import (
     column_value,
     filled_rows,
     has_texts,
+    read_columns,
     read_lines,
-    read_placed_columns,
-    read_placed_pairs,
+    read_pairs,
     read_records,
     row_place,
 )
@@ -237,7 +237,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows
             return None
     columns: tuple[str, ...] = _get_columns(settings)
     if source is not None and target is not None:
-        return read_placed_pairs(source, target)
+        return read_pairs(source, target)
     # Blank sources without targets are rows too, so that the predictions have the same row numbers.
     if source is not None:
         lines: list[tuple[str, ...]] = [(line,) for line in read_lines([source], keep_blank=True)]
@@ -245,8 +245,8 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows
     if table is not None:
         flags = "--source_column and --target_column"
         if name == "test" and not has_texts(_read_table_rows(table), columns[1]):
-            return read_placed_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
-        return read_placed_columns(table, columns, flags)
+            return read_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
+        return read_columns(table, columns, flags)
     return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
 
 

@@ -295,7 +295,7 @@ def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     if not columns:
         return read_lines(settings.train_file), read_lines(settings.validation_file or [])
     train, held_out = (
-        read_columns(paths or [], columns, "--text_columns")
+        read_columns(paths or [], columns, "--text_columns").texts
         for paths in (settings.train_file, settings.validation_file)
     )
     if len(columns) == 1:
@@ -320,7 +320,7 @@ def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
         raise ValueError("Set either --validation_source_file and --validation_target_file, or --validation_file.")
     columns = (settings.source_column, settings.target_column), "--source_column and --target_column"
     train, held_out = (
-        read_pairs(source, target) if source and target else read_columns(table or [], *columns)
+        (read_pairs(source, target) if source and target else read_columns(table or [], *columns)).texts
         for source, target, table in zip(
             sources, targets, (settings.train_file, settings.validation_file), strict=True
         )
