@@ -11,8 +11,6 @@ from .command_line import MODEL_NAMES, CommandParser, documentation, package_ver
 from .commands import TRAINING_COMMANDS, load_command
 from .errors import run_script, unwind_on_interrupt
 
-__all__ = ["COMMANDS", "COMMAND_GROUPS", "main", "run"]
-
 # The groups of the overview, with a summary of each command.
 COMMAND_GROUPS: dict[str, dict[str, str]] = {
     "convert and inspect": {

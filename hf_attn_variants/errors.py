@@ -8,18 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-__all__ = [
-    "INTERRUPTED",
-    "NonFiniteLossError",
-    "TerminatedError",
-    "as_value_error",
-    "exit_on_interrupt",
-    "is_first_process",
-    "is_out_of_memory",
-    "run_script",
-    "unwind_on_interrupt",
-]
-
 INTERRUPTED = "Stopped by Ctrl-C"
 
 

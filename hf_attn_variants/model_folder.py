@@ -34,20 +34,6 @@ from .files import (
     load_json,
 )
 
-__all__ = [
-    "ADAPTER_FILES",
-    "RESULTS",
-    "STAGE",
-    "ModelHistory",
-    "read_front_matter",
-    "read_history",
-    "read_json",
-    "replace_model",
-    "source_history",
-    "unfinished_model_advice",
-    "write_history",
-]
-
 # Hidden folders: for writing the new model, for the complete new model, for the old model, and for files to delete.
 STAGE, NEW, OLD, GONE = ".tmp-model", ".new-model", ".old-model", ".tmp-replaced-model"
 PARTIAL = ".*.partial-*"  # the names of the folders of `files.staged_folder`

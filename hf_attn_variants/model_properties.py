@@ -14,18 +14,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import find_labels
 
-__all__ = [
-    "DecoderInput",
-    "InstanceMethod",
-    "LogitsKind",
-    "TargetStart",
-    "WeakModuleAttribute",
-    "decoder_input",
-    "ignore_saved_length_limits",
-    "logits_kind",
-    "set_languages",
-]
-
 
 class LogitsKind(Enum):
     """Meaning of the logits of a model. It decides how they are compared with the logits of a teacher."""

@@ -15,26 +15,6 @@ from typing import Any, NamedTuple
 from .command_line import nearest_name
 from .files import is_blank, is_unicode, lines_of, parse_json, suffix_of, whole_lines
 
-__all__ = [
-    "TABLE_SUFFIXES",
-    "PlacedRows",
-    "TableRow",
-    "check_unused",
-    "column_names",
-    "column_value",
-    "filled_rows",
-    "has_column",
-    "has_texts",
-    "is_table",
-    "missing_column",
-    "read_columns",
-    "read_lines",
-    "read_pairs",
-    "read_records",
-    "row_place",
-    "text_columns",
-]
-
 logger = logging.getLogger(__name__)
 
 MAX_FIELD = 2**27  # characters in a CSV cell. A longer cell is a sign of a quote that does not end.

@@ -11,8 +11,6 @@ from ..command_line import CommandParser, add_checkpoint_argument, parse_with_ch
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
 from ..training.engine.settings import parse_json_flag
 
-__all__ = ["main", "parse_args"]
-
 EXAMPLE = """\
 examples:
   attn-variants benchmark ./t5-small --batch_size 32 --length 1024 \\

@@ -28,17 +28,6 @@ from ..modeling.fields.field_table import FIELDS
 from ..modeling.fields.field_texts import describe_field
 from ..training.engine.settings import parse_json_flag
 
-__all__ = [
-    "CALIBRATION_OPTIONS",
-    "add_audio_argument",
-    "add_calibration_arguments",
-    "check_convertible",
-    "main",
-    "make_parser",
-    "parse_args",
-    "read_calibration_arguments",
-]
-
 # Copies of constants in `conversion`, whose modules take seconds to import. A test compares them.
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")

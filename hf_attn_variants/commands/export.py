@@ -8,8 +8,6 @@ from ..command_line import CommandParser, add_checkpoint_argument, parse_with_ch
 from ..files import check_output_dir
 from .convert import DTYPES
 
-__all__ = ["main", "parse_args"]
-
 # Options that apply to only one format.
 FORMAT_OPTIONS = {"dtype": "transformers", "opset": "onnx", "quantization": "ctranslate2"}
 # The names of CTranslate2. They are repeated here, because importing its specifications would import torch.

@@ -18,8 +18,6 @@ from .convert import (
     read_calibration_arguments,
 )
 
-__all__ = ["FRONTIER_JSON", "FRONTIER_PNG", "main", "parse_args"]
-
 logger = logging.getLogger(__name__)
 
 VARIANT_OPTIONS = (

@@ -10,8 +10,6 @@ from typing import Any
 from ..command_line import CommandParser
 from . import load_command
 
-__all__ = ["JSON_FILE", "MARKDOWN_FILE", "PNG_FILE", "main", "parse_args"]
-
 JSON_FILE, MARKDOWN_FILE, PNG_FILE = "sweep_results.json", "sweep_results.md", "sweep_results.png"
 
 EXAMPLE = """\

@@ -11,8 +11,6 @@ from typing import Any
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..files import check_output_dir
 
-__all__ = ["HTML_FILE", "main", "parse_args"]
-
 HTML_FILE = "attention_maps.html"
 MAX_DRAWN_TOKENS = 64  # the labels of more tokens would not be readable
 

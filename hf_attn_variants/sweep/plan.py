@@ -16,19 +16,6 @@ from typing import Any
 
 from ..files import read_file
 
-__all__ = [
-    "CONVERT",
-    "CONVERTED",
-    "MODEL",
-    "TRAINED",
-    "Sweep",
-    "SweepRun",
-    "axis_name",
-    "merge_flags",
-    "plan_runs",
-    "read_sweep",
-]
-
 CONVERT, MODEL = "convert", "model_name_or_path"
 KEYS = ("title", "command", "launch", "seeds", "metrics", "flags", CONVERT, "variants", "references", "grid")
 VARIABLE = re.compile(r"\$\{(\w+)\}")

@@ -13,16 +13,6 @@ from ..engine.settings import (
     parse_json_flag,
 )
 
-__all__ = [
-    "DEFAULT_THRESHOLD",
-    "METRICS_BY_PROBLEM",
-    "MULTI_LABEL",
-    "PROBLEM_TYPES",
-    "REGRESSION",
-    "SINGLE_LABEL",
-    "ClassificationSettings",
-]
-
 # The problem types of Transformers.
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 PROBLEM_TYPES = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)

@@ -30,26 +30,6 @@ from ..engine.tables import (
 )
 from . import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
-__all__ = [
-    "Cell",
-    "ClassificationData",
-    "ClassificationSplit",
-    "LabelScheme",
-    "compute_class_weights",
-    "count_by_class",
-    "find_label_column",
-    "find_text_columns",
-    "format_names",
-    "hash_rows",
-    "infer_problem_type",
-    "load_classification_data",
-    "make_rows",
-    "read_cell",
-    "reject_indicators",
-    "sort_class_names",
-    "tokenize_split",
-]
-
 # The label of a row as text, a tuple of several labels, or None if the row has no label.
 Cell = str | tuple[str, ...] | None
 # Maps the index of a row, counted from 0, to its description for errors: file, row and column.

@@ -56,21 +56,6 @@ from .data import (
     tokenize_split,
 )
 
-__all__ = [
-    "NO_TRAINING_ROWS",
-    "ClassificationFineTuning",
-    "EvalSet",
-    "Predictions",
-    "SequenceClassification",
-    "compute_classification_metrics",
-    "compute_metric_details",
-    "draw_confusion_matrix",
-    "make_classification_objective",
-    "pearson",
-    "spearman",
-    "to_model_labels",
-]
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

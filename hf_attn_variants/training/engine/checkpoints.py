@@ -25,21 +25,6 @@ from torch import nn
 from ...errors import is_first_process
 from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, load_json, write_problem
 
-__all__ = [
-    "STOP_SIGNALS",
-    "FolderInUseError",
-    "StopSignals",
-    "TrainState",
-    "describe_last_checkpoint",
-    "find_checkpoint",
-    "list_checkpoints",
-    "load_checkpoint",
-    "load_weights",
-    "lock_folder",
-    "save_best_weights",
-    "save_checkpoint",
-]
-
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

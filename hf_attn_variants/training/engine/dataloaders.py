@@ -23,27 +23,6 @@ from .checkpoints import STOP_SIGNALS
 from .models import get_vocabulary_size
 from .settings import FineTuningSettings
 
-__all__ = [
-    "IGNORED_LABEL",
-    "Collator",
-    "EpochSampler",
-    "EvalBatches",
-    "MaskedLMPreparation",
-    "Rows",
-    "TextRows",
-    "TrainingBatches",
-    "create_eval_dataloader",
-    "create_stream_dataloader",
-    "create_train_dataloader",
-    "find_word_starts",
-    "hash_texts",
-    "make_masked_text_collator",
-    "make_pair_collator",
-    "make_text_collator",
-    "prepare_train_dataloader",
-    "restore_row_order",
-]
-
 
 class Rows(Protocol):
     """A collection of examples that is accessed by index."""

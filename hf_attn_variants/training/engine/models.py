@@ -35,37 +35,6 @@ from ...modeling.fields.given_fields import wrong_name
 from ...registration import FORMER_NAMES, PREFIX, longest_input, variant_config_class, variant_model_class
 from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
 
-__all__ = [
-    "LabelMap",
-    "add_lora",
-    "append_end_tokens",
-    "check_end_token",
-    "check_max_length",
-    "check_new_model",
-    "check_trained_head",
-    "enable_gradient_checkpointing",
-    "encode_words",
-    "fit_token_types",
-    "freeze_unused",
-    "get_model_name",
-    "get_vocabulary_size",
-    "iterate_attentions",
-    "load_classifier",
-    "load_config",
-    "load_model",
-    "load_model_and_unexpected_keys",
-    "load_or_make_config",
-    "load_or_make_model",
-    "load_seq2seq_config",
-    "load_tokenizer",
-    "make_new_config",
-    "parse_overrides",
-    "resolve_architecture",
-    "select_trainable",
-    "set_dropout",
-    "warn_about_truncation",
-]
-
 logger = logging.getLogger(__name__)
 # The number of rows that are tokenized to count those that are cut.
 COUNTED_ROWS = 10_000

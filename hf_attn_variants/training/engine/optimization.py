@@ -20,23 +20,6 @@ from ...modeling.mechanisms.talking_heads import PROJECTIONS
 from .dataloaders import IGNORED_LABEL
 from .settings import OptimizationSettings, get_warmup_steps
 
-__all__ = [
-    "Objective",
-    "Term",
-    "compute_label_sums",
-    "compute_logits",
-    "compute_target_logits",
-    "create_optimizer",
-    "create_scheduler",
-    "find_no_decay_parameters",
-    "list_sharded_layers",
-    "make_label_objective",
-    "make_parameter_groups",
-    "prepare_training",
-    "sum_by_example",
-    "token_cross_entropy",
-]
-
 # The sum [b] of a loss over the items of each example, and the number of items [b]. Their quotient is the mean.
 Term = tuple[Tensor, Tensor]
 

@@ -50,23 +50,6 @@ from ...progress import no_progress_bars
 from .checkpoints import NAME_PATTERN, describe_last_checkpoint, find_checkpoint, list_checkpoints, lock_folder
 from .settings import Settings, TrainingSettings
 
-__all__ = [
-    "RunLog",
-    "configure_deepspeed",
-    "get_library_versions",
-    "is_trained_in_place",
-    "open_session",
-    "plot_curves",
-    "progress_bar",
-    "read_log",
-    "remove_earlier_run",
-    "save_bad_batch",
-    "save_model",
-    "save_results",
-    "start_run",
-    "write_results",
-]
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 

@@ -21,44 +21,6 @@ from ...files import parse_json
 from ...modeling.fields.field_table import FIELDS, Field
 from ...modeling.fields.field_texts import describe_field
 
-__all__ = [
-    "ABOVE_0",
-    "ALWAYS",
-    "AT_LEAST_0",
-    "AT_LEAST_1",
-    "A_NUMBER",
-    "BETWEEN_0_AND_1",
-    "FROM_0_BELOW_1",
-    "FROM_SCRATCH",
-    "WITH_BEST_WEIGHTS",
-    "DataSettings",
-    "EncoderDecoderVariantSettings",
-    "FineTuningSettings",
-    "HubSettings",
-    "LanguageSettings",
-    "LoopSettings",
-    "ModelSettings",
-    "NewModelSettings",
-    "OptimizationSettings",
-    "OutputSettings",
-    "RowSettings",
-    "Settings",
-    "TableSettings",
-    "TrainingSettings",
-    "VariantSettings",
-    "check_dev_settings",
-    "check_metric",
-    "collect_variant_fields",
-    "count_training_steps",
-    "get_field_types",
-    "get_warmup_steps",
-    "group_fields",
-    "is_greater_better",
-    "option",
-    "parse_json_flag",
-    "redefault",
-]
-
 # The rule for a number: the words that follow "must be" in the error message, and the test.
 Range = tuple[str, Callable[[float], bool]]
 AT_LEAST_1: Range = ("at least 1", lambda value: value >= 1)

@@ -14,22 +14,6 @@ from ...files import RESULTS_NAME, is_unicode, load_json, suffix_of
 from ...text_files import TABLE_SUFFIXES, column_value, has_column, missing_column, read_records, row_place
 from .settings import FineTuningSettings, TableSettings, TrainingSettings
 
-__all__ = [
-    "UNKNOWN_LABELS",
-    "SplitRow",
-    "SplitRows",
-    "apply_recorded_columns",
-    "find_absent_recorded_column",
-    "find_split_files",
-    "get_label_name",
-    "get_text",
-    "load_splits",
-    "make_uneven_column_error",
-    "read_splits",
-    "resolve_label_column",
-    "warn_about_max_length",
-]
-
 logger = logging.getLogger(__name__)
 
 # Fields of a builder's configuration that do not affect how a file is read.

@@ -6,8 +6,6 @@ from typing import ClassVar
 from ...glue_tasks import TASKS, GlueTask, get_task
 from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, option
 
-__all__ = ["GlueSettings", "check_glue_metric"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GlueSettings(FineTuningSettings):

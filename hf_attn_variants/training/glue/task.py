@@ -17,15 +17,6 @@ from ..classification.data import ClassificationSplit, make_rows
 from ..classification.task import NO_TRAINING_ROWS, EvalSet, SequenceClassification, pearson, spearman
 from . import GlueSettings, check_glue_metric
 
-__all__ = [
-    "METRIC_FUNCTIONS",
-    "GlueFineTuning",
-    "compute_glue_metrics",
-    "load_ax",
-    "load_glue",
-    "read_tsv",
-]
-
 logger = logging.getLogger(__name__)
 HUB_DATASET = "nyu-mll/glue"
 

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, check_metric, option
 
-__all__ = ["ENTITY_METRICS", "NerSettings"]
-
 ENTITY_METRICS = ("precision", "recall", "f1", "accuracy")
 
 

@@ -28,8 +28,6 @@ from ..engine.optimization import Objective, compute_logits, make_label_objectiv
 from ..engine.tables import find_split_files
 from . import ENTITY_METRICS, NerSettings
 
-__all__ = ["NerFineTuning", "Sentence", "load_sentences", "read_conll", "score_entities"]
-
 logger = logging.getLogger(__name__)
 # The words of a sentence and their tags: "O", or "B-" or "I-" with the type of the entity. Without tags: unknown.
 Sentence = tuple[list[str], list[str]]

@@ -18,8 +18,6 @@ from ..engine.settings import (
     redefault,
 )
 
-__all__ = ["MaskedLMSettings", "PretrainingSettings", "SpanCorruptionSettings", "TextSettings", "check_held_out_flags"]
-
 PRETRAINING_METRICS = ("loss", "perplexity", "accuracy")
 # nsp is the task of BERT (arXiv 1810.04805), and sop the task of ALBERT (arXiv 1909.11942).
 SENTENCE_TASKS = ("nsp", "sop")

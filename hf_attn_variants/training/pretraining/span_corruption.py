@@ -23,18 +23,6 @@ from ..engine.settings import ModelSettings
 from . import SpanCorruptionSettings
 from .task import Pretraining
 
-__all__ = [
-    "SpanCorruption",
-    "SpanCorruptionPretraining",
-    "check_span_corruption",
-    "compute_block_length",
-    "compute_corrupted_lengths",
-    "count_noise",
-    "draw_noise_spans",
-    "get_sentinel_ids",
-    "pretrain_span_corruption",
-]
-
 # The key of the random numbers of this module. No other use shares them (see `text_rows`).
 SPANS_KEY = 4
 # The spellings of sentinels in vocabularies: a token of its own (T5, UMT5), or the beginning of a word (mT5, U+2581).

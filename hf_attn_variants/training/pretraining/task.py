@@ -43,26 +43,6 @@ from ..engine.settings import TrainingSettings
 from . import CAUSAL_LM_TYPES, MaskedLMSettings, PretrainingSettings
 from .text_stream import TextSource, TextStream, open_text_sources, read_blocks, stack_rows
 
-__all__ = [
-    "MIN_COST",
-    "BlockPreparation",
-    "CausalLMPreparation",
-    "CausalLMPretraining",
-    "MaskedLMPretraining",
-    "PreparedBlocks",
-    "Pretraining",
-    "compute_causal_logits",
-    "compute_context_results",
-    "compute_masked_lm_sums",
-    "convert_to_decoder",
-    "get_boundary_tokens",
-    "make_masked_lm_objective",
-    "make_stream_batches",
-    "pretrain_masked_lm",
-    "shuffle_positions",
-    "zero_attention",
-]
-
 logger = logging.getLogger(__name__)
 
 

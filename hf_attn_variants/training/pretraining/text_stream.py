@@ -28,23 +28,6 @@ from ..engine.settings import check_dev_settings
 from ..engine.tables import find_split_files
 from . import PretrainingSettings
 
-__all__ = [
-    "DatasetRows",
-    "FolderFile",
-    "PretrainingText",
-    "TextFile",
-    "TextPosition",
-    "TextSource",
-    "TextStream",
-    "check_text_files",
-    "hash_files",
-    "open_text",
-    "open_text_sources",
-    "pack_blocks",
-    "read_blocks",
-    "stack_rows",
-]
-
 logger = logging.getLogger(__name__)
 
 # Longer articles are cut at the next line end, and longer lines between words. Files without empty lines, or without

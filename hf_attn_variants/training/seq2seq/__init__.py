@@ -22,18 +22,6 @@ from ..engine.settings import (
     redefault,
 )
 
-__all__ = [
-    "DEFAULT_COLUMNS",
-    "METRIC_PACKAGES",
-    "SPLITS",
-    "SQUAD",
-    "TEXT_TASKS",
-    "BleuSettings",
-    "DecodingSettings",
-    "Seq2SeqSettings",
-    "check_text_metrics",
-]
-
 SQUAD = "squad"
 TEXT_TASKS = (*(name for name, task in TASKS.items() if task.eval_splits), SQUAD)
 # The metrics of texts, and the packages that compute them.

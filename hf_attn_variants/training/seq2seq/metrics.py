@@ -14,17 +14,6 @@ from pathlib import Path
 
 from . import check_text_metrics
 
-__all__ = [
-    "TEXT_METRICS",
-    "TextMetric",
-    "UnicodeTokenizer",
-    "choose_tokenizer",
-    "get_text_metric",
-    "is_ascii_writing",
-    "log_tokenizer",
-    "score_texts",
-]
-
 logger = logging.getLogger(__name__)
 
 # The beginnings of the Unicode names of letters in scripts that have no spaces between words.

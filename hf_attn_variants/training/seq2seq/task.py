@@ -54,24 +54,6 @@ from ..squad.data import Question, load_squad, score_answer
 from . import DEFAULT_COLUMNS, SPLITS, SQUAD, Seq2SeqSettings
 from .metrics import TEXT_METRICS, choose_tokenizer, get_text_metric, log_tokenizer, score_texts
 
-__all__ = [
-    "Decoded",
-    "GenerationSet",
-    "Seq2SeqData",
-    "Seq2SeqFineTuning",
-    "Seq2SeqSplit",
-    "apply_recorded_texts",
-    "check_seq2seq_lengths",
-    "format_glue",
-    "format_label",
-    "format_squad",
-    "get_beam_suffix",
-    "load_seq2seq_data",
-    "load_task",
-    "parse_texts",
-    "warn_about_long_texts",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from ..engine.settings import (
     redefault,
 )
 
-__all__ = ["METRIC_NAMES", "SquadSettings"]
-
 # The metrics of v1.1 (False) and v2.0 (True) that can select the best weights.
 METRIC_NAMES: dict[bool, tuple[str, ...]] = {
     False: ("exact_match", "f1"),

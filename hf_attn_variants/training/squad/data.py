@@ -25,31 +25,6 @@ from ...modeling.mechanisms.patterns.global_tokens import MASK as GLOBAL_MASK
 from ..engine.models import check_max_length
 from . import SquadSettings
 
-__all__ = [
-    "NO_ANSWER",
-    "Answer",
-    "Prediction",
-    "Question",
-    "Span",
-    "Window",
-    "check_unanswerable",
-    "compute_exact_match",
-    "compute_squad",
-    "compute_stride",
-    "compute_token_f1",
-    "find_best_threshold",
-    "find_predictions",
-    "hash_questions",
-    "load_squad",
-    "load_squad_hub",
-    "make_nbest_entries",
-    "make_window_collator",
-    "make_windows",
-    "normalize_answer",
-    "read_squad",
-    "score_answer",
-]
-
 logger = logging.getLogger(__name__)
 
 HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}

@@ -31,8 +31,6 @@ from .data import (
     make_windows,
 )
 
-__all__ = ["QuestionSet", "SquadFineTuning", "make_span_objective"]
-
 POSITIONS = ("start_positions", "end_positions")
 
 

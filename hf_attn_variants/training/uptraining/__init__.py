@@ -21,8 +21,6 @@ from ..engine.settings import (
 from ..pretraining import NoiseSettings, TextSettings, check_stream_workers
 from ..seq2seq import BleuSettings
 
-__all__ = ["OBJECTIVES", "SPAN_CORRUPTION", "TRAINABLE", "UptrainingSettings", "UptrainingTextSettings"]
-
 SPAN_CORRUPTION = "span_corruption"
 OBJECTIVES = ("distill", "mlm", "seq2seq", "embedding", SPAN_CORRUPTION)
 # The values of `trainable`.

@@ -25,28 +25,6 @@ from ..engine.session import progress_bar
 from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
 from . import SPAN_CORRUPTION, UptrainingSettings
 
-__all__ = [
-    "ActivationRecorder",
-    "Activations",
-    "Teacher",
-    "TermWeights",
-    "TextPieces",
-    "UptrainingEvaluator",
-    "UptrainingObjective",
-    "check_architecture",
-    "check_teacher",
-    "check_teacher_length",
-    "compute_embedding_distance",
-    "compute_held_out_gain",
-    "compute_labels_divergence",
-    "compute_layer_error",
-    "compute_logits_divergence",
-    "compute_scores_error",
-    "cut_into_pieces",
-    "get_model_inputs",
-    "resolve_term_weights",
-]
-
 logger = logging.getLogger(__name__)
 
 ENCODER, DECODER = "encoder", "decoder"

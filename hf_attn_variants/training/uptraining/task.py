@@ -78,18 +78,6 @@ from .objective import (
     resolve_term_weights,
 )
 
-__all__ = [
-    "Uptraining",
-    "UptrainingData",
-    "UptrainingStream",
-    "compute_mean_step_size",
-    "count_sequences_per_step",
-    "describe_step_size",
-    "fit_batch_size",
-    "hold_out",
-    "load_uptraining_data",
-]
-
 logger = logging.getLogger(__name__)
 
 
