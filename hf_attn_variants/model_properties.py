@@ -145,13 +145,11 @@ def set_languages(
         The first tokens of the targets, or None for a tokenizer without languages.
 
     Raises:
-        ValueError: if a language is unknown or missing, or is given for a tokenizer without languages.
+        ValueError: if a language is unknown or missing.
     """
     languages = {"source_lang": source, "target_lang": target, "forced_bos_token": forced_bos_token}
     name = type(tokenizer).__name__
     if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
-        if unsupported := [flag for flag, value in languages.items() if value is not None]:
-            raise ValueError(f"--{unsupported[0]} is only for multilingual tokenizers, got a {name}. Leave it out.")
         return None
     known = _get_language_tokens(tokenizer)
     if tokenizer.tgt_lang is not None:  # without a target language, the source language is only a default (English)

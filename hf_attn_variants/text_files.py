@@ -41,12 +41,16 @@ class TableRow(NamedTuple):
         values: the values by column.
         names_place: the location of the column names: "table.csv, line 1, the header". For a JSON object, the `place`.
         line: the number of the first line of the row. None in a JSON list.
+        file: the file, or the name of another source.
+        number: the number of the row in it, counted from 1.
     """
 
     place: str
     values: dict[str, Any]
     names_place: str
-    line: int | None
+    line: int | None = None
+    file: str = ""
+    number: int = 1
 
 
 def row_place(file: Any, line: int | None, row: int) -> str:
@@ -118,7 +122,7 @@ def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
                 f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}, the "
                 f"last one {cells[-1][:60]!r}. {rule}"
             )
-        yield TableRow(place, dict(zip(header, cells, strict=True)), names_place, line)
+        yield TableRow(place, dict(zip(header, cells, strict=True)), names_place, line, str(path), number)
 
 
 def _read_to_first_text(lines: Iterator[str]) -> list[str]:
@@ -148,7 +152,7 @@ def _read_json_rows(path: Path) -> Iterator[TableRow]:
         place = row_place(path, line, number)
         if not isinstance(value, dict):
             raise ValueError(f"{place}: a row must be a JSON object, got {type(value).__name__}.")
-        yield TableRow(place, value, place, line)
+        yield TableRow(place, value, place, line, str(path), number)
 
 
 def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:

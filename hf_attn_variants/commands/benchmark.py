@@ -180,6 +180,12 @@ def _print_conditions(args: argparse.Namespace, table: Any) -> None:
     )
 
 
+def _common_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("batch_size", "length", "max_new_tokens", "rounds")
+    options = {name: getattr(args, name) for name in names}
+    return {"checkpoint": args.model_name_or_path, "kv_heads": args.num_key_value_heads, **options}
+
+
 def _measure_serving(args: argparse.Namespace, config: Any) -> Any:
     from ..errors import as_value_error
     from ..inspection.tables import print_text
@@ -188,13 +194,8 @@ def _measure_serving(args: argparse.Namespace, config: Any) -> Any:
     with as_value_error(f"{args.model_name_or_path} cannot be built and run, because its configuration is not valid"):
         table = measure_serving(
             config,
-            checkpoint=args.model_name_or_path,
-            kv_heads=args.num_key_value_heads,
-            batch_size=args.batch_size,
-            length=args.length,
-            max_new_tokens=args.max_new_tokens,
+            **_common_options(args),
             num_beams=args.num_beams,
-            rounds=args.rounds,
             peak_memory=not args.no_peak_memory,
             compiles=args.compile,
             variants=args.variants,
@@ -266,17 +267,12 @@ def _measure_speed(args: argparse.Namespace, config: Any) -> Any:
     with as_value_error(f"{args.model_name_or_path} cannot be built and run, because its configuration is not valid"):
         return measure_speed(
             config,
-            checkpoint=args.model_name_or_path,
-            kv_heads=args.num_key_value_heads,
+            **_common_options(args),
             talking_heads=not args.no_talking_heads,
             latents=not args.no_latents,
             windows=args.attention_window,
             kernels=args.attention_kernel,
-            batch_size=args.batch_size,
-            length=args.length,
-            max_new_tokens=args.max_new_tokens,
             num_beams=1 if args.num_beams is None else args.num_beams,
-            rounds=args.rounds,
             dtype=args.dtype,
             device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         )

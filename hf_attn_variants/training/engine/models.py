@@ -475,8 +475,14 @@ OVERRIDE_SEPARATOR = re.compile(r",(?=[\s,]*(?:\w+\s*=|$))")
 PYTHON_CONSTANTS = ("True", "False", "None")
 
 
-def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+def load_or_make_config(
+    settings: NewModelSettings, seq2seq: bool = False
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """Load the configuration and the tokenizer of the checkpoint, or make the configuration of a model from scratch.
+
+    Args:
+        settings: The settings of the run.
+        seq2seq: Whether a new model gets the special tokens of an encoder-decoder.
 
     Raises:
         OSError: If the checkpoint or the tokenizer does not exist.
@@ -487,15 +493,8 @@ def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, P
         config = load_config(settings)
         return config, load_tokenizer(settings, config)
     tokenizer = load_tokenizer(settings, None)
-    return make_new_config(settings, tokenizer), tokenizer
-
-
-def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Do the same as `load_or_make_config`, but with the special tokens of an encoder-decoder for a new model."""
-    if settings.model_name_or_path is not None:
-        return load_or_make_config(settings)
-    tokenizer = load_tokenizer(settings, None)
-    return make_new_config(settings, tokenizer, _make_seq2seq_tokens(settings, tokenizer)), tokenizer
+    tokens = _make_seq2seq_tokens(settings, tokenizer) if seq2seq else {}
+    return make_new_config(settings, tokenizer, tokens), tokenizer
 
 
 def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:

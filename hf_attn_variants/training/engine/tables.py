@@ -4,14 +4,14 @@ import itertools
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from datasets import ClassLabel, load_dataset, load_dataset_builder
 
 from ...files import RESULTS_NAME, is_unicode, load_json, suffix_of
-from ...text_files import TABLE_SUFFIXES, column_value, has_column, missing_column, read_records, row_place
+from ...text_files import TABLE_SUFFIXES, TableRow, column_value, has_column, missing_column, read_records, row_place
 from .settings import FineTuningSettings, TableSettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -77,24 +77,6 @@ SPLITS = ("train", "validation", "test")
 UNKNOWN_LABELS = {"-1", "-1.0"}
 
 
-@dataclass
-class SplitRow:
-    """A row of a table or of a `datasets` source, without changes.
-
-    Attributes:
-        file: The file or the name of the source.
-        number: The number of the row in it, from 1.
-        place, values, names_place, line: As in `text_files.TableRow`.
-    """
-
-    file: str
-    number: int
-    place: str
-    values: dict[str, Any]
-    names_place: str
-    line: int | None = None
-
-
 class SplitRows:
     """The rows of a split in order, and the features with the names of its labels.
 
@@ -107,9 +89,9 @@ class SplitRows:
         records: An iterator over all rows.
     """
 
-    def __init__(self, records: Iterator[SplitRow], features: dict[str, Any] | None = None):
+    def __init__(self, records: Iterator[TableRow], features: dict[str, Any] | None = None):
         self.first = next(records)
-        self.records: Iterator[SplitRow] = itertools.chain([self.first], records)
+        self.records: Iterator[TableRow] = itertools.chain([self.first], records)
         self.features = features or {}
 
     def class_names(self, label_column: str | None) -> list[str] | None:
@@ -144,20 +126,20 @@ def _list_read_splits(settings: TableSettings) -> list[str]:
     return [name for name in SPLITS if not unread.get(name)]
 
 
-def _read_file_rows(paths: Sequence[str]) -> Iterator[SplitRow]:
+def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
     """Yield the rows of table files."""
     for path in paths:
-        number = 0
-        for number, (place, values, names_place, line) in enumerate(read_records(Path(path)), start=1):
-            yield SplitRow(path, number, place, values, names_place, line)
-        if not number:
+        records = read_records(Path(path))
+        if (first := next(records, None)) is None:
             raise ValueError(f"{path} must have at least one row, but is empty.")
+        yield first
+        yield from records
 
 
-def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[SplitRow]:
+def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
     """Yield the rows of a split of a `datasets` source, which messages call `place`."""
     for number, row in enumerate(rows, start=1):
-        yield SplitRow(place, number, row_place(place, None, number), row, place)
+        yield TableRow(row_place(place, None, number), row, place, None, place, number)
 
 
 def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
@@ -210,7 +192,7 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
     return None
 
 
-def _require_column(column: str, flag: str, records: Iterator[SplitRow]) -> Iterator[SplitRow]:
+def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iterator[TableRow]:
     """Yield rows, and check that the first row of each file has the column."""
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
@@ -218,7 +200,7 @@ def _require_column(column: str, flag: str, records: Iterator[SplitRow]) -> Iter
         yield record
 
 
-def _forbid_column(column: str, first: SplitRow, records: Iterator[SplitRow]) -> Iterator[SplitRow]:
+def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) -> Iterator[TableRow]:
     """Yield rows, and check that no row has the column."""
     for record in records:
         if has_column(record.values, column):
@@ -226,14 +208,14 @@ def _forbid_column(column: str, first: SplitRow, records: Iterator[SplitRow]) ->
         yield record
 
 
-def make_uneven_column_error(column: str, first: SplitRow, record: SplitRow) -> ValueError:
+def make_uneven_column_error(column: str, first: TableRow, record: TableRow) -> ValueError:
     """Return the error for a column that a row has and the first row lacks."""
     return ValueError(
         f"{first.place}: There is no column {column!r}, but {record.place} has it. Add it to all rows, or to none."
     )
 
 
-def get_text(record: SplitRow, column: str, flag: str) -> str:
+def get_text(record: TableRow, column: str, flag: str) -> str:
     """Return the text of a row in a column.
 
     Raises:

@@ -15,7 +15,8 @@ from ...files import ends_by_returns, is_blank, read_file
 from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task, parse_label
 from ..classification.data import ClassificationSplit, make_rows
 from ..classification.task import NO_TRAINING_ROWS, EvalSet, SequenceClassification, pearson, spearman
-from . import GlueSettings, check_glue_metric
+from ..engine.settings import check_metric
+from . import GlueSettings
 
 logger = logging.getLogger(__name__)
 HUB_DATASET = "nyu-mll/glue"
@@ -260,10 +261,12 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         splits, self.tests = self._load_splits()
         self.train = splits["train"]
         self.dev_splits = [splits[name] for name in self.task.eval_splits if name in splits]
-        check_glue_metric(settings.metric_for_best_model, self.task, len(self.dev_splits))
         self.name, self.main_metric = self.task.folder, self.task.main_metric
         self.dev_predictions: dict[str, np.ndarray] = {}
-        metrics = (*self.task.metrics, "combined_score")
+        metrics = (*self.task.metrics, *(["combined_score"] if len(self.task.metrics) > 1 else []))
+        suffixes = ("", "_mm")[: len(self.dev_splits)]
+        known = [f"{name}{suffix}" for suffix in suffixes for name in ("loss", *metrics)]
+        check_metric(settings.metric_for_best_model, known)
         self.shown_metrics = (*metrics, *(f"{name}_mm" for name in metrics))
 
     def _load_splits(self) -> tuple[dict[str, ClassificationSplit], list[tuple[GlueTask, ClassificationSplit]]]:

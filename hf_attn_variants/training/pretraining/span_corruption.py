@@ -17,7 +17,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.finetune import fine_tune
-from ..engine.models import check_end_token, check_max_length, load_or_make_model, load_seq2seq_config
+from ..engine.models import check_end_token, check_max_length, load_or_make_config, load_or_make_model
 from ..engine.optimization import Objective, compute_label_sums, compute_target_logits, make_label_objective
 from ..engine.settings import ModelSettings
 from . import SpanCorruptionSettings
@@ -202,7 +202,7 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
 
     def __init__(self, settings: SpanCorruptionSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.config, self.tokenizer = load_seq2seq_config(settings)
+        self.config, self.tokenizer = load_or_make_config(settings, seq2seq=True)
         check_span_corruption(settings, settings.max_length, self.config, self.tokenizer)
         noise = settings.noise_density, settings.mean_noise_span_length
         self.prepare = SpanCorruption(self.tokenizer, settings.max_length, settings.seed, *noise)

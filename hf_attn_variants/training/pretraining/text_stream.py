@@ -3,9 +3,7 @@
 import hashlib
 import itertools
 import logging
-import os
 import re
-import tempfile
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -163,9 +161,7 @@ class DatasetRows:
             text = row.get(self.column)
             if isinstance(text, str):
                 yield number, text
-            elif self.column in row and text is None:
-                _warn_about_missing_values(self.name, self.column, number)
-            else:
+            elif self.column not in row or text is not None:
                 raise _make_missing_text_error(self.name, number, self.column, row)
 
 
@@ -205,16 +201,6 @@ def _make_missing_text_error(name: str, number: int, column: str, row: dict[str,
     )
 
 
-_warned: set[tuple[str, str]] = set()
-
-
-def _warn_about_missing_values(name: str, column: str, number: int) -> None:
-    """Warn about rows without a value, once per shard and column."""
-    if (name, column) not in _warned:  # each epoch reads a shard again
-        _warned.add((name, column))
-        logger.warning("%s: Rows without a value in the column %r are left out, such as row %d.", name, column, number)
-
-
 def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False) -> list[TextFile]:
     """Open text files, and read the first article of each.
 
@@ -224,10 +210,6 @@ def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False
     """
     files = [TextFile(Path(path), keeps_whitespace) for path in paths]
     for file in files:
-        if not file.path.exists():
-            raise FileNotFoundError(f"There is no file {file.path}. Correct the path.")
-        if file.path.is_dir():
-            raise OSError(f"{file.path} must be a file, but is a folder. Give files, such as {file.path}/*.txt.gz.")
         if is_table(file.path):
             raise ValueError(
                 f"{file.path} must be a text file, but is a table. Write its texts into a .txt file, or give the "
@@ -324,27 +306,14 @@ def open_text(settings: Any) -> PretrainingText:
 def _open_dataset(settings: Any) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
     """Return the paths or addresses of the files of each split, if known, and the streamed splits."""
     named = (settings.dataset_name, settings.dataset_config_name)
-    files: Mapping[str, Sequence[str]] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        # Streaming needs a cache only while the dataset is opened.
-        cache = None if _is_writable(Path(datasets.config.HF_DATASETS_CACHE)) else temporary
-        try:
-            files = datasets.load_dataset_builder(*named, cache_dir=cache).config.data_files or {}
-            return files, datasets.load_dataset(*named, streaming=True, cache_dir=cache)
-        except Exception as error:  # `datasets`, the Hub and each file format raise their own types of errors
-            # `datasets` raises StopIteration when it looks for columns.
-            reason = "a file without a row" if isinstance(error, StopIteration) else f"{type(error).__name__}: {error}"
-            kind = OSError if isinstance(error, OSError | EOFError) else ValueError
-            raise kind(f"--dataset_name {settings.dataset_name} cannot be opened ({reason}).") from error
-
-
-def _is_writable(folder: Path) -> bool:
-    """Return whether a folder exists or can be made, and is writable."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
+        files = datasets.load_dataset_builder(*named).config.data_files or {}
+        return files, datasets.load_dataset(*named, streaming=True)
+    except Exception as error:  # `datasets`, the Hub and each file format raise their own types of errors
+        # `datasets` raises StopIteration when it looks for columns.
+        reason = "a file without a row" if isinstance(error, StopIteration) else f"{type(error).__name__}: {error}"
+        kind = OSError if isinstance(error, OSError | EOFError) else ValueError
+        raise kind(f"--dataset_name {settings.dataset_name} cannot be opened ({reason}).") from error
 
 
 def _open_dataset_shards(

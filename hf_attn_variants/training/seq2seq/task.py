@@ -40,8 +40,8 @@ from ..engine.loop import TrainingLoop
 from ..engine.models import (
     check_end_token,
     check_max_length,
+    load_or_make_config,
     load_or_make_model,
-    load_seq2seq_config,
     warn_about_truncation,
 )
 from ..engine.optimization import Objective, compute_target_logits, make_label_objective, token_cross_entropy
@@ -437,21 +437,6 @@ class GenerationSet:
     batches: EvalBatches
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """The generated texts of a split.
-
-    Attributes:
-        texts: One text per row.
-        tokens: The number of generated tokens on all processes, including end tokens and excluding padding.
-        seconds: The time in `generate` on the slowest process.
-    """
-
-    texts: list[str]
-    tokens: int
-    seconds: float
-
-
 def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
     """Return the number of tokens of each row of `ids` [b, n] up to and including its first end token: [b]."""
     ends = torch.isin(ids, torch.as_tensor([] if eos is None else eos, device=ids.device).view(-1).to(ids.dtype))
@@ -486,7 +471,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
 
     def __init__(self, settings: Seq2SeqSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.config, self.tokenizer = load_seq2seq_config(settings)
+        self.config, self.tokenizer = load_or_make_config(settings, seq2seq=True)
         languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
         self.target_start = set_languages(self.tokenizer, self.config, *languages)
         if self.target_start is not None:
@@ -599,8 +584,13 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         return total / max(tokens, 1)
 
     @torch.no_grad()
-    def decode(self, data: GenerationSet, num_beams: int) -> Decoded:
-        """Generate one text per row, with beam search if there is more than one beam."""
+    def decode(self, data: GenerationSet, num_beams: int) -> tuple[list[str], dict[str, float]]:
+        """Generate one text per row of a split, with beam search if there is more than one beam.
+
+        Returns:
+            The texts, and "decode_tokens" (on all processes, with end tokens and without padding), "decode_seconds"
+            (in `generate` on the slowest process) and "decode_tokens_per_second".
+        """
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
         options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
@@ -632,24 +622,19 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             ids, lengths = accelerator.gather_for_metrics((ids, lengths))
             texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
             tokens += int(lengths.sum())
-        slowest = accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max()
+        slowest = float(accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max())
         ordered_texts = [text for _, text in sorted(zip(order, texts, strict=True))]
-        return Decoded(ordered_texts, tokens, float(slowest))
+        return ordered_texts, {
+            "decode_tokens": tokens,
+            "decode_seconds": round(slowest, 3),
+            "decode_tokens_per_second": round(tokens / max(slowest, 1e-9), 1),
+        }
 
     def _decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
-        """Decode a split, and compare the texts with the references if there are any.
-
-        Returns:
-            The metrics with "decode_tokens", "decode_seconds" and "decode_tokens_per_second", and the texts.
-        """
-        decoded, references = self.decode(data, num_beams), data.split.references
-        values = self.data.score(decoded.texts, references) if references is not None else {}
-        values |= {
-            "decode_tokens": decoded.tokens,
-            "decode_seconds": round(decoded.seconds, 3),
-            "decode_tokens_per_second": round(decoded.tokens / max(decoded.seconds, 1e-9), 1),
-        }
-        return values, decoded.texts
+        """Decode a split, and return the metrics and the texts. Without references, there are only times."""
+        texts, times = self.decode(data, num_beams)
+        scores = {} if data.split.references is None else self.data.score(texts, data.split.references)
+        return {**scores, **times}, texts
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.rows), "hash of the training data": hash_texts(self.rows.texts)}

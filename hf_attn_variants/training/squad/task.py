@@ -103,7 +103,6 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         fit_token_types(self.tokenizer, self.config)
         self.stride = compute_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
-        self._check_metric()
         marks_questions = takes_global_mask(self.config)
         self.collate = make_window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
         self.train = self.splits.get("train", [])
@@ -117,17 +116,6 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
             splits = load_squad(settings.values(), from_hub, settings.version_2_with_negative, with_train)
         limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
         return {name: questions[: limits.get(name)] for name, questions in splits.items()}
-
-    def _check_metric(self) -> None:
-        """Check that the dev split has questions for --metric_for_best_model."""
-        metric = (self.settings.metric_for_best_model or "").removeprefix("eval_")
-        for prefix, answered in (("HasAns_", True), ("NoAns_", False)):
-            if metric.startswith(prefix) and not any(bool(q.answers) == answered for q in self.splits["dev"]):
-                kind = "an answer" if answered else "no answer"
-                raise ValueError(
-                    f"--metric_for_best_model {metric!r} cannot be computed, because no dev question has {kind}. Use "
-                    "another metric."
-                )
 
     def load_model(self) -> PreTrainedModel:
         self.config.num_labels = 2  # the start and the end, regardless of the classes of the checkpoint

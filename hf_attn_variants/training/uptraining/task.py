@@ -156,7 +156,6 @@ class UptrainingStream:
         return {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
 
 
-PARALLEL_FLAGS = ("source_file", "target_file", "validation_source_file", "validation_target_file")
 # The share of the training text that is held out if there is no validation file, and the maximum number of rows.
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
 
@@ -272,9 +271,6 @@ def _warn_about_long_rows(
 
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     """Read the training and held-out rows of a model without targets."""
-    _check_unset(
-        settings, PARALLEL_FLAGS, "needs a model with a decoder that reads targets. Use --train_file instead."
-    )
     if not settings.train_file:
         raise ValueError(f"--objective {settings.objective} needs --train_file for this model. Set it.")
     columns = text_columns(
@@ -293,8 +289,6 @@ def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
 
 def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     """Read the training and held-out pairs of a model with targets."""
-    reason = "needs an encoder. Use --source_column and --target_column for a table of pairs."
-    _check_unset(settings, ("text_columns",), reason)
     sources = (settings.source_file, settings.validation_source_file)
     targets = (settings.target_file, settings.validation_target_file)
     if any((source is None) != (target is None) for source, target in zip(sources, targets, strict=True)):
@@ -304,8 +298,6 @@ def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
         )
     if (settings.source_file is None) == (settings.train_file is None):
         raise ValueError("Set either --source_file and --target_file, or a table as --train_file.")
-    if sources[1] and settings.validation_file:
-        raise ValueError("Set either --validation_source_file and --validation_target_file, or --validation_file.")
     columns = (settings.source_column, settings.target_column), "--source_column and --target_column"
     train, held_out = (
         (read_pairs(source, target) if source and target else read_columns(table or [], *columns)).texts
@@ -314,13 +306,6 @@ def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
         )
     )
     return train, held_out
-
-
-def _check_unset(settings: UptrainingSettings, names: Sequence[str], reason: str) -> None:
-    """Raise ValueError if one of these settings is set. `reason` completes the message."""
-    for name in names:
-        if getattr(settings, name) is not None:
-            raise ValueError(f"--{name} {reason}")
 
 
 def _make_collator(
@@ -332,11 +317,7 @@ def _make_collator(
         return make_masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
     if not has_targets:
         return make_text_collator(tokenizer, *shape)
-    start = config.decoder_start_token_id
-    if start is None:
-        raise ValueError(
-            f"{settings.model_name_or_path} must have a decoder_start_token_id. Add it to its configuration."
-        )
+    start: Any = config.decoder_start_token_id
     return make_pair_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)
 
 
