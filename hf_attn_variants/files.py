@@ -286,12 +286,8 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
         raise ValueError(f"{path} must be a JSON file: {error}.") from error
 
 
-def parse_json(text: str | bytes, **options: Any) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
-
-    Args:
-        text: the JSON text.
-        options: keyword arguments of `json.loads`.
 
     Raises:
         ValueError: if the text is not JSON, or has more than `MOST_NESTED` nested lists and objects. Python's own
@@ -302,7 +298,7 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         {'num_key_value_heads': 4}
     """
     try:
-        value = json.loads(text, **options)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"the lists and objects are nested too deeply ({error})") from error
     containers = [value]

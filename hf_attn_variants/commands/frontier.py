@@ -140,13 +140,6 @@ def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     """Exit with an error message if the flags cannot be combined."""
     if args.calibration_file is None and args.calibration_audio_dir is None:
         parser.error("--calibration_file is required for the measurement (for Whisper: --calibration_audio_dir).")
-    for kind in ("file", "audio_dir"):
-        if getattr(args, f"held_out_{kind}") is not None and getattr(args, f"calibration_{kind}") is None:
-            parser.error(f"--held_out_{kind} requires --calibration_{kind}.")
-    if args.held_out_target_file is not None and args.held_out_file is None:
-        parser.error("--held_out_target_file requires --held_out_file.")
-    if args.loss is not None and not args.loss >= 0:
-        parser.error(f"--loss must be at least 0, got {args.loss}.")
 
 
 def main(args: argparse.Namespace) -> Any:

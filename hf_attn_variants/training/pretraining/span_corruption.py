@@ -41,19 +41,14 @@ def check_span_corruption(
         tokenizer: The tokenizer.
 
     Raises:
-        ValueError: If the model is not an encoder-decoder that starts with its padding token, if the tokenizer has no
-            sentinels or does not append an end token, or if `max_length` does not fit.
+        ValueError: If the model is not an encoder-decoder that starts with its padding token, if the tokenizer does
+            not append an end token, or if `max_length` does not fit.
     """
     name = settings.model_name_or_path or "the new model"
     if not config.is_encoder_decoder or config.decoder_start_token_id != tokenizer.pad_token_id:
         raise ValueError(
             f"{name} ({config.model_type}) must be an encoder-decoder that starts with its padding token, such as T5. "
             "Use another model for span corruption."
-        )
-    if get_sentinel_ids(tokenizer, 1) == [None]:
-        raise ValueError(
-            f"The tokenizer of {settings.tokenizer_name or name} must have sentinels (<extra_id_0>, <extra_id_1>, "
-            "...), but has none. Use a model that was pretrained with span corruption, such as T5, mT5 or UMT5."
         )
     check_end_token(settings, tokenizer)
     check_max_length(max_length, config, tokenizer)
@@ -147,7 +142,7 @@ class SpanCorruption:
         if None in sentinels:
             raise ValueError(
                 f"The tokenizer must have {num_spans} sentinels (<extra_id_0>, ...) for --max_length {max_length}, "
-                f"got {sentinels.index(None)}. Reduce --max_length."
+                f"got {sentinels.index(None)}. Reduce --max_length, or use a model such as T5, mT5 or UMT5."
             )
         self.sentinels = np.array(sentinels, dtype=np.int64)
 
