@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from architectures import BERT, T5
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
-from fixtures.speech import whisper_checkpoint
 
 import attn_variants
 import hf_attn_variants
@@ -54,11 +52,6 @@ def test_the_module_is_the_command_too(module):
     assert (ended.returncode, ended.stdout) == (0, f"hf_attn_variants {hf_attn_variants.__version__}\n"), ended.stderr
 
 
-def test_without_a_command_it_prints_the_help(capsys):
-    assert cli.main([]) == 2
-    assert capsys.readouterr().out.startswith("usage: attn-variants ")
-
-
 def test_help_is_as_wide_as_the_terminal_and_keeps_examples(capsys, monkeypatch):
     shown = {}
     for width in (60, 300):
@@ -93,16 +86,6 @@ def test_every_command_has_its_own_help(name, capsys):
     assert f"  attn-variants {name} " in printed.split("\nexample")[-1] and "python scripts/" not in printed
 
 
-def test_help_and_docs_of_export_agree_on_what_keeps_fewer_heads(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["export", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "a model for CTranslate2 with fewer heads in the weights and all heads in the cache" in text
-    table = (ROOT / "docs/export.md").read_text(encoding="utf-8")
-    assert "| `ctranslate2` | fewer heads in the file; all heads in the cache |" in table
-    assert "| `transformers` | the outputs; all heads in file and cache |" in table
-
-
 def test_help_says_what_an_option_is_by_default(capsys):
     for name, *shown in (
         ("glue", "Peak learning rate (default: 5e-05).", "(default: 3.0)"),
@@ -113,15 +96,6 @@ def test_help_says_what_an_option_is_by_default(capsys):
         printed = " ".join(capsys.readouterr().out.split())
         assert all(text in printed for text in shown)
         assert "default: None" not in printed and "default: False" not in printed
-
-
-def test_help_names_every_host():
-    from hf_attn_variants.command_line import MODEL_NAMES
-    from hf_attn_variants.registration import ARCHITECTURES
-
-    named = {name.lower() for name in re.findall(r"\w+", MODEL_NAMES)}
-    hosts = {each.model_type.removeprefix("attn_variant_").replace("_", "") for each in ARCHITECTURES}
-    assert hosts and hosts <= named
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -322,35 +296,6 @@ def test_inspect_reads_no_weights(tmp_path, capsys):
     assert row.split()[-7:] == ["256", "B", "512.0", "KiB", "0", "B", "(0%)"]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "where, width", [("a pipe with COLUMNS", 80), ("a pipe with COLUMNS", 120), ("a terminal", 120)]
-)
-def test_inspect_breaks_no_word_and_no_number(tmp_path, width, where, monkeypatch, capsys):
-    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
-    argv = ["inspect", str(tmp_path), "--batch_size", "32", "--details"]
-
-    def in_a_pipe(columns):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        capsys.readouterr()
-        assert cli.main(argv) == 0
-        return capsys.readouterr().out
-
-    wide = in_a_pipe(1000)
-    if where == "a terminal":
-        env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-        printed = in_a_terminal([sys.executable, "-m", "hf_attn_variants", *argv], env, width)
-    else:
-        printed = in_a_pipe(width)
-    lines = [line for line in printed.splitlines() if str(tmp_path) not in line]  # one long word
-    assert max(map(len, lines)) <= width
-    assert set(printed.split()) - set(re.findall("-+", printed)) == set(wide.split()) - set(re.findall("-+", wide))
-    for name in ("MHA *", "MQA", "MHA + talking heads"):  # its numbers, in the order of the wide table
-        [row] = [line for line in wide.splitlines() if line.startswith(f"{name} ")]
-        parts = [line.removeprefix(name) for line in lines if re.match(rf"{re.escape(name)}  ", line)]
-        assert " ".join(parts).split() == row.removeprefix(name).split()
-
-
 def in_a_terminal(command, env, width):
     """What a command prints on a terminal of so many columns."""
     import fcntl
@@ -428,16 +373,6 @@ def test_every_command_takes_the_checkpoint_by_its_place_and_by_name(name, capsy
     assert stopped.value.code == 2 and "CHECKPOINT is required" in capsys.readouterr().err
 
 
-def test_an_option_of_several_values_takes_what_follows_it(capsys):
-    from hf_attn_variants.commands.convert import parse_args
-
-    argv = ["--output_dir", "out", "--calibration_columns", "a", "b"]
-    assert parse_args(["ckpt", *argv]).calibration_columns == ["a", "b"]
-    with pytest.raises(SystemExit):
-        parse_args([*argv, "ckpt"])
-    assert "before options that take several values" in capsys.readouterr().err
-
-
 @pytest.mark.thorough
 def test_inspect_of_a_hub_id_downloads_the_configuration_alone(tmp_path):
     """In a process of its own: this one is offline."""
@@ -506,41 +441,6 @@ def test_a_users_error_is_one_line_and_status_2(source, tmp_path, capsys, argv, 
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "seq2seq --source_file {text} --target_file {text}",
-        "uptrain --objective seq2seq --teacher {model} --source_file {text} --target_file {text}",
-        "glue --task_name sst2",
-        "visualize --text words",
-        "frontier --calibration_file {text}",
-        "pretrain --train_file {text} --max_train_steps 1",
-        "pretrain-t5 --train_file {text} --max_train_steps 1",
-    ],
-    ids=lambda words: words.split()[0],
-)
-def test_what_reads_text_refuses_what_hears(words, tmp_path, capsys):
-    model = whisper_checkpoint(tmp_path / "whisper")
-    (tmp_path / "text.txt").write_text("a line of text\n" * 200)
-    name, *rest = words.format(model=model, text=tmp_path / "text.txt").split()
-    where = ["--model_name_or_path", str(model), "--output_dir", str(tmp_path / "out")]
-    assert cli.main([name, *where, *rest]) == 2
-    assert "reads audio" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_an_error_of_ours_in_a_function_that_prints_is_not_taken_for_a_full_stdout(capsys):
-    """`push` of a folder that is not there was told as a stdout that cannot be written."""
-    from hf_attn_variants.errors import run_script
-
-    def main():
-        if sys.stdout is None:
-            print()
-        raise FileNotFoundError("The checkpoint folder 'nowhere' does not exist.")
-
-    assert run_script(main) == 2
-    assert capsys.readouterr().err == "error: The checkpoint folder 'nowhere' does not exist.\n"
 
 
 @pytest.mark.parametrize(

@@ -378,26 +378,6 @@ def test_of_two_that_differ_by_less_than_their_rounds_the_smaller_is_advised():
     )
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--serving", "--attention_window", "4"], "--attention_window cannot be combined with --serving"),
-        (["--serving", "--no_latents"], "--no_latents cannot be combined with --serving"),
-        (["--serving", "--dtype", "bfloat16"], "Leave --dtype and --device out"),
-        (["--serving", "--device", "cuda"], "Leave --dtype and --device out"),
-        (["--plot", "a.png"], "--plot requires --serving"),
-        (["--no_peak_memory"], "--no_peak_memory requires --serving"),
-        (["--compile"], "--compile requires --serving"),
-        (["--engines", "int8"], "--engines requires --serving"),
-        (["--serving", "--plot", "no_folder/a.png"], "in an existing folder, got no_folder/a.png"),
-    ],
-)
-def test_flags_of_the_other_question(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["benchmark", "somewhere", *flags])
-    assert message in capsys.readouterr().err
-
-
 @needs_ctranslate2
 def test_a_configuration_without_a_start_token_is_an_error_that_says_so(tmp_path):
     from hf_attn_variants.serving.engines import write_ctranslate2_folder
@@ -429,10 +409,3 @@ def test_numbers_that_do_not_fit(options, message, monkeypatch):
     monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("it was timed"))
     with pytest.raises(ValueError, match=message):
         measure_serving(config_of(BERT), **options)
-
-
-def test_compiling_without_a_compiler_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr("hf_attn_variants.commands.benchmark.shutil.which", lambda name: None)
-    with pytest.raises(SystemExit):
-        cli.main(["benchmark", "t5-small", "--serving", "--compile"])
-    assert "--compile requires a C++ compiler" in capsys.readouterr().err

@@ -18,20 +18,6 @@ def files(tmp_path_factory):
     return make_t5(folder / "t5"), *make_text(folder, count=40)
 
 
-def test_user_error_is_one_line_and_status_2(files, tmp_path):
-    model, source, target = files
-    target_short = tmp_path / "short.txt"
-    target_short.write_text(target.read_text().split("\n", 1)[1])
-    argv = [
-        "--model_name_or_path", model, "--source_file", source, "--target_file", target_short,
-        "--output_dir", tmp_path / "out", "--cpu",
-    ]  # fmt: skip
-    statuses, printed = run_processes(1, run_script, "run_seq2seq", [str(part) for part in argv])
-    assert statuses == [2] and "Traceback" not in printed
-    last = printed.splitlines()[-1]
-    assert last.startswith("error: ") and "got 40 and 39" in last
-
-
 @pytest.mark.thorough
 def test_two_processes_train_and_decode_like_one(files, tmp_path):
     model, source, target = files

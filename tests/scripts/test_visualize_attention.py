@@ -53,11 +53,6 @@ def test_a_users_error_is_one_line_and_leaves_nothing(bert, tmp_path, capsys, op
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert"]
 
 
-def test_an_output_folder_in_use_is_refused_first(bert, capsys):
-    assert run("--model_name_or_path", "nowhere/there", "--output_dir", bert, "--text", "a") == 2
-    assert "not empty" in capsys.readouterr().err
-
-
 def test_more_tokens_than_can_be_labelled_are_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         parse_args(["--model_name_or_path", "m", "--output_dir", "o", "--text", "a", "--max_length", "65"])

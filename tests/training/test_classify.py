@@ -12,7 +12,7 @@ from fixtures.uptraining import make_bert, make_t5
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from hf_attn_variants import cli, convert
+from hf_attn_variants import convert
 from hf_attn_variants.commands.training import classify
 from hf_attn_variants.commands.training import glue as glue_command
 from hf_attn_variants.conversion import convert_checkpoint
@@ -434,21 +434,3 @@ def test_a_metric_of_another_problem_is_refused_before_training(run, sorts, tmp_
     with pytest.raises(ValueError, match="one of loss, rmse, mae, pearson, spearmanr, got 'accuracy'"):
         run(train, dev, *TEXT, "--label_column", "size", "--metric_for_best_model", "accuracy")
     assert not (tmp_path / "out").exists()
-
-
-def test_help_has_examples_that_fit(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["classify", "--help"])
-    assert stopped.value.code in (0, None)
-    text = capsys.readouterr().out
-    lines = text[text.index("examples (") :].split("\n\n")[0].splitlines()
-    assert len(lines) > 8 and max(map(len, lines[1:])) <= 80
-
-
-def test_what_is_learned_is_said(run, sorts, caplog, capsys):
-    train, dev, _, _ = sorts
-    with caplog.at_level(logging.INFO, "hf_attn_variants"):
-        run(train, dev, *TEXT, "--label_column", "kind of $", "--max_train_steps", 1)
-    assert "train: 49 rows with labels 'animal' 16, 'both' 16, 'thing' 17 (single_label_classification)" in caplog.text
-    said = capsys.readouterr().out
-    assert re.search(r"single label classification dev \(16 rows\): accuracy 0\.\d{4}, f1_macro", said)

@@ -59,11 +59,6 @@ def test_iterating_leaves_the_global_random_state_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_no_examples():
-    with pytest.raises(ValueError, match="no training examples"):
-        EpochSampler(0, seed=0)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return ({"x": torch.tensor([i])} for i in range(12))

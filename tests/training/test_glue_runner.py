@@ -236,22 +236,6 @@ def test_predictions_and_scores_are_those_of_the_model_that_is_saved(run):
     assert first["steps"] == 1 and first["eval_loss"] == pytest.approx(again["eval_loss"], rel=1e-5)
 
 
-def test_only_evaluating_needs_no_training_split(run, tmp_path, glue):
-    shutil.copytree(glue / "STS-B", tmp_path / "stsb", ignore=shutil.ignore_patterns("train.tsv"))
-    flags = ["--num_train_epochs", 0, "--data_dir", tmp_path / "stsb", "--group_by_length"]
-    with pytest.raises(
-        ValueError, match=r"--num_train_epochs 0 needs a model that classifies texts, .* saved as Bert"
-    ):
-        run("stsb", *flags, output_dir=tmp_path / "no_head")
-    _, trained = run("stsb", "--max_train_steps", 1, output_dir=tmp_path / "trained")
-    with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model with the 2 labels .* has 1 \(score\)"):
-        run("cola", "--num_train_epochs", 0, model=trained, output_dir=tmp_path / "other_head")
-    without, out = run("stsb", *flags, model=trained)
-    assert without["steps"] == without["train_samples"] == 0 and (out / "predictions_STS-B.tsv").is_file()
-    with pytest.raises(OSError, match=r"train\.tsv"):
-        run("stsb", *flags, "--max_train_steps", 1, output_dir=tmp_path / "other")
-
-
 @pytest.mark.thorough
 def test_a_resumed_run_keeps_what_chooses_its_best_weights(run, glue, tmp_path):
     folder = shutil.copytree(glue / "STS-B", tmp_path / "stsb")
@@ -568,29 +552,6 @@ def test_a_tokenizer_that_pads_left_learns_the_same(run, tiny_bert, tmp_path):
     plain, _ = run("stsb", *flags)
     left, _ = run("stsb", *flags, model=copy_left_sided(tiny_bert, tmp_path / "left"), output_dir=tmp_path / "other")
     assert left["train_loss"] == plain["train_loss"] and left["eval_loss"] == plain["eval_loss"]
-
-
-def test_an_error_in_training_itself_stays_a_bug(run, monkeypatch):
-    def step(loop, group):
-        raise KeyError("bug")
-
-    monkeypatch.setattr(TrainingLoop, "_step", step)
-    with pytest.raises(KeyError, match="bug"):
-        run("cola")
-
-
-def test_bf16_is_accepted_where_torch_cannot_tell_the_cpus_instructions(monkeypatch, caplog, tmp_path):
-    flags = ["--model_name_or_path", "m", "--task_name", "cola", "--output_dir", str(tmp_path / "o"), "--cpu"]
-    settings = parse_args([*flags, "--mixed_precision", "bf16"])
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
-    with session.open_session(settings):
-        pass
-    assert "no bfloat16 instructions" in caplog.text
-    caplog.clear()
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    with session.open_session(settings):
-        pass
-    assert not caplog.text
 
 
 def test_grouped_query_talking_heads_checkpoint_trains_and_its_projections_move(run, tiny_bert, tmp_path):

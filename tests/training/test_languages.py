@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fixtures.multilingual import LANGUAGES, TOKENIZERS, marian_tokenizer
-from fixtures.uptraining import make_t5, make_text
+from fixtures.uptraining import make_text
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -126,14 +126,6 @@ def test_generation_begins_with_the_token_that_is_asked_for(run, folders):
     _, out = run(seq2seq, folders["mbart"], *flags("mbart"), "--forced_bos_token", target)
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert GenerationConfig.from_pretrained(out).forced_bos_token_id == tokenizer.convert_tokens_to_ids(target)
-
-
-def test_a_tokenizer_of_one_language_takes_none(run, tmp_path):
-    t5 = make_t5(tmp_path / "t5")
-    with pytest.raises(ValueError, match=r"--target_lang is only for multilingual tokenizers, got a"):
-        run(seq2seq, t5, "--target_lang", "ro_RO")
-    with pytest.raises(ValueError, match="--forced_bos_token is only for multilingual"):
-        run(uptrain, t5, "--objective", "seq2seq", "--forced_bos_token", "ro_RO")
 
 
 @pytest.mark.thorough

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from fixtures.licence_text import write_shards
-from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_bert
 from safetensors.torch import load_file
 from transformers import (
@@ -242,18 +241,6 @@ def test_a_resumed_run_ends_with_the_same_bits(run, tmp_path):
     assert weights[0] == weights[1]
     with pytest.raises(ValueError, match="objective was clm and is mlm"):
         run(*flags, *checkpoint, objective="mlm", output_dir=tmp_path / "masked")
-
-
-@pytest.mark.thorough
-def test_two_processes_train_like_one(run, tmp_path):
-    flags = [*scratch(), "--dropout_rate", 0, "--max_train_steps", 3]
-    expected = run(*flags, output_dir=tmp_path / "one")
-    argv = run.flags(*flags, "--per_device_train_batch_size", 4, output_dir=tmp_path / "two")
-    statuses, printed = run_processes(2, run_script, "pretrain_mlm", argv)
-    assert statuses == [0, 0], printed
-    results = json.loads((tmp_path / "two/all_results.json").read_text())
-    for name in ("train_loss", "eval_loss"):
-        assert results[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 @pytest.mark.parametrize(

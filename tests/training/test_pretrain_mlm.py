@@ -447,22 +447,6 @@ def test_a_run_says_how_fast_it_was_and_how_well_it_used_the_device(run):
         run(*scratch(), *STEPS, "--peak_tflops", 0, out=out.parent / "zero")
 
 
-def test_without_a_peak_there_is_no_share_of_it(run):
-    results, _ = run(*scratch(), *STEPS)
-    assert results["train_tflops_per_second"] > 0 and not {"train_mfu", "peak_tflops"} & results.keys()
-
-
-def test_pairs_need_room_and_two_token_types(run):
-    with pytest.raises(ValueError, match=r"--max_length.*--sentence_task.*4"):
-        run(*scratch(), *STEPS, "--sentence_task", "sop", "--max_length", 4)
-    with pytest.raises(ValueError, match=r"--sentence_task nsp.*got 1"):
-        run(
-            "--model_type", "bert", "--config_overrides", f"{TINY},type_vocab_size=1", *STEPS, "--sentence_task", "nsp"
-        )
-    with pytest.raises(ValueError, match="--shuffle_buffer_size must be at least 2"):
-        run(*scratch(), *STEPS, "--sentence_task", "nsp", "--shuffle_buffer_size", 1)
-
-
 def test_a_sentence_task_is_not_evaluated_with_a_new_head(run):
     _, out = run(*scratch(), *STEPS)
     with pytest.raises(ValueError, match="cannot be loaded as BertForPreTraining"):

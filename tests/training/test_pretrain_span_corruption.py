@@ -97,11 +97,3 @@ def test_bad_flags_fail_before_any_work(run, more, message):
 def test_an_encoder_is_no_t5(run, tiny_bert):
     with pytest.raises(ValueError, match=r"\(bert\)"):
         run("--max_train_steps", 1, "--model_name_or_path", tiny_bert, scratch=False)
-
-
-def test_help_ends_with_an_example(capsys):
-    with pytest.raises(SystemExit):
-        parse_args(["--help"])
-    assert (
-        "python scripts/pretrain_span_corruption.py --model_type t5" in capsys.readouterr().out.split("\nexample")[1]
-    )

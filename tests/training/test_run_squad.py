@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from fixtures.squad import make_reader, write_questions
-from fixtures.uptraining import copy_left_sided
 from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoTokenizer
 
 from hf_attn_variants.commands.training import squad
@@ -136,15 +135,6 @@ def test_a_test_file_is_predicted(run):
     assert load(folder, "predictions_test.json") == load(folder, "predictions_dev.json")
 
 
-def test_a_tokenizer_that_pads_left_learns_the_same(run, readers, tmp_path):
-    flags = ["--max_train_steps", 3, "--max_query_length", 4]
-    plain = run(*flags)
-    left = run(*flags, model=copy_left_sided(readers["bert"], tmp_path / "left"), output_dir=tmp_path / "other")
-    assert left["train_loss"] == plain["train_loss"] and left["eval_loss"] == plain["eval_loss"]
-    saved = AutoTokenizer.from_pretrained(tmp_path / "other")
-    assert saved.padding_side == saved.truncation_side == "right"
-
-
 def test_a_push_that_fails_loses_no_predictions(run, monkeypatch):
     def fail(*place):
         raise OSError("no network")
@@ -189,20 +179,7 @@ def test_the_stride_that_is_not_given_fits(readers, lengths, stride):
     assert found == (128 if room > 128 else room // 2) and abs(found - stride) <= 1
 
 
-def test_a_metric_that_the_dev_split_cannot_give_is_refused_before_training(run, tmp_path):
-    flags = ["--metric_for_best_model", "NoAns_f1", "--version_2_with_negative"]
-    with pytest.raises(ValueError, match="'NoAns_f1'"):
-        run(*flags)
-    assert not list(tmp_path.glob("out/*.jsonl"))
-
-
 def test_unanswerable_questions_need_the_flag(run, tmp_path):
     file = write_questions(tmp_path / "negative.json", version_2=True)
     with pytest.raises(ValueError, match=r"2 questions have no answer in their context.*--version_2_with_negative"):
         run("--validation_file", file)
-
-
-def test_help_ends_with_an_example(capsys):
-    with pytest.raises(SystemExit):
-        parse_args(["--help"])
-    assert "python scripts/run_squad.py ./minilm-gqa4 --train_file" in capsys.readouterr().out.split("\nexample")[1]

@@ -492,16 +492,6 @@ def test_models_that_do_not_fit_are_refused_by_name(run, bert, grouped_t5, t5, t
         run("distill", teacher=other)
 
 
-def test_pairs_that_do_not_fit_are_refused(run, grouped_t5, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
-    short = tmp_path / "short.txt"
-    short.write_text("the dog\n")
-    with pytest.raises(ValueError, match=r"source\.txt.*short\.txt.*64"):
-        run("seq2seq", "--target_file", short, model=grouped_t5, teacher=None)
-    with pytest.raises(ValueError, match=r"--source_file.*together"):
-        run("seq2seq", "--validation_source_file", short, model=grouped_t5, teacher=None)
-
-
 def test_targets_are_checked_as_those_of_seq2seq(run, t5, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     with pytest.raises(ValueError, match=r"--max_target_length must be at least 2"):
@@ -550,15 +540,6 @@ def test_lora_without_peft_is_a_clear_error(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match="--trainable"):
         run("distill", "--trainable", "lora")
-
-
-def test_help_ends_with_examples(capsys):
-    with pytest.raises(SystemExit) as done:
-        parse_args(["--help"])
-    assert (
-        done.value.code == 0
-        and "python scripts/uptrain.py ./minilm-gqa4 --teacher ./minilm" in capsys.readouterr().out
-    )
 
 
 @pytest.mark.thorough
