@@ -38,7 +38,7 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "refresh": "save a repository again with the current code",
     },
 }
-COMMANDS = [name for group in COMMAND_GROUPS.values() for name in group]
+COMMANDS = {name: summary for group in COMMAND_GROUPS.values() for name, summary in group.items()}
 
 # The packages of the extra `train` (import name: distribution name), and the commands that need them.
 TRAIN_PACKAGES = {

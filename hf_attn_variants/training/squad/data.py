@@ -131,6 +131,8 @@ def _get_value(parent: Any, key: str, kind: type, rule: str) -> Any:
 def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer, ...]:
     """Return the answers of a question. Check that they are in the context."""
     impossible = qa.get("is_impossible", False)
+    if not isinstance(impossible, bool):  # the text "false" would count as true
+        raise ValueError(f"{place}: is_impossible must be true or false, got {impossible!r:.60}.")
     id_place = f"{place} (id {qa.get('id')})"
     if impossible:
         if qa.get("answers"):
