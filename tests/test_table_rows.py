@@ -116,10 +116,10 @@ def test_rows_that_are_left_out_are_counted(tmp_path, caplog):
     assert f"The first one is {tmp_path}/a.csv, line 3, row 2" in caplog.text
     (tmp_path / "s.txt").write_text("a\nb\n")
     (tmp_path / "t.txt").write_text("\nb\n")
-    assert read_pairs(tmp_path / "s.txt", tmp_path / "t.txt") == [("b", "b")]
+    assert read_pairs(tmp_path / "s.txt", tmp_path / "t.txt").texts == [("b", "b")]
     assert "1 of 2 lines are left out" in caplog.text and "The first one is line 1" in caplog.text
     (tmp_path / "both.txt").write_text("a\n\nb\n")
-    assert read_pairs(tmp_path / "both.txt", tmp_path / "both.txt") == [("a", "a"), ("b", "b")]
+    assert read_pairs(tmp_path / "both.txt", tmp_path / "both.txt").texts == [("a", "a"), ("b", "b")]
     assert "1 of 3 lines are left out" in caplog.text and "The first one is line 2" in caplog.text
 
 

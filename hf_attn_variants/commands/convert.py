@@ -353,6 +353,8 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
         name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in option_names
     }
     if args.calibration_audio_dir is not None:
+        if text_options := [name for name in option_names if name not in AUDIO_OPTIONS]:
+            raise ValueError(f"--{text_options[0]} is for text and cannot be combined with --calibration_audio_dir.")
         return read_audio_calibration(
             args.calibration_audio_dir, size=args.calibration_size, seed=args.seed, **settings
         )

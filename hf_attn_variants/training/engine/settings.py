@@ -720,7 +720,7 @@ def count_training_steps(
 
 
 def check_dev_settings(settings: TrainingSettings, has_dev_rows: bool) -> None:
-    """Check that no setting needs dev rows if there are none.
+    """Check that no setting needs dev rows that do not exist.
 
     Raises:
         ValueError: If a setting needs them.
