@@ -260,7 +260,6 @@ def test_other_conversions_are_timed_too(tmp_path, capsys):
         (["--serving", "--variants", "3"], "must be a JSON object"),
         (["--serving", "--variants", "{}"], "must be a JSON object"),
         (["--serving", "--variants", "{"], "must be JSON"),
-        (["--variants", '{"kv_lora_rank": 4}'], "--variants requires --serving"),
     ],
 )
 def test_what_is_no_conversion_is_refused(flags, message, capsys):

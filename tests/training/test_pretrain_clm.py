@@ -269,7 +269,6 @@ def test_checkpoints_without_a_causal_class_are_refused_by_name(run, tiny_bert, 
             BartConfig(vocab_size=size),
             r"\(bart\).*--objective",
         ),
-        "cross": (BertConfig(vocab_size=size, is_decoder=True, add_cross_attention=True), "reads an encoder"),
     }
     for name, (config, message) in configs.items():
         config.save_pretrained(tmp_path / name)

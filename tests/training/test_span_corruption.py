@@ -121,7 +121,5 @@ def test_mt5s_sentinels_are_found(tokenizer, tmp_path):
 def test_tokenizers_and_lengths_that_do_not_do_are_named(tokenizer, tiny_bert):
     with pytest.raises(ValueError, match=r"28.*8.*--max_length"):
         SpanCorruption(tokenizer, 512, 0)
-    with pytest.raises(ValueError, match="padding token"):
+    with pytest.raises(ValueError, match=r"sentinels.*got 0"):
         SpanCorruption(AutoTokenizer.from_pretrained(tiny_bert), 32, 0)
-    with pytest.raises(ValueError, match=r"--max_length.*got 1"):
-        SpanCorruption(tokenizer, 1, 0)

@@ -269,16 +269,13 @@ def _read_table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
 def check_seq2seq_lengths(
     settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Check that the model has a decoder, and that the maximum lengths of sources and targets fit it.
+    """Check that the maximum lengths of sources and targets fit the model.
 
     Raises:
-        ValueError: If a length is too long or too short, or if there is no decoder with a start token.
+        ValueError: If a length is too long or too short, or if the decoder has no start token.
     """
-    if not config.is_encoder_decoder or config.decoder_start_token_id is None:
-        raise ValueError(
-            f"{settings.model_name_or_path} must be an encoder-decoder with a decoder_start_token_id, got "
-            f"{config.model_type}."
-        )
+    if config.decoder_start_token_id is None:
+        raise ValueError(f"{settings.model_name_or_path} must have a decoder_start_token_id, but has none.")
     for name in ("max_length", "max_target_length"):
         check_max_length(getattr(settings, name), config, tokenizer, flag=name, multiple=settings.pad_to_multiple_of)
 
@@ -472,6 +469,10 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
     def __init__(self, settings: Seq2SeqSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config, self.tokenizer = load_or_make_config(settings, seq2seq=True)
+        if not self.config.is_encoder_decoder:
+            raise ValueError(
+                f"{settings.model_name_or_path} must be an encoder-decoder, got {self.config.model_type}."
+            )
         languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
         self.target_start = set_languages(self.tokenizer, self.config, *languages)
         if self.target_start is not None:
