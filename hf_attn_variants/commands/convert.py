@@ -347,8 +347,16 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
         OSError: if a file cannot be read.
     """
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
+    from ..conversion.methods import CalibratedMethod
+    from ..conversion.request import METHODS
 
     option_names = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
+    method = None if args.method is None else METHODS[args.method]()
+    if option_names and method is not None and not isinstance(method, CalibratedMethod):
+        raise ValueError(
+            f"--{option_names[0]} cannot be combined with --method {args.method}, which uses no text. "
+            "Leave one of them out."
+        )
     settings = {
         name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in option_names
     }
