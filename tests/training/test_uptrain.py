@@ -267,7 +267,7 @@ def test_an_encoder_reads_lines_and_columns_of_tables(run, source, tmp_path):
         (["--train_file", table, "--validation_file", source], r"rows\.jsonl.*source\.txt"),
         (["--train_file", source, *pair], "--text_columns is only for tables"),
         (["--train_file", table, *pair, "more"], "--text_columns must name one or two columns, got 3"),
-        (["--source_file", source], "--source_file"),
+        (["--source_file", source], "--train_file"),
         ([], "--objective.*--train_file"),
         (["--train_file", table, *pair, "--max_length", 3], "--max_length must be at least 4"),
     ):
