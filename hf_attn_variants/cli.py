@@ -1,51 +1,46 @@
 """The `attn-variants` command. Each subcommand is one module, which is imported only if the user calls it."""
 
 import argparse
-import importlib
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from .command_line import MODEL_NAMES, CommandParser, documentation, package_version
+from .commands import TRAINING_COMMANDS, load_command
 from .errors import run_script, unwind_on_interrupt
 
-__all__ = ["COMMANDS", "COMMAND_GROUPS", "main", "run"]
-
-_PACKAGE = "hf_attn_variants.commands"
-# The groups of the overview. Each command has a module, which defines `parse_args(argv)` and `main(args)`, and a
-# summary.
-COMMAND_GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+# The groups of the overview, with a summary of each command.
+COMMAND_GROUPS: dict[str, dict[str, str]] = {
     "convert and inspect": {
-        "inspect": (f"{_PACKAGE}.inspect", "show the size and cost of a checkpoint and its variants"),
-        "benchmark": (f"{_PACKAGE}.benchmark", "time a model and its variants on this machine"),
-        "frontier": (f"{_PACKAGE}.frontier", "measure the quality of variants with smaller caches"),
-        "convert": (f"{_PACKAGE}.convert", "convert a checkpoint into a variant"),
-        "visualize": (f"{_PACKAGE}.visualize", "draw the attention of each head"),
+        "inspect": "show the size and cost of a checkpoint and its variants",
+        "benchmark": "time a model and its variants on this machine",
+        "frontier": "measure the quality of variants with smaller caches",
+        "convert": "convert a checkpoint into a variant",
+        "visualize": "draw the attention of each head",
     },
     "train": {
-        "uptrain": (f"{_PACKAGE}.uptrain", "train a converted checkpoint to restore its quality"),
-        "pretrain": (f"{_PACKAGE}.pretrain", "pretrain an encoder as a language model"),
-        "pretrain-t5": (f"{_PACKAGE}.pretrain_t5", "pretrain a T5 with span corruption"),
-        "classify": (f"{_PACKAGE}.classify", "fine-tune and evaluate a classifier on your own tables"),
-        "glue": (f"{_PACKAGE}.glue", "fine-tune and evaluate on a GLUE task"),
-        "average": (f"{_PACKAGE}.average", "print a table of GLUE scores averaged over seeds"),
-        "squad": (f"{_PACKAGE}.squad", "fine-tune and evaluate on SQuAD"),
-        "seq2seq": (f"{_PACKAGE}.seq2seq", "fine-tune and evaluate an encoder-decoder on text pairs"),
-        "ner": (f"{_PACKAGE}.ner", "fine-tune and evaluate a token classifier (named entities)"),
-        "sweep": (f"{_PACKAGE}.sweep", "repeat a training for several variants and seeds"),
+        "uptrain": "train a converted checkpoint to restore its quality",
+        "pretrain": "pretrain an encoder as a language model",
+        "pretrain-t5": "pretrain a T5 with span corruption",
+        "classify": "fine-tune and evaluate a classifier on your own tables",
+        "glue": "fine-tune and evaluate on a GLUE task",
+        "average": "print a table of GLUE scores averaged over seeds",
+        "squad": "fine-tune and evaluate on SQuAD",
+        "seq2seq": "fine-tune and evaluate an encoder-decoder on text pairs",
+        "ner": "fine-tune and evaluate a token classifier (named entities)",
+        "sweep": "repeat a training for several variants and seeds",
     },
     "share and serve": {
-        "export": (f"{_PACKAGE}.export", "export a variant for runtimes that run no custom code"),
-        "push": (f"{_PACKAGE}.push", "push a checkpoint, its code and its model card to the Hub"),
-        "refresh": (f"{_PACKAGE}.refresh", "save a repository again with the current code"),
+        "export": "export a variant for runtimes that run no custom code",
+        "push": "push a checkpoint, its code and its model card to the Hub",
+        "refresh": "save a repository again with the current code",
     },
 }
-COMMANDS = {name: command for group in COMMAND_GROUPS.values() for name, command in group.items()}
+COMMANDS = {name: summary for group in COMMAND_GROUPS.values() for name, summary in group.items()}
 
-# The packages of the extra `train` (import name: distribution name), and the commands that work without them.
+# The packages of the extra `train` (import name: distribution name), and the commands that need them.
 TRAIN_PACKAGES = {
     "datasets": "datasets",
     "evaluate": "evaluate",
@@ -53,7 +48,7 @@ TRAIN_PACKAGES = {
     "scipy": "scipy",
     "sklearn": "scikit-learn",
 }
-WITHOUT_EXTRA = ("inspect", "benchmark", "average", "convert", "frontier", "visualize", "export", "push", "refresh")
+WITH_EXTRA = (*TRAINING_COMMANDS, "sweep")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,9 +80,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
     """
 
     def work() -> None:
-        _check_environment()
-        module = importlib.import_module(COMMANDS[command][0]) if isinstance(command, str) else command
-        _check_unicode(sys.argv[1:] if argv is None else argv)
+        module = load_command(command) if isinstance(command, str) else command
         # The parsers of the commands read their program name from `sys.argv[0]` (`command_line.program_name`).
         original_name, sys.argv[0] = sys.argv[0], program or sys.argv[0]
         try:
@@ -138,42 +131,17 @@ def _log_retries_once() -> None:
 
 def _check_extra(command: str) -> None:
     missing = [name for module, name in TRAIN_PACKAGES.items() if importlib.util.find_spec(module) is None]
-    if missing and command not in WITHOUT_EXTRA:
+    if missing and command in WITH_EXTRA:
         raise ValueError(
             f"`{command}` needs {', '.join(missing)}. Install this package with its extra `train`: "
             "`pip install -e '.[train]'` in a clone, or `pip install 'FILE.whl[train]'` for a wheel."
         )
 
 
-def _check_environment() -> None:
-    # Transformers cannot be imported in either case.
-    if sys.flags.optimize > 1:
-        raise ValueError(
-            "Python must not run with -OO or PYTHONOPTIMIZE=2, because Transformers reads docstrings. "
-            "Use PYTHONOPTIMIZE=1, or unset it."
-        )
-    try:
-        os.getcwd()
-    except OSError:
-        raise FileNotFoundError("The working directory no longer exists. Change to another directory.") from None
-
-
-def _check_unicode(argv: Sequence[str]) -> None:
-    # Tokenizers, safetensors and JSON accept only UTF-8, in texts and in file names.
-    for argument in argv:
-        try:
-            argument.encode()
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"The argument {argument!r} must be UTF-8. Encode texts as UTF-8, and rename files whose names are "
-                "not UTF-8."
-            ) from None
-
-
 def _build_parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     groups = "\n\n".join(
-        f"{title}:\n" + "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in group.items())
+        f"{title}:\n" + "\n".join(f"  {name:<{width}}  {summary}" for name, summary in group.items())
         for title, group in COMMAND_GROUPS.items()
     )
     parser = CommandParser(

@@ -10,19 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = [
-    "MODEL_NAMES",
-    "CommandParser",
-    "HelpFormatter",
-    "add_checkpoint_argument",
-    "documentation",
-    "nearest_name",
-    "package_version",
-    "parse_with_checkpoint",
-    "program_name",
-]
-
-
 # The architectures that this package supports, as `--help` lists them.
 MODEL_NAMES = (
     "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, T5 and mT5, UMT5, BART, mBART, Marian, M2M100 and NLLB, PEGASUS, "

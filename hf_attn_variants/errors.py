@@ -4,22 +4,9 @@ import os
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-
-__all__ = [
-    "INTERRUPTED",
-    "NonFiniteLossError",
-    "TerminatedError",
-    "as_value_error",
-    "exit_on_interrupt",
-    "is_first_process",
-    "is_out_of_memory",
-    "run_script",
-    "unwind_on_interrupt",
-]
 
 INTERRUPTED = "Stopped by Ctrl-C"
 
@@ -96,8 +83,6 @@ def run_script(main: Callable[[], Any]) -> int:
         is_expected = no_memory or isinstance(error, ValueError | OSError | NonFiniteLossError)
         if not is_expected or os.environ.get("ATTN_VARIANTS_DEBUG") == "1":
             raise
-        if _is_print_error(error):
-            return _exit_status(2, NOT_PRINTED.format(error))
         message = " ".join(_original_message(error).split()) or type(error).__name__
         if no_memory:
             message = f"There is not enough memory ({message[:200]}). Use a smaller batch size or a smaller model."
@@ -125,20 +110,6 @@ def _is_upstream_changed(error: Exception) -> bool:
     # Importing the module here might fail for the same reason.
     module = sys.modules.get("hf_attn_variants.modeling.transformers_internals")
     return module is not None and isinstance(error, module.UpstreamChanged)
-
-
-def _is_print_error(error: Exception) -> bool:
-    """Return whether an error was raised by a `print` to a stdout that cannot be written.
-
-    Errors of the operating system have an `errno`, those of this package do not. An error about a file has a file
-    name.
-    """
-    if not isinstance(error, OSError) or error.errno is None or error.filename is not None:
-        return False
-    if error.__traceback__ is None:
-        return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return "print" in frame.f_code.co_names
 
 
 def _original_message(error: Exception) -> str:

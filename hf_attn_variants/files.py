@@ -1,5 +1,6 @@
-"""Names of the files in a model folder, and functions that write files and folders atomically."""
+"""Reading text files of users, the names of files in a model folder, and writing files and folders atomically."""
 
+import gzip
 import io
 import itertools
 import json
@@ -8,54 +9,215 @@ import os
 import re
 import shutil
 import signal
+import stat
+import string
 import tempfile
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-from .input_files import read_file
-
-__all__ = [
-    "BEST_MODEL_FILE",
-    "CARD_NAME",
-    "CONFIG_NAME",
-    "CONFUSION_FILE",
-    "CURVES_FILE",
-    "GENERATED_CARD",
-    "HISTORY_NAME",
-    "INDEX_NAME",
-    "LOGS",
-    "LOG_FILE",
-    "PICKLE_INDEX_NAME",
-    "PICKLE_SUFFIXES",
-    "PICKLE_WEIGHTS_NAME",
-    "PICTURES",
-    "PLACEHOLDER_PREFIX",
-    "REPORT_NAME",
-    "RESULTS_NAME",
-    "RESULT_FILES",
-    "SENTENCE_MODULES_NAME",
-    "STATE_FILE",
-    "TRACKER_FOLDERS",
-    "TRAINING_LEFTOVERS",
-    "WEIGHTS_NAME",
-    "atomic_write",
-    "check_disk_space",
-    "check_output_dir",
-    "is_generated_card",
-    "is_placeholder_config",
-    "load_json",
-    "make_folders",
-    "parse_json",
-    "remove_empty_folders",
-    "staged_folder",
-    "write_picture",
-    "write_problem",
-]
+from typing import Any, BinaryIO
 
 logger = logging.getLogger(__name__)
+
+COMPRESSED_SUFFIX = ".gz"
+MOST_BYTES = 2**31  # the limit for a file that is read at once
+MOST_LINE_BYTES = 2**28
+# Text compresses 3 to 20 times. Zeros or repetitions of one line compress 1000 times. More than `MOST_GROWTH` times is
+# an error after the first `GROWTH_BEGINS` bytes.
+MOST_GROWTH, GROWTH_BEGINS = 100, 2**22
+# The bytes of a .gz file that are checked when it is opened. Reading a megabyte of bad data line by line takes
+# minutes.
+CHECKED_BYTES = 2**25
+BUFFER_BYTES = 2**20
+
+
+def check_ordinary(path: Path) -> None:
+    """Raise OSError unless a path is an ordinary file."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{path} must be a file, but it is a folder.")
+    if not stat.S_ISREG(mode) and not os.path.samefile(path, os.devnull):  # the null device acts as an empty file
+        raise OSError(f"{path} must be an ordinary file, but it is a pipe, a socket or a device.")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a plain or gzip-compressed text file and return a reader of its uncompressed bytes.
+
+    Raises:
+        OSError: if the file does not exist or is not an ordinary file. While the file is read, too, if a .gz file
+            grows more than text can.
+        ValueError: while the file is read, if a line is too long.
+    """
+    check_ordinary(path)
+    if path.suffix == COMPRESSED_SUFFIX:
+        # The code that reads the file reports damaged .gz data together with the line.
+        with _LimitedFile(path) as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
+            buffer = bytearray(BUFFER_BYTES)
+            while file.tell() < CHECKED_BYTES and file.readinto(memoryview(buffer)):
+                pass
+    return io.BufferedReader(_LimitedFile(path), BUFFER_BYTES)
+
+
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the uncompressed bytes of a plain or gzip-compressed file.
+
+    Args:
+        path: the file.
+        most: the largest number of bytes.
+
+    Raises:
+        OSError: if the file does not exist, is not an ordinary file, or has more than `most` bytes.
+    """
+    check_ordinary(path)
+    blocks, size = [], os.path.getsize(path)
+    if size <= most:
+        with _LimitedFile(path, most) as file:
+            size = 0
+            while size <= most and (block := file.read(BUFFER_BYTES)):
+                blocks.append(block)
+                size += len(block)
+    if size > most:
+        raise OSError(f"{path} must have at most {most:,} bytes. Check that it is the right file.")
+    return b"".join(blocks)
+
+
+class _LimitedFile(io.RawIOBase):
+    """Uncompressed bytes of a file. Reading fails if a line is too long or the file grows more than text can."""
+
+    def __init__(self, path: Path, longest_line: int = MOST_LINE_BYTES):
+        self.path, self.longest_line = path, longest_line
+        self.stored = open(path, "rb")
+        self.file = gzip.open(self.stored) if path.suffix == COMPRESSED_SUFFIX else self.stored
+        self.line_bytes = 0  # since the last line feed
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.line_bytes = 0
+        return self.file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.file.read1(len(buffer))
+        buffer[: len(data)] = data
+        end = data.rfind(b"\n")
+        self.line_bytes = self.line_bytes + len(data) if end < 0 else len(data) - end - 1
+        if self.line_bytes > self.longest_line:
+            raise ValueError(
+                f"{self.path} is not a text file: a line has more than {self.longest_line:,} bytes. "
+                "Check that it is the right file."
+            )
+        if self.file is not self.stored:
+            size = self.file.tell()
+            if size > GROWTH_BEGINS + MOST_GROWTH * self.stored.tell():
+                growth = size // self.stored.tell()
+                raise OSError(
+                    f"{self.path} is not a text file: its uncompressed content is {growth} times as large. "
+                    "Check that it is the right file."
+                )
+        return len(data)
+
+    def close(self) -> None:
+        self.file.close()
+        self.stored.close()
+        super().close()
+
+
+# Other white space, such as a no-break space, counts as text, because somebody wrote it on purpose.
+BLANKS = string.whitespace
+# The number of bytes at the beginning of a file that decide how its lines end.
+INSPECTED_BYTES = 2**18
+# Carriage returns without a line feed after them.
+LONE_RETURN = re.compile(rb"\r+(?![\r\n])")
+
+
+def is_blank(text: str) -> bool:
+    """Return whether a text contains only ASCII white space."""
+    return not text.strip(BLANKS)
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be encoded as UTF-8. Half a surrogate pair, which JSON can contain, cannot."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of a file name in lowercase. For a .gz file, return the suffix before .gz.
+
+    Example:
+        >>> suffix_of(Path("train.CSV.gz"))
+        '.csv'
+    """
+    return (Path(path.stem).suffix if path.suffix == COMPRESSED_SUFFIX else path.suffix).lower()
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a file without their line ends, with the rules and errors of `whole_lines`."""
+    for line in whole_lines(path):
+        yield line.rstrip("\r\n")
+
+
+def whole_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file with their line ends.
+
+    A line ends with a line feed. A carriage return inside such a line is text, because crawled texts contain some that
+    their translations do not have. The first one is logged. If `ends_by_returns` is true, lines end with carriage
+    returns. No other character ends a line.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if the file is not text. The message names the line.
+    """
+    with _open_existing_file(path) as binary:
+        by_returns = ends_by_returns(binary)
+        file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="" if by_returns else "\n")
+        number, is_warned = 0, by_returns or suffix_of(path) in (".csv", ".tsv", ".json", ".jsonl")
+        try:
+            for number, line in enumerate(file, start=1):
+                if "\0" in line:
+                    raise ValueError(
+                        f"{path}, line {number}, contains a null character. Check that the file is a text file."
+                    )
+                if not is_warned and "\r" in line.rstrip("\r\n"):
+                    is_warned = True
+                    message = "%s, line %d: the line contains a carriage return, which is read as text."
+                    logger.warning(message, path, number)
+                yield line
+        except UnicodeDecodeError as error:
+            # All complete lines before the part with the error were already yielded.
+            number += 1 + error.object[: error.start].count(b"\r" if by_returns else b"\n")
+            raise ValueError(
+                f"{path}, line {number}, must be UTF-8 text ({error.reason}). Save the file as UTF-8."
+            ) from error
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise OSError(f"{path} is not a complete gzip file ({error}). Copy or compress it again.") from error
+
+
+def ends_by_returns(file: BinaryIO) -> bool:
+    """Return whether the lines of a file end with carriage returns, as old Mac programs write them.
+
+    This is the case if the first bytes contain more carriage returns without a line feed than line feeds. Afterwards,
+    the file position is the beginning of the file.
+    """
+    try:
+        head = file.read(INSPECTED_BYTES)
+    except (EOFError, gzip.BadGzipFile, zlib.error):  # the code that reads the file reports the error with the line
+        head = b""
+    file.seek(0)
+    return len(LONE_RETURN.findall(head)) > head.count(b"\n")
+
+
+def _open_existing_file(path: Path) -> BinaryIO:
+    return open_file(path.expanduser())
+
 
 # Files of a checkpoint, as Transformers and sentence-transformers name them.
 CONFIG_NAME = "config.json"
@@ -124,12 +286,8 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
         raise ValueError(f"{path} must be a JSON file: {error}.") from error
 
 
-def parse_json(text: str | bytes, **options: Any) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
-
-    Args:
-        text: the JSON text.
-        options: keyword arguments of `json.loads`.
 
     Raises:
         ValueError: if the text is not JSON, or has more than `MOST_NESTED` nested lists and objects. Python's own
@@ -140,7 +298,7 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         {'num_key_value_heads': 4}
     """
     try:
-        value = json.loads(text, **options)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"Lists and objects must not be nested so deeply ({error}).") from error
     containers = [value]
@@ -195,21 +353,12 @@ def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | 
         ValueError: if the folder is inside `source`.
     """
     path = Path(os.path.realpath(os.path.expanduser(output_dir)))
-    if path.is_symlink():
-        raise OSError(f"The output folder {str(path)!r} is a link to itself. Give a new folder.")
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"The output folder {str(path)!r} is a file. Give a new folder.")
-    if path.is_dir() and any(path.iterdir()):
+    if path.exists() and any(path.iterdir()):
         raise FileExistsError(f"The output folder {str(path)!r} is not empty. Give a new folder, or empty this one.")
     parent = _find_existing_ancestor(path)
-    if not parent.is_dir():
-        raise NotADirectoryError(
-            f"The output folder {str(path)!r} cannot be created, because {str(parent)!r} is a file. "
-            "Give another folder."
-        )
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(
-            f"The output folder {str(path)!r} cannot be created, because {str(parent)!r} is not writable. "
+            f"The output folder {str(path)!r} cannot be created, because {str(parent)!r} is not a writable folder. "
             "Give another folder."
         )
     if source is not None and Path(source).resolve() in path.parents:

@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass, field
 
-__all__ = ["TASKS", "GlueTask", "format_prediction", "get_task", "parse_label"]
-
 
 @dataclass(frozen=True)
 class GlueTask:

@@ -5,12 +5,15 @@ Without a config.json, a class would load the weights with default settings. The
 while files are moved. Until the replacement is complete, hidden folders contain the files that must still be moved.
 """
 
+import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from .files import (
     BEST_MODEL_FILE,
@@ -28,9 +31,8 @@ from .files import (
     atomic_write,
     is_generated_card,
     is_placeholder_config,
+    load_json,
 )
-
-__all__ = ["ADAPTER_FILES", "RESULTS", "STAGE", "replace_model", "unfinished_model_advice"]
 
 # Hidden folders: for writing the new model, for the complete new model, for the old model, and for files to delete.
 STAGE, NEW, OLD, GONE = ".tmp-model", ".new-model", ".old-model", ".tmp-replaced-model"
@@ -143,3 +145,193 @@ def _remove(path: Path) -> Path:
     """Remove a folder if it exists, and return its path."""
     shutil.rmtree(path, ignore_errors=True)
     return path
+
+
+# The file that each step writes. If a folder has both files, the conversion came first.
+STEP_FILES = {"conversion": REPORT_NAME, "training": RESULTS_NAME}
+FORMAT = 1
+# The fields of these files that model cards show, in addition to the scores and arguments of a training.
+REPORT_FIELDS = {
+    "conversion": """source source_revision method seed dtype architecture heads talking_heads parameters
+    kv_cache_bytes_per_token calibration quality versions seconds""".split(),
+    "training": """steps train_samples epoch train_runtime dataset task_name problem_type labels text_columns
+    objective seed date versions""".split(),
+}
+SCORE_PREFIXES = ("eval_", "initial_eval_", "test_")
+METADATA = ("license", "license_name", "license_link", "base_model", "tags", "language")
+# These fields belong together: a README.md with a license replaces all three.
+LICENSE_FIELDS = METADATA[:3]
+
+
+@dataclass
+class ModelHistory:
+    """Steps and metadata of a model.
+
+    Args:
+        steps: the steps in their order. Each has a "kind" ("conversion" or "training") and the `REPORT_FIELDS` of its
+            report.
+        metadata: the license, languages, base model and tags in the README.md of the original model.
+        problems: sentences about files, or parts of files, that could not be read.
+        has_all_terms: whether the README.md could be read, if there is one.
+    """
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    has_all_terms: bool = True
+
+
+def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
+    """Return the history of the model in a folder. Files that cannot be read are listed in `problems`.
+
+    Args:
+        folder: the model folder. The report of a step that model_history.json contains is not counted twice.
+        with_training: whether all_results.json counts as a step. It does not if the training is resumed.
+
+    Example:
+        >>> [step["kind"] for step in read_history(Path("runs/stsb")).steps]
+        ['conversion', 'training']
+    """
+    history = ModelHistory()
+    stored = _read_or_note(folder / HISTORY_NAME, history.problems)
+    earlier = stored.get("steps", [])
+    for number, step in enumerate(earlier if isinstance(earlier, list) else [None], 1):
+        kind = step.get("kind") if isinstance(step, dict) else None
+        if kind in (*STEP_FILES,):
+            history.steps.append(_select_fields(kind, step))
+        else:
+            history.problems.append(f"{folder / HISTORY_NAME}: this version does not know the kind of step {number}.")
+    for kind, name in STEP_FILES.items():
+        if kind == "training" and not with_training:
+            continue
+        report = _read_or_note(folder / name, history.problems)
+        if report and (step := _select_fields(kind, report)) not in history.steps:
+            history.steps.append(step)
+    history.metadata = _select_metadata(stored.get("metadata"))
+    try:
+        front_matter = _select_metadata(read_front_matter(folder / CARD_NAME))
+    except ValueError as error:
+        history.problems.append(str(error))
+        history.has_all_terms, front_matter = False, {}
+    if "license" in front_matter:
+        history.metadata = {name: value for name, value in history.metadata.items() if name not in LICENSE_FIELDS}
+    history.metadata |= front_matter
+    return history
+
+
+def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: bool = False) -> ModelHistory:
+    """Return the history of the checkpoint that a run starts from. Errors are listed in its `problems`.
+
+    Args:
+        model_name_or_path: a folder or a Hub id. Only the files with the history are downloaded. None means a new
+            model.
+        is_resumed: whether a run in this folder is resumed, so that the folder may contain its results.
+    """
+    if model_name_or_path is None:
+        return ModelHistory()
+    folder = Path(model_name_or_path).expanduser()
+    if folder.is_dir():
+        return read_history(folder, with_training=not is_resumed)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    history, missing = ModelHistory(), list[str]()
+    for name in (CARD_NAME, HISTORY_NAME, *STEP_FILES.values()):
+        try:
+            # After a first failure, only the cache is used, because each request could wait for a timeout.
+            path = hf_hub_download(str(model_name_or_path), name, local_files_only=bool(missing))
+            history = read_history(Path(path).parent)
+        except Exception as error:  # the Hub, the connection and the disk raise many types of errors
+            if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
+                missing.append(name)
+    if missing:
+        history.problems.append(f"{', '.join(missing)} of {model_name_or_path} could not be downloaded from the Hub.")
+    return history
+
+
+def write_history(folder: Path, history: ModelHistory) -> None:
+    """Write model_history.json atomically. An empty history is not written.
+
+    Raises:
+        OSError: if the file cannot be written. An old file is unchanged.
+    """
+    if history.steps or history.metadata:
+        content = {"format": FORMAT, "steps": history.steps, "metadata": history.metadata}
+        atomic_write(folder / HISTORY_NAME, json.dumps(content, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in a JSON file, or None if the file does not exist.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if the file does not contain a JSON object.
+    """
+    if not path.is_file():
+        return None
+    value = load_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must contain a JSON object, got {type(value).__name__}.")
+    return value
+
+
+def read_front_matter(path: Path) -> dict[str, Any]:
+    """Return the YAML metadata of a README.md, or an empty dictionary if the file does not exist.
+
+    Raises:
+        ValueError: if the metadata cannot be read.
+    """
+    if not path.is_file():
+        return {}
+    import yaml
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, AttributeError, OSError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"The metadata of {path} cannot be read: {' '.join(str(error).split())}.") from error
+
+
+def _read_or_note(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        return read_json(path) or {}
+    except (ValueError, OSError) as error:
+        problems.append(str(error))
+        return {}
+
+
+def _select_fields(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a report that model cards show."""
+    fields = {name: _join_lines(report[name]) for name in REPORT_FIELDS[kind] if report.get(name) is not None}
+    if kind == "training":
+        scores = {name: value for name, value in report.items() if name.startswith(SCORE_PREFIXES)}
+        fields |= {name: value for name, value in scores.items() if _is_number(value)}
+        arguments = report.get("arguments")
+        arguments = arguments if isinstance(arguments, dict) else {}
+        fields["arguments"] = {name: _join_lines(value) for name, value in arguments.items() if value is not None}
+    elif "source" in fields and "source_revision" not in fields:
+        fields["source"] = PurePath(str(fields["source"])).name  # the path of a local folder is private
+    return {"kind": kind, **fields}
+
+
+def _select_metadata(front_matter: Any) -> dict[str, Any]:
+    """Return the metadata of a README.md that also apply to models made from this model, if their types are valid."""
+    front_matter = front_matter if isinstance(front_matter, dict) else {}
+    metadata = {name: _clean_names(front_matter[name]) for name in METADATA if name in front_matter}
+    return {name: value for name, value in metadata.items() if value is not None}
+
+
+def _clean_names(value: Any) -> str | list[str] | None:
+    """Return a text or a list of texts, or None for other values. YAML reads the language "no" as False."""
+    if isinstance(value, list):
+        names = ["no" if item is False else _join_lines(item) for item in value]
+        return names if all(isinstance(name, str) for name in names) else None
+    return "no" if value is False else _join_lines(value) if isinstance(value, str) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _join_lines(value: Any) -> Any:
+    return " ".join(value.split()) if isinstance(value, str) else value

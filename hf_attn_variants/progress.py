@@ -11,8 +11,6 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
-__all__ = ["is_watched", "no_progress_bars", "progress_bar"]
-
 # Seconds between two updates of a bar, on a screen and in a log file.
 LIVE, LOGGED = 0.1, 20.0
 

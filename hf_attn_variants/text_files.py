@@ -13,33 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .command_line import nearest_name
-from .files import parse_json
-from .input_files import is_blank, is_unicode, lines_of, suffix_of, whole_lines
-
-__all__ = [
-    "TABLE_SUFFIXES",
-    "PlacedRows",
-    "RepeatingObject",
-    "TableRow",
-    "check_unused",
-    "column_names",
-    "column_value",
-    "filled_rows",
-    "has_column",
-    "has_texts",
-    "is_table",
-    "missing_column",
-    "parse_rows",
-    "read_columns",
-    "read_lines",
-    "read_pairs",
-    "read_placed_columns",
-    "read_placed_pairs",
-    "read_records",
-    "repeated_name",
-    "row_place",
-    "text_columns",
-]
+from .files import is_blank, is_unicode, lines_of, parse_json, suffix_of, whole_lines
 
 logger = logging.getLogger(__name__)
 
@@ -67,18 +41,16 @@ class TableRow(NamedTuple):
         values: the values by column.
         names_place: the location of the column names: "table.csv, line 1, the header". For a JSON object, the `place`.
         line: the number of the first line of the row. None in a JSON list.
+        file: the file, or the name of another source.
+        number: the number of the row in it, counted from 1.
     """
 
     place: str
     values: dict[str, Any]
     names_place: str
-    line: int | None
-
-
-class RepeatingObject(dict):
-    """JSON object that contains a name twice."""
-
-    name: str
+    line: int | None = None
+    file: str = ""
+    number: int = 1
 
 
 def row_place(file: Any, line: int | None, row: int) -> str:
@@ -150,7 +122,7 @@ def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
                 f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}, the "
                 f"last one {cells[-1][:60]!r}. {rule}"
             )
-        yield TableRow(place, dict(zip(header, cells, strict=True)), names_place, line)
+        yield TableRow(place, dict(zip(header, cells, strict=True)), names_place, line, str(path), number)
 
 
 def _read_to_first_text(lines: Iterator[str]) -> list[str]:
@@ -180,9 +152,7 @@ def _read_json_rows(path: Path) -> Iterator[TableRow]:
         place = row_place(path, line, number)
         if not isinstance(value, dict):
             raise ValueError(f"{place}: a row must be a JSON object, got {type(value).__name__}.")
-        if (name := repeated_name(value)) is not None:
-            raise ValueError(f"{place}: an object contains the name {name!r} twice. Rename one of them.")
-        yield TableRow(place, value, place, line)
+        yield TableRow(place, value, place, line, str(path), number)
 
 
 def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
@@ -195,7 +165,7 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
     lines = itertools.chain(begin, rest)
     if begin and begin[-1][1].lstrip().startswith("["):
         try:
-            values = parse_rows("\n".join(line for _, line in lines))
+            values = parse_json("\n".join(line for _, line in lines))
         except ValueError as error:
             raise ValueError(f"{path} must be a JSON list: {error}.") from error
         yield from ((None, value) for value in values)
@@ -204,7 +174,7 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
         if is_blank(line):
             continue
         try:
-            yield number, parse_rows(line)
+            yield number, parse_json(line)
         except json.JSONDecodeError as error:
             raise ValueError(
                 f"{path}, line {number}, column {error.colno}: the file must be a JSON list or have one JSON object "
@@ -212,38 +182,6 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
             ) from error
         except ValueError as error:  # for example, a number with thousands of digits
             raise ValueError(f"{path}, line {number}: {error}") from error
-
-
-def parse_rows(text: str | bytes) -> Any:
-    """Return the value of a JSON text. `repeated_name` finds the objects in it that contain a name twice.
-
-    Raises:
-        ValueError: if the text is not JSON or is nested too deeply, see `files.parse_json`.
-    """
-    return parse_json(text, object_pairs_hook=_build_object)
-
-
-def repeated_name(value: Any) -> str | None:
-    """Return a name that an object occurring in a value of `parse_rows` contains twice, or None.
-
-    The json module would silently use the last one of two values with the same name.
-    """
-    unvisited = [value]
-    while unvisited:
-        value = unvisited.pop()
-        if isinstance(value, RepeatingObject):
-            return value.name
-        unvisited += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return None
-
-
-def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) == len(pairs):
-        return values
-    repeating = RepeatingObject(values)
-    repeating.name = _find_repeated(name for name, _ in pairs) or ""
-    return repeating
 
 
 def _find_repeated(names: Iterable[str]) -> str | None:
@@ -288,12 +226,7 @@ def read_lines(paths: Sequence[str | os.PathLike], keep_blank: bool = False) -> 
     return texts
 
 
-def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> list[tuple[str, ...]]:
-    """Return the texts that `read_placed_pairs` reads."""
-    return read_placed_pairs(source_file, target_file).texts
-
-
-def read_placed_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> PlacedRows:
+def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> PlacedRows:
     """Return the pairs of lines of two parallel files. Pairs with a blank line are left out.
 
     Line i of one file belongs to line i of the other file.
@@ -316,17 +249,6 @@ def read_placed_pairs(source_file: str | os.PathLike, target_file: str | os.Path
 
 
 def read_columns(
-    paths: Sequence[str | os.PathLike],
-    columns: Sequence[str],
-    flag: str | None = None,
-    keep_blank: bool = False,
-    unused: str | None = None,
-) -> list[tuple[str, ...]]:
-    """Return the texts that `read_placed_columns` reads."""
-    return read_placed_columns(paths, columns, flag, keep_blank, unused).texts
-
-
-def read_placed_columns(
     paths: Sequence[str | os.PathLike],
     columns: Sequence[str],
     flag: str | None = None,

@@ -238,7 +238,7 @@ def _check_source(source: str, heads: int) -> None:
 def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
     """Return the task, the folder of its data (None for the Hub), and its rows with text1, text2 (pairs) and label."""
     from hf_attn_variants.glue_tasks import get_task
-    from hf_attn_variants.training.glue.data import load_glue
+    from hf_attn_variants.training.glue.task import load_glue
 
     embedded = args.task in (SIMILARITY, "stsb")
     task = get_task("stsb" if embedded else args.task)
@@ -276,7 +276,7 @@ def _make_glue_job(
     data = {"task_name": task.name} | ({"data_dir": data_dir} if data_dir else {})
 
     def glue(checkpoint: str | Path, output_dir: Path, *options: str, **flags: Any) -> float:
-        from hf_attn_variants.commands import glue as run_glue
+        from hf_attn_variants.commands.training import glue as run_glue
 
         flags = {"model_name_or_path": checkpoint, "output_dir": output_dir} | data | flags
         with (run / LOG).open("a", encoding="utf-8") as log, redirect_stdout(log):
@@ -317,7 +317,7 @@ def _convert(job: Job, method: str, heads: int, texts: Sequence[tuple[str, ...]]
 
 def _distil(job: Job, args: argparse.Namespace, seed: int, folder: Path, run: Path) -> None:
     """Train the converted model to reproduce the outputs of the original model on texts without labels."""
-    from hf_attn_variants.commands import uptrain
+    from hf_attn_variants.commands.training import uptrain
 
     train_file, columns = run / "texts.jsonl", ["text1", "text2"][: len(job.texts[0])]
     if not train_file.exists():

@@ -7,8 +7,8 @@ import pytest
 
 from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.text_files import read_lines, read_pairs, read_records
-from hf_attn_variants.training.glue.data import read_tsv
-from hf_attn_variants.training.ner.data import read_conll
+from hf_attn_variants.training.glue.task import read_tsv
+from hf_attn_variants.training.ner.task import read_conll
 from hf_attn_variants.training.pretraining import text_stream
 from hf_attn_variants.training.pretraining.text_stream import TextFile
 

@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_attn_variants import progress
 from hf_attn_variants.inspection.speed import measure_speed
-from hf_attn_variants.training.engine import outputs
+from hf_attn_variants.training.engine import session
 
 
 class Terminal(io.StringIO):
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 def training_bar(*args, **kwargs):
-    return outputs.progress_bar(Accelerator(cpu=True), iterable=args[0], **kwargs)
+    return session.progress_bar(Accelerator(cpu=True), iterable=args[0], **kwargs)
 
 
 @pytest.fixture(autouse=True)

@@ -26,18 +26,18 @@ def test_plain_and_gzip_lines_are_read_in_order_without_blank_lines(write):
 def test_carriage_return_inside_a_line_does_not_end_it(write):
     source = write("s.txt", "one\rhalf\r\ntwo\n")
     assert read_lines([source]) == ["one\rhalf", "two"]
-    assert read_pairs(source, write("t.txt.gz", "eins\nzwei\rhalb\n")) == [
+    assert read_pairs(source, write("t.txt.gz", "eins\nzwei\rhalb\n")).texts == [
         ("one\rhalf", "eins"),
         ("two", "zwei\rhalb"),
     ]
     table = write("t.csv", 'source,target\r\n"a\r\nb",c\r\n')
-    assert read_columns([table], ["source", "target"]) == [("a\r\nb", "c")]
+    assert read_columns([table], ["source", "target"]).texts == [("a\r\nb", "c")]
 
 
 @pytest.mark.parametrize("end", ["", ".gz"])
 def test_byte_order_mark_is_removed(write, end):
     assert read_lines([write(f"a.txt{end}", "\ufeffone\n")]) == ["one"]
-    assert read_columns([write(f"a.csv{end}", "\ufeffsource\none\n")], ["source"]) == [("one",)]
+    assert read_columns([write(f"a.csv{end}", "\ufeffsource\none\n")], ["source"]).texts == [("one",)]
     assert list(TextFile(write(f"b.txt{end}", "\ufeffone\n\ntwo")).read_articles()) == [(0, "one\n"), (8, "two")]
 
 
@@ -47,7 +47,7 @@ def test_byte_order_mark_is_removed(write, end):
         ("empty.txt", "\n  \n", ValueError, r"empty\.txt is empty"),
         ("latin.txt", b"cafe\n" * 5000 + b"caf\xe9\n", ValueError, r"latin\.txt, line 5001, must be UTF-8"),
         ("binary.txt", b"a\x00b\n", ValueError, r"binary\.txt, line 1, contains a null character"),
-        ("none.txt", None, OSError, r"none\.txt does not exist"),
+        ("none.txt", None, OSError, r"none\.txt"),
     ],
 )
 def test_unreadable_text_error_names_the_file(write, tmp_path, name, content, error, message):
@@ -68,7 +68,7 @@ def test_truncated_gzip_error_names_the_file(write):
 
 def test_parallel_files_need_equal_line_counts_and_skip_blank_lines(write):
     source, target = write("s.txt", "a\nb\nc\n"), write("t.txt.gz", "x\n\nz\n")
-    assert read_pairs(source, target) == [("a", "x"), ("c", "z")]
+    assert read_pairs(source, target).texts == [("a", "x"), ("c", "z")]
     with pytest.raises(ValueError, match=r"must have the same number of lines, got 3 and 2"):
         read_pairs(source, write("short.txt", "x\ny\n"))
     with pytest.raises(ValueError, match="are empty"):
@@ -87,7 +87,7 @@ def test_parallel_files_need_equal_line_counts_and_skip_blank_lines(write):
 )
 def test_tables_return_the_requested_columns(write, name, text):
     path = write(name, text)
-    assert read_columns([path], ("en", "de")) == [("a, b", "x"), ("c", "z")]
+    assert read_columns([path], ("en", "de")).texts == [("a, b", "x"), ("c", "z")]
     place = "line 1, the header" if name.endswith(("csv", "tsv")) else "row 1"
     with pytest.raises(ValueError, match=f"{place}: there is no column 'fr'; its columns are en, de"):
         read_columns([path], ("en", "fr"))
@@ -97,7 +97,7 @@ def test_tables_return_the_requested_columns(write, name, text):
 
 def test_rows_with_one_blank_side_give_a_warning(write, caplog):
     path = write("a.jsonl", '{"s": "\\u00a0", "t": ""}\n{"s": "", "t": " "}\n{"s": "one", "t": "two"}\n')
-    assert read_columns([path], ("s", "t")) == [("one", "two")]
+    assert read_columns([path], ("s", "t")).texts == [("one", "two")]
     assert (
         "2 of 3 rows are left out, because they contain a blank text. The first one is" in caplog.text
         and "row 1" in caplog.text
@@ -111,7 +111,7 @@ def test_table_with_only_half_blank_rows_raises_an_error(write):
 
 def test_dotted_name_selects_a_nested_column(write):
     path = write("rows.jsonl", '{"pair": {"en": "a", "de": "x"}, "c.d": "flat"}\n')
-    assert read_columns([path], ("pair.de", "c.d")) == [("x", "flat")]
+    assert read_columns([path], ("pair.de", "c.d")).texts == [("x", "flat")]
     with pytest.raises(ValueError, match=r"no column 'pair.fr'; its columns are pair.en, pair.de, c.d"):
         read_columns([path], ("pair.en", "pair.fr"))
 
@@ -119,7 +119,7 @@ def test_dotted_name_selects_a_nested_column(write):
 def test_blank_rows_are_kept_on_request(write):
     lines, table = write("a.txt", "one\n\ntwo\n"), write("a.csv", "s,t\none,1\n,2\n")
     assert read_lines([lines], keep_blank=True) == ["one", "", "two"]
-    assert read_columns([table], ["s"], keep_blank=True) == [("one",), ("",)]
+    assert read_columns([table], ["s"], keep_blank=True).texts == [("one",), ("",)]
     assert has_texts([{"t": "1"}, {}], "t") and has_texts([{"t": ""}, {"t": "2"}], "t")
     for rows in ([], [{"u": "1"}], [{"t": None}, {"t": "2"}], [{"t": ""}, {"t": " "}, {"t": None}]):
         assert not has_texts(rows, "t")
@@ -148,7 +148,7 @@ def test_unsupported_tables_raise_an_error(write, name, text, message):
 
 def test_csv_cells_may_be_long_and_truncated_csv_error_names_the_file(write):
     document = "word " * 40_000
-    assert read_columns([write("rows.csv", f'en,de\n"{document}",x\n')], ("en", "de")) == [(document, "x")]
+    assert read_columns([write("rows.csv", f'en,de\n"{document}",x\n')], ("en", "de")).texts == [(document, "x")]
     path = write("rows.csv.gz", "en,de\n" + "a,b\n" * 5000)
     path.write_bytes(path.read_bytes()[:-12])
     with pytest.raises(OSError, match=r"rows.csv.gz is not a complete gzip file"):

@@ -29,7 +29,7 @@ import hf_attn_variants
 from benchmarks.convert.conversion_subjects import SentenceEncoder, SentenceEncoderOnSentences
 from benchmarks.machine import machine
 from benchmarks.run_records import check_data_dir, write_rows
-from hf_attn_variants.commands import uptrain as uptrain_command
+from hf_attn_variants.commands.training import uptrain as uptrain_command
 from hf_attn_variants.conversion import Calibration
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 

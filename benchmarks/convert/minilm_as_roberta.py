@@ -23,7 +23,7 @@ from transformers import AutoModel, RobertaConfig, RobertaForMaskedLM
 from benchmarks.convert.conversion_quality import run_record
 from benchmarks.convert.conversion_subjects import SentenceEncoder
 from hf_attn_variants.commands import convert as command
-from hf_attn_variants.commands import pretrain
+from hf_attn_variants.commands.training import pretrain
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import sentence_embeddings
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from benchmarks.gpu.cells import Cells, main
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMaskedLM
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.losses import compute_logits, make_label_objective
+from hf_attn_variants.training.engine.optimization import compute_logits, make_label_objective
 from hf_attn_variants.training.engine.settings import LoopSettings
 
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 1024}

@@ -29,7 +29,7 @@ from benchmarks.convert.conversion_subjects import SentenceEncoder, sample_lines
 from benchmarks.machine import machine
 from benchmarks.run_records import check_data_dir, write_rows
 from hf_attn_variants.commands import convert as convert_command
-from hf_attn_variants.commands import uptrain as uptrain_command
+from hf_attn_variants.commands.training import uptrain as uptrain_command
 from hf_attn_variants.inspection import similarity_spearman
 
 ROOT = Path(__file__).resolve().parents[2]

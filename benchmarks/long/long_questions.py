@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from benchmarks.machine import machine
 from benchmarks.run_records import check_data_dir, write_rows
 from hf_attn_variants.commands import convert as convert_command
-from hf_attn_variants.commands import squad as squad_command
+from hf_attn_variants.commands.training import squad as squad_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DEV = "squad/dev-v1.1.json"

@@ -33,7 +33,7 @@ from benchmarks.run_records import check_data_dir, write_rows
 from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5EncoderModel, AttnVariantT5ForConditionalGeneration
-from hf_attn_variants.commands import uptrain as uptrain_command
+from hf_attn_variants.commands.training import uptrain as uptrain_command
 from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]

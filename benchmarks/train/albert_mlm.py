@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.run_records import check_arguments, check_data_dir
 from benchmarks.train.small_pretraining import ROOT, gate_scores, make_vocabulary, run_script, script, shown
-from hf_attn_variants.commands import pretrain as pretrain_mlm
+from hf_attn_variants.commands.training import pretrain as pretrain_mlm
 from hf_attn_variants.files import atomic_write
 
 VOCABULARY_SIZE = 100

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.run_records import check_arguments, check_data_dir, check_source, write_rows
 from benchmarks.train.compared_variants import MHA, VARIANTS, Variant
-from hf_attn_variants.commands import glue as run_glue
-from hf_attn_variants.commands import squad as run_squad
-from hf_attn_variants.commands import uptrain as uptrain
+from hf_attn_variants.commands.training import glue as run_glue
+from hf_attn_variants.commands.training import squad as run_squad
+from hf_attn_variants.commands.training import uptrain
 from hf_attn_variants.glue_tasks import get_task
-from hf_attn_variants.training.glue.data import load_glue
+from hf_attn_variants.training.glue.task import load_glue
 from hf_attn_variants.training.squad.data import read_squad
 
 ROOT = Path(__file__).resolve().parents[2]

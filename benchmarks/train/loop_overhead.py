@@ -33,15 +33,15 @@ from hf_attn_variants.files import atomic_write
 from hf_attn_variants.training.classification.task import make_classification_objective
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
+    MaskedLMPreparation,
     create_stream_dataloader,
     create_train_dataloader,
 )
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.losses import Objective
-from hf_attn_variants.training.engine.outputs import get_library_versions
+from hf_attn_variants.training.engine.optimization import Objective
+from hf_attn_variants.training.engine.session import get_library_versions
 from hf_attn_variants.training.engine.settings import LoopSettings
-from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation
-from hf_attn_variants.training.pretraining.masked_lm import make_masked_lm_objective
+from hf_attn_variants.training.pretraining.task import make_masked_lm_objective
 from hf_attn_variants.training.pretraining.text_stream import TextStream, check_text_files, stack_rows
 
 ROOT = Path(__file__).resolve().parents[2]

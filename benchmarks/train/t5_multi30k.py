@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.run_records import check_arguments, check_data_dir, check_source, write_rows
-from hf_attn_variants.commands import seq2seq as run_seq2seq
+from hf_attn_variants.commands.training import seq2seq as run_seq2seq
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/train/results"

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.run_records import check_arguments, check_data_dir, write_rows
 from benchmarks.train.small_pretraining import ROOT, gate_scores, make_vocabulary, run_script, script, shown
-from hf_attn_variants.commands import pretrain_t5 as pretrain_span_corruption
-from hf_attn_variants.training.engine.outputs import read_log
+from hf_attn_variants.commands.training import pretrain_t5 as pretrain_span_corruption
+from hf_attn_variants.training.engine.session import read_log
 from hf_attn_variants.training.pretraining.span_corruption import SpanCorruption
 from hf_attn_variants.training.pretraining.task import MIN_COST
 from hf_attn_variants.training.pretraining.text_stream import check_text_files, read_blocks

@@ -9,12 +9,11 @@ from typing import Any
 
 from choice_settings import ANSWER_FORMATS
 
-from hf_attn_variants.input_files import is_blank
-from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column, parse_rows
-from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
-from hf_attn_variants.training.classification.labels import read_cell
+from hf_attn_variants.files import is_blank, parse_json
+from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column
+from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows, read_cell
 from hf_attn_variants.training.engine import tables
-from hf_attn_variants.training.engine.tables import SplitRow, SplitRows, get_label_name, get_text
+from hf_attn_variants.training.engine.tables import SplitRows, TableRow, get_label_name, get_text
 
 # Common names of columns. Columns with these names need no flag. Choices may also be in ending0, ending1, and so on.
 COMMON_NAMES = {
@@ -37,7 +36,7 @@ class ChoiceRow:
         answer: The content of the answer column as text, or None if the answer is unknown.
     """
 
-    record: SplitRow
+    record: TableRow
     context: str | None
     question: str | None
     choices: list[str]
@@ -70,7 +69,7 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
     return splits, columns | {"answer_format": answer_format}
 
 
-def _find_columns(first: SplitRow, settings: Any) -> dict[str, Any]:
+def _find_columns(first: TableRow, settings: Any) -> dict[str, Any]:
     """Return the column of each setting, from the settings and from common names."""
     names_in_table = column_names(first.values)
     columns = {flag: getattr(settings, flag) for flag in COMMON_NAMES}
@@ -115,7 +114,7 @@ def _read_rows(name: str, source: SplitRows, columns: dict[str, Any]) -> list[Ch
     return rows
 
 
-def _get_choices(record: SplitRow, columns: Sequence[str]) -> list[str]:
+def _get_choices(record: TableRow, columns: Sequence[str]) -> list[str]:
     """Return the choices of a row. The last ones of several columns may be blank."""
     for column in columns:
         if not has_column(record.values, column):
@@ -125,7 +124,7 @@ def _get_choices(record: SplitRow, columns: Sequence[str]) -> list[str]:
         [values] = values
         if isinstance(values, str):
             with contextlib.suppress(ValueError):
-                values = parse_rows(values)
+                values = parse_json(values)
     else:
         while values and is_blank(str(values[-1] or "")):
             values.pop()

@@ -18,14 +18,20 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_attn_variants.training.classification.data import ClassificationSplit
 from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
-from hf_attn_variants.training.engine.losses import (
+from hf_attn_variants.training.engine.models import (
+    check_end_token,
+    check_max_length,
+    check_trained_head,
+    fit_token_types,
+    load_model,
+    load_tokenizer,
+)
+from hf_attn_variants.training.engine.optimization import (
     Objective,
     compute_logits,
     compute_target_logits,
     make_label_objective,
 )
-from hf_attn_variants.training.engine.models import check_end_token, check_trained_head, load_model
-from hf_attn_variants.training.engine.tokenizers import check_max_length, fit_token_types, load_tokenizer
 
 HEAD = "ForMultipleChoice"
 

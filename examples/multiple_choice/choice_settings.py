@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_attn_variants.training.engine.options import ALWAYS, AT_LEAST_1, WITH_BEST_WEIGHTS, check_metric, option
-from hf_attn_variants.training.engine.settings import TableSettings
+from hf_attn_variants.training.engine.settings import (
+    ALWAYS,
+    AT_LEAST_1,
+    WITH_BEST_WEIGHTS,
+    TableSettings,
+    check_metric,
+    option,
+)
 
 ANSWER_FORMATS = ("letter", "from_0", "from_1", "text")
 

@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 from hf_attn_variants.training import FineTuningTask
 from hf_attn_variants.training.classification.data import ClassificationSplit, hash_rows, make_rows
 from hf_attn_variants.training.classification.task import EvalSet
-from hf_attn_variants.training.engine.dataloaders import prepare_eval_dataloader
-from hf_attn_variants.training.engine.finetune import MetricEvaluator, run_rows
-from hf_attn_variants.training.engine.losses import Objective
 from hf_attn_variants.training.engine.models import load_config
+from hf_attn_variants.training.engine.optimization import Objective
+from hf_attn_variants.training.engine.settings import check_dev_settings
 
 NO_TRAINING_QUESTIONS = ClassificationSplit("train", make_rows({}))
 
@@ -35,7 +34,7 @@ def format_question(row: dict[str, Any]) -> str:
     return " \\n ".join(parts)
 
 
-class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
+class ChoiceTask(FineTuningTask[Any]):
     """Training of a model that chooses among texts. The `__init__` of a subclass sets `train` and `dev`.
 
     Attributes:
@@ -71,12 +70,11 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
     def objective(self) -> Objective:
         return self.choice_model.objective()
 
-    def make_evaluator(self, model: nn.Module) -> MetricEvaluator | None:
-        self.model = model
+    def prepare_evaluation(self) -> bool:
         self.dev_set: Any = self.dev and self.make_eval_set(self.dev)
-        return MetricEvaluator(self._compute_dev_scores) if self.dev else None
+        return self.dev_set is not None
 
-    def _compute_dev_scores(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         """Return the metrics of the dev questions."""
         self.dev_shares = self.compute_log_shares(self.dev_set)
         return self.compute_scores(self.dev_set, self.dev_shares)
@@ -95,17 +93,15 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
             logits = self.choice_model.scores(self.model, batch)
             return (nn.functional.pad(logits, (0, most - logits.shape[1]), value=-torch.inf),)
 
-        loader, order, name = questions.loader, questions.order, questions.split.name
-        [logits] = run_rows(self.accelerator, self.model, loader, order, outputs, name, self.settings)
+        [logits] = self.run_rows(questions.batches, outputs, questions.split.name)
         return log_softmax(logits.astype(np.float64), axis=-1)
 
     def make_eval_set(self, split: ClassificationSplit) -> EvalSet:
         """Tokenize a split and return it with its batches."""
         data = self._tokenize(split)
         unused = [name for name in ("length", "label") if name in data.column_names]
-        rows, lengths = data.remove_columns(unused), data["length"]
-        loader, order = prepare_eval_dataloader(self.settings, self.accelerator, rows, lengths, self.collate)
-        return EvalSet(split, loader, order, data["label"][:] if "label" in unused else None)
+        batches = self.make_eval_batches(data.remove_columns(unused), data["length"])
+        return EvalSet(split, batches, data["label"][:] if "label" in unused else None)
 
     def _tokenize(self, split: ClassificationSplit) -> Any:
         """Tokenize a split. The main process tokenizes first, and the other processes read its cache."""
@@ -118,9 +114,9 @@ class ChoiceTask(FineTuningTask[Any, MetricEvaluator]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": self.dev and hash_rows(self.dev)}
 
-    def dev_results(self, evaluator: MetricEvaluator) -> dict[str, Any]:
+    def dev_results(self) -> dict[str, Any]:
         rows = len(self.dev_set.split)
-        return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2)}
+        return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(self.eval_seconds, 1e-9), 2)}
 
 
 class MultipleChoiceFineTuning(ChoiceTask):
@@ -131,7 +127,7 @@ class MultipleChoiceFineTuning(ChoiceTask):
     def __init__(self, settings: Any, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.splits, self.columns = load_choice_data(settings)
-        settings.check_dev("validation" in self.splits)
+        check_dev_settings(settings, "validation" in self.splits)
         self.train = self.splits.get("train", NO_TRAINING_QUESTIONS).take(settings.max_train_samples)
         dev = self.splits.get("validation")
         self.dev = dev and dev.take(settings.max_eval_samples)
@@ -140,7 +136,7 @@ class MultipleChoiceFineTuning(ChoiceTask):
         columns = {name: value for name, value in self.columns.items() if value is not None}
         return columns | ({"worded": True} if self.config.is_encoder_decoder else {})
 
-    def predictions(self, evaluator: MetricEvaluator) -> dict[str, str]:
+    def predictions(self) -> dict[str, str]:
         return {"dev.jsonl": self._format_predictions(self.dev_set, self.dev_shares)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:

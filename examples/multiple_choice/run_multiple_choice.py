@@ -10,24 +10,32 @@ from attn_variants import run  # the package is imported later, so that `--help`
 
 def parse_args(argv: Sequence[str] | None = None) -> Any:
     """Parse the command line, or `argv`, as `MultipleChoiceSettings`."""
-    from choice_settings import MultipleChoiceSettings
-
-    from hf_attn_variants.commands.training import parse_settings
-
-    script = "examples/multiple_choice/run_multiple_choice.py"
-    return parse_settings(
-        MultipleChoiceSettings, argv, script, str(__doc__), "See README.md in the folder of this script for examples."
-    )
+    return _make_command().parse_args(argv)
 
 
 def main(settings: Any) -> dict[str, Any]:
     """Train, evaluate and predict. Return the results."""
+    return _make_command().main(settings)
+
+
+def _make_command() -> Any:
+    from choice_settings import MultipleChoiceSettings
+
+    from hf_attn_variants.commands.training import TrainingCommand
+
+    script, epilog = (
+        "examples/multiple_choice/run_multiple_choice.py",
+        "See README.md in the folder of this script for examples.",
+    )
+    return TrainingCommand(MultipleChoiceSettings, _train, script, str(__doc__), epilog)
+
+
+def _train(settings: Any) -> dict[str, Any]:
     from choice_task import MultipleChoiceFineTuning
 
-    from hf_attn_variants.commands.training import train_and_push
     from hf_attn_variants.training import fine_tune
 
-    return train_and_push(settings, lambda: fine_tune(MultipleChoiceFineTuning, settings))
+    return fine_tune(MultipleChoiceFineTuning, settings)
 
 
 if __name__ == "__main__":

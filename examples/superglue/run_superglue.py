@@ -13,24 +13,29 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "multiple_choice"))  #
 
 def parse_args(argv: Sequence[str] | None = None) -> Any:
     """Parse the command line, or `argv`, as `SuperGlueSettings`."""
-    from superglue_tasks import SuperGlueSettings
-
-    from hf_attn_variants.commands.training import parse_settings
-
-    script = "examples/superglue/run_superglue.py"
-    return parse_settings(
-        SuperGlueSettings, argv, script, str(__doc__), "See README.md in the folder of this script for examples."
-    )
+    return _make_command().parse_args(argv)
 
 
 def main(settings: Any) -> dict[str, Any]:
     """Train, evaluate and predict. Return the results."""
+    return _make_command().main(settings)
+
+
+def _make_command() -> Any:
+    from superglue_tasks import SuperGlueSettings
+
+    from hf_attn_variants.commands.training import TrainingCommand
+
+    script, epilog = "examples/superglue/run_superglue.py", "See README.md in the folder of this script for examples."
+    return TrainingCommand(SuperGlueSettings, _train, script, str(__doc__), epilog)
+
+
+def _train(settings: Any) -> dict[str, Any]:
     from superglue_task import get_task_class
 
-    from hf_attn_variants.commands.training import train_and_push
     from hf_attn_variants.training import fine_tune
 
-    return train_and_push(settings, lambda: fine_tune(get_task_class(settings), settings))
+    return fine_tune(get_task_class(settings), settings)
 
 
 if __name__ == "__main__":

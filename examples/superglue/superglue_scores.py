@@ -9,7 +9,7 @@ from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from superglue_data import Example
 from superglue_tasks import SuperGlueTask
 
-from hf_attn_variants.training.squad.metrics import score_answer
+from hf_attn_variants.training.squad.data import score_answer
 
 
 def compute_superglue_metrics(

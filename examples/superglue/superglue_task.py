@@ -10,14 +10,12 @@ from choice_task import NO_TRAINING_QUESTIONS, ChoiceTask
 from superglue_data import DIAGNOSTICS, Example, load_examples
 from superglue_scores import compute_diagnostic_scores, compute_superglue_metrics, format_submission
 from superglue_tasks import DATASET, get_superglue_task
-from torch import nn
 
 from hf_attn_variants.training import FineTuningTask
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows
 from hf_attn_variants.training.classification.task import (
     NO_TRAINING_ROWS,
     EvalSet,
-    LogitsEvaluator,
     SequenceClassification,
 )
 from hf_attn_variants.training.engine.models import load_config
@@ -29,7 +27,7 @@ def get_task_class(settings: Any) -> type[Any]:
     return SuperGlueChoice if chooses else SuperGlueClassification
 
 
-class _SuperGlue(FineTuningTask[Any, Any]):
+class _SuperGlue(FineTuningTask[Any]):
     """Base class of both task classes.
 
     `dev_logits` and the result of `compute_split_logits` have the format that `compute_superglue_metrics` expects.
@@ -53,7 +51,7 @@ class _SuperGlue(FineTuningTask[Any, Any]):
         names = {"dataset_type": DATASET, "dataset_name": self.name, "dataset_config": self.task.name}
         return {"dataset": names, "task_name": self.task.name, "worded": self.config.is_encoder_decoder}
 
-    def predictions(self, evaluator: Any) -> dict[str, str]:
+    def predictions(self) -> dict[str, str]:
         return {
             f"dev_{self.task.folder}.jsonl": format_submission(self.task, self.examples["validation"], self.dev_logits)
         }
@@ -69,18 +67,7 @@ class _SuperGlue(FineTuningTask[Any, Any]):
         return results, files
 
 
-class _Evaluator(LogitsEvaluator):
-    """Evaluator of the dev split that also stores its logits."""
-
-    def __init__(self, training: "SuperGlueClassification", *args: Any):
-        super().__init__(*args)
-        self.training = training
-
-    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        return self.training.compute_dev_scores(logits)
-
-
-class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator]):
+class SuperGlueClassification(_SuperGlue, SequenceClassification[Any]):
     """Fine-tuning of a classifier of texts or pairs. Each answer of MultiRC and each candidate of ReCoRD is a pair.
 
     The baselines of the paper mark the words of WiC and WSC by their hidden states. Here, symbols in the text mark
@@ -104,20 +91,12 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any, _Evaluator
             columns["label"] = [label for example in examples for label in example.labels or ()]
         return ClassificationSplit(name, make_rows(columns))
 
-    def make_evaluator(self, model: nn.Module) -> _Evaluator:
-        sets = [self.make_eval_set(split) for split in self.dev_splits]
-        self.evaluator = _Evaluator(self, self.accelerator, model, sets, self.label_map, self.settings)
-        return self.evaluator
-
-    def compute_dev_scores(self, logits: np.ndarray) -> dict[str, float]:
-        """Return the metrics of the dev split from logits in the order of the model's outputs."""
+    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
         self.dev_logits = logits[:, list(self.label_map.to_model)]
         return compute_superglue_metrics(self.task, self.examples["validation"], self.dev_logits)
 
     def compute_split_logits(self, name: str) -> np.ndarray:
-        return self.evaluator.predict_logits(self.make_eval_set(self._load_rows(name)))[
-            :, list(self.label_map.to_model)
-        ]
+        return self.predict_logits(self.make_eval_set(self._load_rows(name)))[:, list(self.label_map.to_model)]
 
     def results(self) -> dict[str, Any]:
         columns = {"labels": list(self.task.labels), "text_columns": list(self.task.fields)}

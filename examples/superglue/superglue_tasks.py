@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_attn_variants.training.engine.options import check_metric, option
-from hf_attn_variants.training.engine.settings import FineTuningSettings
+from hf_attn_variants.training.engine.settings import FineTuningSettings, check_metric, option
 
 DATASET = "aps/super_glue"  # on the Hub
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..command_line import CommandParser
 
-__all__ = ["main", "parse_args"]
-
 EXAMPLE = """\
 example:
   attn-variants average runs/glue-* --output_file glue.json

@@ -3,17 +3,13 @@
 import argparse
 import importlib.util
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS
-from ..training.engine.options import parse_json_flag
-
-__all__ = ["main", "parse_args"]
+from ..training.engine.settings import parse_json_flag
 
 EXAMPLE = """\
 examples:
@@ -89,7 +85,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
     args = parse_with_checkpoint(parser, argv)
-    _check_serving(parser, args)
+    if args.plot is not None:
+        _check_plot(parser, args.plot)
     return args
 
 
@@ -135,25 +132,12 @@ def _parse_fields(text: str) -> dict[str, Any]:
     return fields
 
 
-def _check_serving(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exit with an error message if flags cannot be combined with or without --serving."""
-    speed_flags = ["attention_window", "attention_kernel", "no_talking_heads", "no_latents"]
-    speed_flags = [name for name in speed_flags if getattr(args, name)]
-    if args.serving and speed_flags:
-        parser.error(f"--{speed_flags[0]} cannot be combined with --serving. Leave one of them out.")
-    if args.serving and (args.dtype != "float32" or args.device not in (None, "cpu")):
-        parser.error("--serving compares engines on the CPU in float32 and int8. Leave --dtype and --device out.")
-    for name in ("no_peak_memory", "plot", "compile", "variants", "engines"):
-        if getattr(args, name) and not args.serving:
-            parser.error(f"--{name} requires --serving. Add --serving, or leave --{name} out.")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
-        parser.error("--compile requires a C++ compiler. Install g++, or leave --compile out.")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+def _check_plot(parser: argparse.ArgumentParser, plot: str) -> None:
+    """Exit with an error message if the plot could not be written after the measurement."""
+    if importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot requires matplotlib. Run `pip install matplotlib`, or leave --plot out.")
-    if args.plot is not None and (not Path(args.plot).parent.is_dir() or Path(args.plot).is_dir()):
-        parser.error(f"--plot must be a file in an existing folder, got {args.plot}.")
-    if args.plot is not None and Path(args.plot).suffix.lower() != ".png":
-        parser.error(f"--plot must end in .png, got {args.plot}.")
+    if not Path(plot).parent.is_dir() or Path(plot).is_dir():
+        parser.error(f"--plot must be a file in an existing folder, got {plot}.")
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -172,8 +156,6 @@ def main(args: argparse.Namespace) -> Any:
     config = read_checkpoint_config(args.model_name_or_path, args.revision, args.token)
     transformers.logging.set_verbosity_error()
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"--threads must be at least 1, got {args.threads}.")
         torch.set_num_threads(args.threads)
     if args.serving:
         return _measure_serving(args, config)
@@ -198,6 +180,12 @@ def _print_conditions(args: argparse.Namespace, table: Any) -> None:
     )
 
 
+def _common_options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ("batch_size", "length", "max_new_tokens", "rounds")
+    options = {name: getattr(args, name) for name in names}
+    return {"checkpoint": args.model_name_or_path, "kv_heads": args.num_key_value_heads, **options}
+
+
 def _measure_serving(args: argparse.Namespace, config: Any) -> Any:
     from ..errors import as_value_error
     from ..inspection.tables import print_text
@@ -206,13 +194,8 @@ def _measure_serving(args: argparse.Namespace, config: Any) -> Any:
     with as_value_error(f"{args.model_name_or_path} cannot be built and run, because its configuration is not valid"):
         table = measure_serving(
             config,
-            checkpoint=args.model_name_or_path,
-            kv_heads=args.num_key_value_heads,
-            batch_size=args.batch_size,
-            length=args.length,
-            max_new_tokens=args.max_new_tokens,
+            **_common_options(args),
             num_beams=args.num_beams,
-            rounds=args.rounds,
             peak_memory=not args.no_peak_memory,
             compiles=args.compile,
             variants=args.variants,
@@ -284,17 +267,12 @@ def _measure_speed(args: argparse.Namespace, config: Any) -> Any:
     with as_value_error(f"{args.model_name_or_path} cannot be built and run, because its configuration is not valid"):
         return measure_speed(
             config,
-            checkpoint=args.model_name_or_path,
-            kv_heads=args.num_key_value_heads,
+            **_common_options(args),
             talking_heads=not args.no_talking_heads,
             latents=not args.no_latents,
             windows=args.attention_window,
             kernels=args.attention_kernel,
-            batch_size=args.batch_size,
-            length=args.length,
-            max_new_tokens=args.max_new_tokens,
             num_beams=1 if args.num_beams is None else args.num_beams,
-            rounds=args.rounds,
             dtype=args.dtype,
             device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         )

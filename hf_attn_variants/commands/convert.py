@@ -25,18 +25,7 @@ from ..conversion.calibration_settings import (
 )
 from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS, describe_field
-from ..training.engine.options import parse_json_flag
-
-__all__ = [
-    "CALIBRATION_OPTIONS",
-    "add_audio_argument",
-    "add_calibration_arguments",
-    "check_convertible",
-    "main",
-    "make_parser",
-    "parse_args",
-    "read_calibration_arguments",
-]
+from ..training.engine.settings import parse_json_flag
 
 # Copies of constants in `conversion`, whose modules take seconds to import. A test compares them.
 METHODS = ("aligned", "calibrated", "first", "mean", "random")
@@ -372,10 +361,7 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     }
     if args.calibration_audio_dir is not None:
         if text_options := [name for name in option_names if name not in AUDIO_OPTIONS]:
-            raise ValueError(
-                f"--{text_options[0]} is for text and cannot be combined with --calibration_audio_dir. "
-                "Leave one of them out."
-            )
+            raise ValueError(f"--{text_options[0]} is for text and cannot be combined with --calibration_audio_dir.")
         return read_audio_calibration(
             args.calibration_audio_dir, size=args.calibration_size, seed=args.seed, **settings
         )

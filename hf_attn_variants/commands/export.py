@@ -8,8 +8,6 @@ from ..command_line import CommandParser, add_checkpoint_argument, parse_with_ch
 from ..files import check_output_dir
 from .convert import DTYPES
 
-__all__ = ["main", "parse_args"]
-
 # Options that apply to only one format.
 FORMAT_OPTIONS = {"dtype": "transformers", "opset": "onnx", "quantization": "ctranslate2"}
 # The names of CTranslate2. They are repeated here, because importing its specifications would import torch.
@@ -67,9 +65,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     parser.add_argument("--disable_tqdm", action="store_true", help="show no progress bars")
     args = parse_with_checkpoint(parser, argv)
-    for name, export_format in FORMAT_OPTIONS.items():
-        if getattr(args, name) is not None and args.to != export_format:
-            parser.error(f"--{name} is only for --to {export_format}, got --to {args.to}. Leave --{name} out.")
     check_output_dir(args.output_dir)
     return args
 
@@ -84,7 +79,9 @@ def main(args: argparse.Namespace) -> Any:
     from ..progress import no_progress_bars
 
     options = {name: value for name, value in vars(args).items() if name not in ("to", "disable_tqdm")}
-    options = {name: value for name, value in options.items() if name not in FORMAT_OPTIONS or value is not None}
+    for name, export_format in FORMAT_OPTIONS.items():
+        if options[name] is None or args.to != export_format:
+            del options[name]
     export: Callable[..., Any]
     if args.to == "onnx":
         from ..export.onnx import export_onnx

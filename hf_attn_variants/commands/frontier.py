@@ -18,8 +18,6 @@ from .convert import (
     read_calibration_arguments,
 )
 
-__all__ = ["FRONTIER_JSON", "FRONTIER_PNG", "main", "parse_args"]
-
 logger = logging.getLogger(__name__)
 
 VARIANT_OPTIONS = (
@@ -142,13 +140,6 @@ def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     """Exit with an error message if the flags cannot be combined."""
     if args.calibration_file is None and args.calibration_audio_dir is None:
         parser.error("--calibration_file is required for the measurement (for Whisper: --calibration_audio_dir).")
-    for kind in ("file", "audio_dir"):
-        if getattr(args, f"held_out_{kind}") is not None and getattr(args, f"calibration_{kind}") is None:
-            parser.error(f"--held_out_{kind} requires --calibration_{kind}.")
-    if args.held_out_target_file is not None and args.held_out_file is None:
-        parser.error("--held_out_target_file requires --held_out_file.")
-    if args.loss is not None and not args.loss >= 0:
-        parser.error(f"--loss must be at least 0, got {args.loss}.")
 
 
 def main(args: argparse.Namespace) -> Any:
@@ -162,7 +153,7 @@ def main(args: argparse.Namespace) -> Any:
 
     from ..errors import INTERRUPTED
     from ..inspection.frontier.measure import SavedFrontier, load_source, measure_frontier, variants_to_try
-    from ..languages import set_languages
+    from ..model_properties import set_languages
     from ..progress import no_progress_bars
 
     output_dir = Path(args.output_dir).expanduser()

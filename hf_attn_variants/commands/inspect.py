@@ -9,8 +9,6 @@ from typing import Any
 
 from ..command_line import MODEL_NAMES, CommandParser, add_checkpoint_argument, parse_with_checkpoint
 
-__all__ = ["cost_cells", "main", "parse_args"]
-
 EXAMPLE = """\
 examples:
   attn-variants inspect google-t5/t5-small --batch_size 32 --length 1024

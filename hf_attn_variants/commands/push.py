@@ -7,8 +7,6 @@ from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 
-__all__ = ["main", "parse_args"]
-
 EXAMPLE = """\
 example (--dry_run only lists the files and prints the model card):
   %(prog)s bert-gqa4 --repo_id me/bert-gqa4 --private \\
@@ -103,7 +101,7 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _read_text(path: str | None) -> str | None:
-    from ..input_files import read_file
+    from ..files import read_file
 
     if path is None:
         return None

@@ -10,8 +10,6 @@ from typing import Any
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint
 from ..files import CARD_NAME, CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 
-__all__ = ["main", "parse_args"]
-
 EXAMPLE = """\
 examples (write a new folder; also push it to the Hub in one commit):
   attn-variants refresh bert-gqa4 --output_dir bert-gqa4-new

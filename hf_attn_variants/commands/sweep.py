@@ -1,17 +1,14 @@
 """Command `attn-variants sweep`."""
 
 import argparse
-import importlib
 import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ..command_line import CommandParser
-
-__all__ = ["JSON_FILE", "MARKDOWN_FILE", "PNG_FILE", "main", "parse_args"]
+from . import load_command
 
 JSON_FILE, MARKDOWN_FILE, PNG_FILE = "sweep_results.json", "sweep_results.md", "sweep_results.png"
 
@@ -62,7 +59,7 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
     file, output_dir = Path(args.file).expanduser(), Path(args.output_dir or "OUTPUT_DIR").expanduser()
     sweep = read_sweep(file, args.set, DEFAULT_METRICS)
     try:
-        runs = plan_runs(sweep, _import_command)
+        runs = plan_runs(sweep, load_command)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     if args.dry_run:
@@ -89,10 +86,6 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
     return results
 
 
-def _import_command(command: str) -> ModuleType:
-    return importlib.import_module(f".{command.replace('-', '_')}", __package__)
-
-
 def _check_models(runs: Sequence[Any]) -> None:
     """Check the new model or the conversion of each variant, because their runs may start only after hours.
 
@@ -104,10 +97,10 @@ def _check_models(runs: Sequence[Any]) -> None:
 
     for run in {run.contestant: run for run in runs}.values():  # all seeds of a variant have the same model
         command, *words = run.commands(Path("RUN"))[0]
-        settings = _import_command(command).parse_args(words)
+        settings = load_command(command).parse_args(words)
         try:
             if run.convert is not None:
-                _import_command(command).check_convertible(settings)
+                load_command(command).check_convertible(settings)
             elif isinstance(settings, NewModelSettings) and settings.model_name_or_path is None:
                 check_new_model(settings)
         except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Functions that the training commands share: making flags from settings, training, and pushing to the Hub."""
+"""The training commands: flags that are made from settings, examples, training, and pushing to the Hub."""
 
 import dataclasses
 import importlib
@@ -6,92 +6,76 @@ import inspect
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
-from ..training.engine.options import get_field_types, group_fields
-from ..training.engine.settings import NewModelSettings, TrainingSettings
+from ..training.classification import ClassificationSettings
+from ..training.engine.settings import NewModelSettings, TrainingSettings, get_field_types, group_fields
+from ..training.glue import GlueSettings
+from ..training.ner import NerSettings
+from ..training.pretraining import MaskedLMSettings, SpanCorruptionSettings
+from ..training.seq2seq import Seq2SeqSettings
+from ..training.squad import SquadSettings
+from ..training.uptraining import UptrainingSettings
 
-__all__ = ["parse_settings", "settings_parser", "train_and_push", "training_command"]
-
-Parsed = TypeVar("Parsed", bound=TrainingSettings)
-
-
-def settings_parser(settings: type[TrainingSettings], script: str, description: str, epilog: str) -> ArgumentParser:
-    """Return the parser for a settings class, with one flag per field and one argument group per class.
-
-    Args:
-        settings: the class whose fields become flags.
-        script: the name of the equivalent file in scripts/, which `--help` shows.
-        description: the text above the flags in `--help`.
-        epilog: the text below the flags in `--help`.
-    """
-    parser = CommandParser(prog=program_name(script), description=description, epilog=epilog)
-    types = get_type_hints(settings)
-    for title, fields in group_fields(settings):
-        group = parser.add_argument_group(title)
-        for setting in fields:
-            if setting.name == "model_name_or_path":
-                add_checkpoint_argument(group, setting.metadata["help"])
-            else:
-                group.add_argument(f"--{setting.name}", **_make_flag_options(setting, types[setting.name]))
-    return parser
+RESUMING = "To continue an interrupted run, repeat the command with --resume_from_checkpoint latest."
 
 
-def parse_settings(
-    settings: type[Parsed], argv: Sequence[str] | None, script: str, description: str, epilog: str
-) -> Parsed:
-    """Parse a command line and return the settings.
+@dataclass(frozen=True)
+class TrainingCommand:
+    """A training command. `cli.run` calls `parse_args` and `main`.
 
-    The process exits with status 2 if a flag is unknown, or has no value or a value of a wrong type.
-
-    Args:
-        settings: the class of the settings.
-        argv: the command line. None means the command line of the process.
-        script: the name of the equivalent file in scripts/, which `--help` shows.
-        description: the text above the flags in `--help`.
-        epilog: the text below the flags in `--help`.
-
-    Raises:
-        ValueError: if a value is outside of its range, or settings cannot be combined.
-    """
-    parser = settings_parser(settings, script, description, epilog)
-    needs_checkpoint = not issubclass(settings, NewModelSettings)
-    return settings(**vars(parse_with_checkpoint(parser, argv, required=needs_checkpoint)))
-
-
-def training_command(
-    settings: type[TrainingSettings], trains: str, script: str, description: str, epilog: str
-) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Return the functions `make_parser()`, `parse_args(argv)` and `main(settings)` of a training command.
-
-    Args:
-        settings: the class of the settings.
-        trains: "module:name" below the package `training`. The name is a `FineTuningTask` or a function of the
-            settings. It is imported when the training starts.
+    Attributes:
+        settings: the class of the settings, whose fields become flags.
+        trains: a function of the settings, or "module:name" below the package `training`. The name is such a function
+            or a `FineTuningTask`, and is imported when the training starts.
         script: the name of the equivalent file in scripts/, which `--help` shows.
         description: the text above the flags in `--help`.
         epilog: the text below the flags in `--help`.
     """
 
-    def make_parser() -> ArgumentParser:
-        """Return the parser of the command."""
-        return settings_parser(settings, script, description, epilog)
+    settings: type[TrainingSettings]
+    trains: str | Callable[[Any], dict[str, Any]]
+    script: str
+    description: str
+    epilog: str
 
-    def parse_args(argv: Sequence[str] | None = None) -> TrainingSettings:
-        """Parse the arguments of the command as `parse_settings` does. None means `sys.argv`."""
-        return parse_settings(settings, argv, script, description, epilog)
+    def make_parser(self) -> ArgumentParser:
+        """Return the parser of the command, with one flag per field and one argument group per settings class."""
+        epilog = f"{self.epilog}\n\n{RESUMING}"
+        parser = CommandParser(prog=program_name(self.script), description=self.description, epilog=epilog)
+        types = get_type_hints(self.settings)
+        for title, fields in group_fields(self.settings):
+            group = parser.add_argument_group(title)
+            for setting in fields:
+                if setting.name == "model_name_or_path":
+                    add_checkpoint_argument(group, setting.metadata["help"])
+                else:
+                    group.add_argument(f"--{setting.name}", **_make_flag_options(setting, types[setting.name]))
+        return parser
 
-    def main(settings: Any) -> dict[str, Any]:
+    def parse_args(self, argv: Sequence[str] | None = None) -> Any:
+        """Parse a command line and return the settings. None means the command line of the process.
+
+        The process exits with status 2 if a flag is unknown, or has no value or a value of a wrong type.
+
+        Raises:
+            ValueError: if a value is outside of its range, or settings cannot be combined.
+        """
+        needs_checkpoint = not issubclass(self.settings, NewModelSettings)
+        return self.settings(**vars(parse_with_checkpoint(self.make_parser(), argv, required=needs_checkpoint)))
+
+    def main(self, settings: Any) -> dict[str, Any]:
         """Train, evaluate and save the model, push it with `push_to_hub`, and return the results."""
         from ..training.engine.finetune import fine_tune
 
-        module, name = trains.split(":")
-        trainer: Any = getattr(importlib.import_module(f"..training.{module}", __package__), name)
+        trainer: Any = self.trains
+        if isinstance(trainer, str):
+            module, name = trainer.split(":")
+            trainer = getattr(importlib.import_module(f"..training.{module}", __package__), name)
         is_task = inspect.isclass(trainer)
         return train_and_push(settings, lambda: fine_tune(trainer, settings) if is_task else trainer(settings))
-
-    return make_parser, parse_args, main
 
 
 def train_and_push(settings: TrainingSettings, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -135,3 +119,216 @@ def _make_flag_options(setting: dataclasses.Field, annotation: Any) -> dict[str,
     if get_origin(kind) is tuple:
         return {"nargs": "+", "type": get_args(kind)[0], **flag}
     return {"type": kind, **flag}
+
+
+uptrain = TrainingCommand(
+    UptrainingSettings,
+    "uptraining.task:Uptraining",
+    "uptrain.py",
+    "Continue training a converted checkpoint to restore its quality.",
+    """examples (distillation of models with 4 key/value heads from their base models:
+a BERT on lines of text, a BERT on text pairs, a T5):
+  %(prog)s ./minilm-gqa4 --teacher ./minilm \\
+      --objective distill --train_file wikipedia/train-00000.txt.gz \\
+      --output_dir runs/minilm-gqa4 --group_by_length --cpu
+  %(prog)s ./squad-gqa4 --teacher ./squad \\
+      --objective distill --logits_weight 1 --attention_outputs_weight 0 \\
+      --trainable all --learning_rate 2e-5 --train_file pairs.jsonl \\
+      --text_columns question context --max_length 256 \\
+      --output_dir runs/squad-gqa4 --cpu
+  %(prog)s ./t5-gqa4 --teacher ./t5 \\
+      --objective seq2seq --source_file train.en.gz \\
+      --target_file train.de.gz --validation_source_file val.en.gz \\
+      --validation_target_file val.de.gz --predict_with_generate \\
+      --output_dir runs/t5-gqa4 --cpu
+a T5 without a teacher, with T5's pretraining objective (arXiv:2305.13245):
+  %(prog)s ./t5-mqa --objective span_corruption \\
+      --alpha 0.05 --pretraining_steps 1000000 --dataset_name allenai/c4 \\
+      --dataset_config_name en --max_eval_samples 512 \\
+      --output_dir runs/t5-mqa
+
+distill: the model reproduces the outputs of the layers and attentions of the teacher and, for an encoder-decoder, its
+distribution over the targets. With --logits_weight 1, an encoder also reproduces the distribution over classes or
+answers. mlm, seq2seq: the model is trained on the task and, if there is a teacher, on its outputs. embedding: the
+model reproduces the sentence embeddings of the teacher. span_corruption: a T5 predicts spans that are removed from a
+stream of text, with the default settings of T5's pretraining. For a classification task, use `attn-variants glue`.
+
+Without --max_train_steps, --num_train_epochs or --alpha, a run has 300 steps. Without validation files, the last 5 %%
+of the rows (at most 512) are the dev set. Dev metrics are computed before, during (--eval_steps) and after the
+training. --output_dir contains the complete checkpoint (model, code, tokenizer, further files of the original model),
+all_results.json, train_log.jsonl and training_curves.png.""",
+)
+
+pretrain = TrainingCommand(
+    MaskedLMSettings,
+    "pretraining.task:pretrain_masked_lm",
+    "pretrain_mlm.py",
+    "Pretrain an encoder (BERT, ALBERT, RoBERTa, ...) as a masked language model, or a BERT, RoBERTa or ELECTRA as a "
+    "causal language model. The training starts from scratch or from a checkpoint.",
+    """examples (a small BERT from scratch, on gzip shards of text with an empty line
+between articles):
+  %(prog)s --model_type bert \\
+      --tokenizer_name google-bert/bert-base-uncased --config_overrides \\
+      hidden_size=384,num_hidden_layers=6,intermediate_size=1536 \\
+      --train_file wikipedia/train-*.txt.gz \\
+      --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
+      --max_train_steps 10000 --learning_rate 1e-3 --num_warmup_steps 500 \\
+      --eval_steps 1000 --output_dir runs/bert
+
+causal language modeling with a multi-query decoder:
+  %(prog)s --objective clm --model_type bert \\
+      --tokenizer_name google-bert/bert-base-uncased \\
+      --num_key_value_heads 1 --train_file wikipedia/train-*.txt.gz \\
+      --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
+      --max_train_steps 10000 --learning_rate 5e-4 --num_warmup_steps 500 \\
+      --eval_steps 1000 --output_dir runs/decoder
+
+Text is read as a stream, tokenized and packed into blocks of --max_length during the training. --max_train_steps sets
+the length of the training. A flag for a field of variants, such as --talking_heads, makes the new model a variant.
+--output_dir contains the model with its tokenizer, all_results.json, train_log.jsonl and training_curves.png.
+eval_loss is the mean over the masked tokens (with clm, over all tokens) in nats, the logarithm of eval_perplexity.
+
+At the end, a gate checks whether the model uses its context: the dev loss must increase by at least 0.3 nats if the
+words are shuffled, and if attention is set to zero. A model that has learned only the frequencies of tokens fails.
+benchmarks/train/albert_mlm.py trains a small model that passes in 51 minutes on one CPU core. The examples above need
+a GPU and were not run to the end.""",
+)
+
+pretrain_t5 = TrainingCommand(
+    SpanCorruptionSettings,
+    "pretraining.span_corruption:pretrain_span_corruption",
+    "pretrain_span_corruption.py",
+    "Pretrain a T5 with span corruption, from scratch or from a checkpoint.",
+    """example (a small multi-query T5 from scratch, on gzip shards of text with an
+empty line between articles):
+  %(prog)s --model_type t5 \\
+      --tokenizer_name google-t5/t5-small --num_key_value_heads 1 \\
+      --train_file wikipedia/train-*.txt.gz \\
+      --validation_file wikipedia/valid.txt.gz --max_eval_samples 500 \\
+      --optim adafactor --adafactor_scale_parameter --learning_rate 1e-2 \\
+      --lr_scheduler_type inverse_sqrt --num_warmup_steps 500 \\
+      --max_train_steps 10000 --eval_steps 1000 --dropout_rate 0 \\
+      --output_dir runs/t5 \\
+      --config_overrides d_model=256,d_kv=32,d_ff=1024,num_layers=4,num_heads=8
+
+Text is read as a stream, tokenized and packed into blocks during the training. A block has --max_length input tokens
+and, with the default noise, at most a quarter as many target tokens. Like T5, the example uses Adafactor with steps
+in proportion to each parameter. AdamW with one learning rate for all parameters learns little more than the
+frequencies of tokens for a long time, because the embeddings of T5 are large. --output_dir contains the model with
+its tokenizer, all_results.json, train_log.jsonl and training_curves.png. eval_loss is the mean over the target tokens
+in nats.
+
+At the end, a gate checks whether the model uses its context: the dev loss must increase by at least 0.3 nats if the
+words of the inputs are shuffled, and if attention is set to zero. A model that has learned only the frequencies of
+tokens fails.""",
+)
+
+classify = TrainingCommand(
+    ClassificationSettings,
+    "classification.task:ClassificationFineTuning",
+    "run_classification.py",
+    "Fine-tune and evaluate a classifier of texts or text pairs on your own tables. A row has one label, several "
+    "labels, or a number (regression).",
+    """examples (one label per row; several labels; a number for pairs; predictions only):
+  %(prog)s ./minilm-gqa4 --train_file train.csv \\
+      --validation_file dev.csv --test_file test.csv --output_dir runs/reviews
+  %(prog)s ./minilm-gqa4 --train_file train.csv \\
+      --validation_file dev.csv --text_columns body --label_column tags \\
+      --label_separator ';' --class_weights balanced --output_dir runs/tags
+  %(prog)s ./minilm-gqa4 --train_file pairs.tsv.gz \\
+      --validation_file dev.jsonl --text_columns left right \\
+      --label_column similarity --problem_type regression \\
+      --output_dir runs/pairs
+  %(prog)s runs/reviews --test_file new.jsonl \\
+      --num_train_epochs 0 --output_dir runs/new
+
+The training rows determine the kind of labels. Words and whole numbers are classes. Numbers of which some have a
+decimal point are scores (regression). JSON lists, or cells with --label_separator, contain several labels. In unclear
+cases, the command reports file, row and column, and --problem_type decides: a word among numbers, whole numbers with a
+decimal point (1.0), or more than 200 different labels. Every training and dev row needs a label. If rows can have
+several labels, an empty cell means no label. A test table without labels (or with only empty labels or -1) is
+predicted, but not scored. Spaces around labels are removed. Classes are sorted (numbers by value), unless --labels
+gives another order.
+
+--output_dir contains the model, all_results.json (with the scores of each class), train_log.jsonl,
+training_curves.png, confusion_matrix.png, predictions_dev.jsonl and predictions_test.jsonl. The predictions have one
+row per line, with its number, label, prediction, probabilities and texts. Scores are computed on the dev rows. They
+are slightly optimistic if --metric_for_best_model or --early_stopping_patience selected the weights on these rows.""",
+)
+
+glue = TrainingCommand(
+    GlueSettings,
+    "glue.task:GlueFineTuning",
+    "run_glue.py",
+    "Fine-tune and evaluate a sequence classifier on a GLUE task.",
+    """example (STS-B from a folder of TSV files, on the CPU):
+  %(prog)s ./minilm-gqa4 --task_name stsb \\
+      --data_dir glue/STS-B --output_dir runs/stsb --num_train_epochs 3 \\
+      --learning_rate 5e-5 --group_by_length --cpu
+
+Without --data_dir, the task is read from nyu-mll/glue on the Hub. --output_dir contains the model, all_results.json,
+train_log.jsonl, training_curves.png, predictions_dev_<task>.tsv and, if there is a test file, predictions_<task>.tsv.
+To submit the latter to GLUE, remove the prefix from its name. Scores are computed on the dev set. They are slightly
+optimistic if --metric_for_best_model or --early_stopping_patience selected the weights on this set.""",
+)
+
+squad = TrainingCommand(
+    SquadSettings,
+    "squad.task:SquadFineTuning",
+    "run_squad.py",
+    "Fine-tune and evaluate extractive question answering on SQuAD v1.1 or v2.0.",
+    """example (SQuAD v1.1 from its JSON files, on the CPU):
+  %(prog)s ./minilm-gqa4 --train_file squad/train-v1.1.json \\
+      --validation_file squad/dev-v1.1.json --max_length 256 \\
+      --num_train_epochs 1 --group_by_length --output_dir runs/squad --cpu
+
+Without --train_file and --validation_file, SQuAD is read from the Hub: rajpurkar/squad, or rajpurkar/squad_v2 with
+--version_2_with_negative. A context that is longer than --max_length is cut into windows, which share --doc_stride
+tokens. "No answer" is the position of the first token, such as [CLS]. --output_dir contains the model,
+all_results.json (exact match and F1, computed as in the official scripts), train_log.jsonl, training_curves.png,
+predictions_dev.json (for the official scripts), predictions_nbest_dev.json and, for v2.0,
+predictions_null_odds_dev.json. With --test_file, it also contains the predictions for the test split. For v2.0,
+eval_best_f1 uses the threshold that is best on the dev set.""",
+)
+
+seq2seq = TrainingCommand(
+    Seq2SeqSettings,
+    "seq2seq.task:Seq2SeqFineTuning",
+    "run_seq2seq.py",
+    "Fine-tune and evaluate an encoder-decoder on text pairs: translation, summarization, GLUE, SQuAD.",
+    """examples (translation with greedy search and with 4 beams; STS-B as text; the
+score of a checkpoint):
+  %(prog)s ./t5-gqa2 --source_file train.en.gz \\
+      --target_file train.de.gz --validation_source_file val.en.gz \\
+      --validation_target_file val.de.gz --max_length 64 --num_beams 1 4 \\
+      --group_by_length --output_dir runs/en-de
+  %(prog)s google-t5/t5-small --task_name stsb \\
+      --data_dir glue/STS-B --max_target_length 8 --output_dir runs/t5-stsb
+  %(prog)s runs/en-de --validation_source_file val.en.gz \\
+      --validation_target_file val.de.gz --num_train_epochs 0 \\
+      --output_dir runs/en-de-scores
+
+Rows come from parallel files (--source_file and --target_file), from tables (--train_file with --source_column and
+--target_column, nested columns as translation.en), from a `datasets` source (--dataset_name), or from --task_name. The
+latter formats GLUE and SQuAD as text, as T5 does (arXiv:1910.10683). Rows with a blank source or target are left out,
+except in a test split without targets. --output_dir contains the model, all_results.json, train_log.jsonl,
+training_curves.png and predictions_<split>.jsonl with the source, references and prediction of each row.
+decode_tokens_per_second is the number of generated tokens divided by the time of the generation. T5 needs larger
+learning rates than BERT, so that the default is 3e-4.""",
+)
+
+ner = TrainingCommand(
+    NerSettings,
+    "ner.task:NerFineTuning",
+    "run_ner.py",
+    "Fine-tune and evaluate a token classifier, for example for named entities.",
+    """example:
+  %(prog)s ./bert-gqa4 --train_file conll/train.txt \\
+      --validation_file conll/valid.txt --test_file conll/test.txt \\
+      --num_train_epochs 3 --output_dir runs/conll
+
+Files have the format of CoNLL: in each line, the word comes first and its tag (O, B-... or I-...) last. An empty line
+follows each sentence. A `datasets` source has the columns tokens and ner_tags. --output_dir contains the model,
+all_results.json (precision, recall and F1 of whole entities, computed by seqeval), train_log.jsonl,
+training_curves.png and predictions_<split>.txt with one word and its tag per line.""",
+)

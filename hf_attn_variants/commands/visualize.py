@@ -11,8 +11,6 @@ from typing import Any
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..files import check_output_dir
 
-__all__ = ["HTML_FILE", "main", "parse_args"]
-
 HTML_FILE = "attention_maps.html"
 MAX_DRAWN_TOKENS = 64  # the labels of more tokens would not be readable
 
@@ -83,9 +81,8 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from transformers.utils import logging
 
     from ..registration import variant_config_class, variant_model_class
-    from ..training.engine.models import load_config, load_model
+    from ..training.engine.models import check_max_length, load_config, load_model, load_tokenizer
     from ..training.engine.settings import ModelSettings
-    from ..training.engine.tokenizers import check_max_length, load_tokenizer
 
     logging.set_verbosity_error()  # parts that do not affect the attention, such as a pooler, may be missing
     settings = ModelSettings(model_name_or_path=args.model_name_or_path, tokenizer_name=args.tokenizer_name)

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
-from ..model_history import read_json
+from ..model_folder import read_json
 from ..modeling.fields.field_checks import check_size
 from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
 from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..input_files import is_blank, is_unicode
+from ..files import is_blank, is_unicode
 
 if TYPE_CHECKING:
     import torch

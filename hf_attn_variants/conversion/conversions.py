@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
-from ..model_history import ModelHistory, read_history, write_history
+from ..model_folder import ModelHistory, read_history, write_history
 from .attention_tensors import POSITION_FIELDS, extend_positions, lengthen_tokenizer
 from .calibration_settings import CalibrationLike
 from .checkpoint.models import ModelReader, TensorSource, assemble, model_of_tensors

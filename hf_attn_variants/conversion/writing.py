@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import FEATURE_EXTRACTOR_NAME, GENERATION_CONFIG_NAME
 
 from ..files import CONFIG_NAME, INDEX_NAME, check_disk_space, staged_folder
-from ..model_history import read_json
+from ..model_folder import read_json
 from ..progress import progress_bar
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, LatentForm, best_latent, weight_forms

@@ -24,7 +24,7 @@ from ..conversion.request import resolve_dtype
 from ..conversion.writing import plan_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import used_fields, variant_config
-from ..model_history import read_history, write_history
+from ..model_folder import read_history, write_history
 from ..modeling.code_builder import file_names
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
 from ..modeling.mechanisms.mechanism import NONE

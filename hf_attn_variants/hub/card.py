@@ -24,7 +24,7 @@ from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write, load_j
 from ..glue_tasks import TASKS
 from ..inspection.costs import CostTable, cost_table, score_parts, used_fields, values_by_layer, variant_config
 from ..inspection.tables import talking_parts
-from ..model_history import ModelHistory, read_front_matter, read_history
+from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, card_text, row_of
 from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, MultiQuery, sharing_of
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class

@@ -27,7 +27,7 @@ from ..files import (
     TRACKER_FOLDERS,
     TRAINING_LEFTOVERS,
 )
-from ..model_history import read_history
+from ..model_folder import read_history
 from .card import (
     CardOptions,
     contains_local_path,

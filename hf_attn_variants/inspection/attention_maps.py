@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..input_files import is_unicode
+from ..files import is_unicode
 from ..model_properties import ignore_saved_length_limits
 from ..modeling.attention import attention_interface, mechanism_attention
 from ..modeling.attention.attention_sites import AttentionSite

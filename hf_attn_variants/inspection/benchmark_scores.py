@@ -8,7 +8,7 @@ from typing import Any
 
 from ..files import RESULTS_NAME
 from ..glue_tasks import TASKS
-from ..model_history import read_json
+from ..model_folder import read_json
 
 __all__ = ["GLUE_METRICS", "GlueRun", "ModelScores", "Spread", "model_scores", "read_runs"]
 

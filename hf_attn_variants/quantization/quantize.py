@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..instance_attributes import InstanceMethod
+from ..model_properties import InstanceMethod
 from .bfloat16 import TIMED_ROWS, make_bfloat16
 from .int8_weight import check_engine, current_plan, least_seconds
 from .packed_linear import (

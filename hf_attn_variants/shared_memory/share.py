@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
-from ..instance_attributes import WeakModuleAttribute
+from ..model_properties import WeakModuleAttribute
 from ..modeling.attention.attention_mixin import AttentionVariantMixin
 from ..modeling.attention.shared_rows import expand_and_mark
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin

@@ -14,20 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..input_files import read_file
-
-__all__ = [
-    "CONVERT",
-    "CONVERTED",
-    "MODEL",
-    "TRAINED",
-    "Sweep",
-    "SweepRun",
-    "axis_name",
-    "merge_flags",
-    "plan_runs",
-    "read_sweep",
-]
+from ..files import read_file
 
 CONVERT, MODEL = "convert", "model_name_or_path"
 KEYS = ("title", "command", "launch", "seeds", "metrics", "flags", CONVERT, "variants", "references", "grid")

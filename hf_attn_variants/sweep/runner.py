@@ -19,8 +19,6 @@ from ..files import CONFIG_NAME, RESULTS_NAME, atomic_write, load_json, make_fol
 from ..training.engine.checkpoints import FolderInUseError, list_checkpoints, lock_folder
 from .plan import CONVERTED, TRAINED, Sweep, SweepRun, axis_name
 
-__all__ = ["DEFAULT_METRICS", "LOG_NAME", "RunFolder", "collect", "draw_sweep", "markdown"]
-
 # Files in the folder of a run: its commands and results, and the output of its commands.
 RECORD_NAME, LOG_NAME = "run.json", "output.log"
 

@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (`__all__` is hidden from type checkers and ruff)
 """Fine-tuning, uptraining and pretraining. Each has a settings dataclass, and a task or a function that uses it.
 
 Names are imported at their first use, so that the settings can be imported without torch and Transformers.
@@ -16,44 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 _MODULES = {
     "ClassificationFineTuning": "classification.task",
-    "ClassificationSettings": "classification.settings",
+    "ClassificationSettings": "classification",
     "fine_tune": "engine.finetune",
     "FineTuningTask": "engine.finetune",
     "GlueFineTuning": "glue.task",
-    "GlueSettings": "glue.settings",
-    "MaskedLMSettings": "pretraining.settings",
+    "GlueSettings": "glue",
+    "MaskedLMSettings": "pretraining",
     "NerFineTuning": "ner.task",
-    "NerSettings": "ner.settings",
+    "NerSettings": "ner",
     "Seq2SeqFineTuning": "seq2seq.task",
-    "Seq2SeqSettings": "seq2seq.settings",
-    "SpanCorruptionSettings": "pretraining.settings",
+    "Seq2SeqSettings": "seq2seq",
+    "SpanCorruptionSettings": "pretraining",
     "SquadFineTuning": "squad.task",
-    "SquadSettings": "squad.settings",
+    "SquadSettings": "squad",
     "Uptraining": "uptraining.task",
-    "UptrainingSettings": "uptraining.settings",
-    "pretrain_masked_lm": "pretraining.masked_lm",
+    "UptrainingSettings": "uptraining",
+    "pretrain_masked_lm": "pretraining.task",
     "pretrain_span_corruption": "pretraining.span_corruption",
 }
-__all__ = [
-    "ClassificationFineTuning",
-    "ClassificationSettings",
-    "FineTuningTask",
-    "GlueFineTuning",
-    "GlueSettings",
-    "MaskedLMSettings",
-    "NerFineTuning",
-    "NerSettings",
-    "Seq2SeqFineTuning",
-    "Seq2SeqSettings",
-    "SpanCorruptionSettings",
-    "SquadFineTuning",
-    "SquadSettings",
-    "Uptraining",
-    "UptrainingSettings",
-    "fine_tune",
-    "pretrain_masked_lm",
-    "pretrain_span_corruption",
-]
 
 
 def _import_name(name: str) -> Any:
@@ -65,21 +46,22 @@ def _import_name(name: str) -> Any:
 
 # Type checkers do not see `__getattr__`, because with it they would accept any name.
 if TYPE_CHECKING:
-    from .classification.settings import ClassificationSettings
+    from .classification import ClassificationSettings
     from .classification.task import ClassificationFineTuning
     from .engine.finetune import FineTuningTask, fine_tune
-    from .glue.settings import GlueSettings
+    from .glue import GlueSettings
     from .glue.task import GlueFineTuning
-    from .ner.settings import NerSettings
+    from .ner import NerSettings
     from .ner.task import NerFineTuning
-    from .pretraining.masked_lm import pretrain_masked_lm
-    from .pretraining.settings import MaskedLMSettings, SpanCorruptionSettings
+    from .pretraining import MaskedLMSettings, SpanCorruptionSettings
     from .pretraining.span_corruption import pretrain_span_corruption
-    from .seq2seq.settings import Seq2SeqSettings
+    from .pretraining.task import pretrain_masked_lm
+    from .seq2seq import Seq2SeqSettings
     from .seq2seq.task import Seq2SeqFineTuning
-    from .squad.settings import SquadSettings
+    from .squad import SquadSettings
     from .squad.task import SquadFineTuning
-    from .uptraining.settings import UptrainingSettings
+    from .uptraining import UptrainingSettings
     from .uptraining.task import Uptraining
 else:
+    __all__ = sorted(_MODULES)
     __getattr__ = _import_name

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import BertConfig, BertModel
 
-from hf_attn_variants.commands import glue as run_glue
-from hf_attn_variants.commands import squad as run_squad
-from hf_attn_variants.commands import uptrain as uptrain
+from hf_attn_variants.commands.training import glue as run_glue
+from hf_attn_variants.commands.training import squad as run_squad
+from hf_attn_variants.commands.training import uptrain
 
 ROOT = Path(__file__).resolve().parents[2]
 

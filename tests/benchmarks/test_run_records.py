@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_attn_variants.commands import glue as run_glue
-from hf_attn_variants.commands import seq2seq as run_seq2seq
+from hf_attn_variants.commands.training import glue as run_glue
+from hf_attn_variants.commands.training import seq2seq as run_seq2seq
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["--model_name_or_path", "models/a", "--task_name", "cola", "--output_dir", "o", "--data_dir", "here/cola"]

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from hf_attn_variants.commands import convert as conversion_command
-from hf_attn_variants.commands import pretrain as pretrain_mlm
-from hf_attn_variants.commands import pretrain_t5 as pretrain_span_corruption
+from hf_attn_variants.commands.training import pretrain as pretrain_mlm
+from hf_attn_variants.commands.training import pretrain_t5 as pretrain_span_corruption
 
 ROOT = Path(__file__).resolve().parents[2]
 MAINS = {

@@ -260,7 +260,6 @@ def test_requested_conversions_are_timed(tmp_path, capsys):
         (["--serving", "--variants", "3"], "must be a JSON object"),
         (["--serving", "--variants", "{}"], "must be a JSON object"),
         (["--serving", "--variants", "{"], "must be JSON"),
-        (["--variants", '{"kv_lora_rank": 4}'], "--variants requires --serving"),
     ],
 )
 def test_invalid_conversion_of_serving_raises_an_error(flags, message, capsys):
@@ -378,26 +377,6 @@ def test_smaller_engine_is_advised_if_times_are_equal_within_noise():
     )
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--serving", "--attention_window", "4"], "--attention_window cannot be combined with --serving"),
-        (["--serving", "--no_latents"], "--no_latents cannot be combined with --serving"),
-        (["--serving", "--dtype", "bfloat16"], "Leave --dtype and --device out"),
-        (["--serving", "--device", "cuda"], "Leave --dtype and --device out"),
-        (["--plot", "a.png"], "--plot requires --serving"),
-        (["--no_peak_memory"], "--no_peak_memory requires --serving"),
-        (["--compile"], "--compile requires --serving"),
-        (["--engines", "int8"], "--engines requires --serving"),
-        (["--serving", "--plot", "no_folder/a.png"], "in an existing folder, got no_folder/a.png"),
-    ],
-)
-def test_serving_and_training_flags_cannot_be_mixed(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["benchmark", "somewhere", *flags])
-    assert message in capsys.readouterr().err
-
-
 @needs_ctranslate2
 def test_missing_decoder_start_token_raises_an_error(tmp_path):
     from hf_attn_variants.serving.engines import write_ctranslate2_folder
@@ -429,10 +408,3 @@ def test_serving_rejects_invalid_numbers(options, message, monkeypatch):
     monkeypatch.setattr(measure, "_time_engines", lambda *args: pytest.fail("it was timed"))
     with pytest.raises(ValueError, match=message):
         measure_serving(config_of(BERT), **options)
-
-
-def test_compile_without_a_compiler_raises_an_error(monkeypatch, capsys):
-    monkeypatch.setattr("hf_attn_variants.commands.benchmark.shutil.which", lambda name: None)
-    with pytest.raises(SystemExit):
-        cli.main(["benchmark", "t5-small", "--serving", "--compile"])
-    assert "--compile requires a C++ compiler" in capsys.readouterr().err

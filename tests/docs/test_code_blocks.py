@@ -31,6 +31,7 @@ from fixtures.squad import write_questions
 from hub.local_hub import TOKEN, LocalHub
 
 from hf_attn_variants import cli
+from hf_attn_variants.commands import load_command
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.glue_tasks import get_task
 from hf_attn_variants.quantization import packed_linear
@@ -208,12 +209,12 @@ class Reader:
         """Return the module with `parse_args` and `main` of a command, and the arguments."""
         if words[0] == "attn-variants":
             assert words[1] in cli.COMMANDS, f"attn-variants has no {words[1]}"
-            return importlib.import_module(cli.COMMANDS[words[1]][0]), words[2:]
+            return load_command(words[1]), words[2:]
         if words[:2] == ["python", "-m"]:
             return importlib.import_module(words[2]), words[3:]
         assert words[0] == "python" and (ROOT / words[1]).is_file(), f"no such program: {' '.join(words[:2])}"
         if named := re.search(r'run\("([\w-]+)"\)', (ROOT / words[1]).read_text(encoding="utf-8")):
-            return importlib.import_module(cli.COMMANDS[named[1]][0]), words[2:]
+            return load_command(named[1]), words[2:]
         self.monkeypatch.syspath_prepend(str((ROOT / words[1]).parent))  # as Python does for a script
         spec = importlib.util.spec_from_file_location(Path(words[1]).stem + "_of_the_docs", ROOT / words[1])
         module = importlib.util.module_from_spec(spec)

@@ -12,9 +12,9 @@ from datasets import List as ListFeature
 from run_multiple_choice import parse_args
 from transformers import AutoTokenizer
 
+from hf_attn_variants.text_files import TableRow
 from hf_attn_variants.training.classification.data import ClassificationSplit
 from hf_attn_variants.training.engine import tables
-from hf_attn_variants.training.engine.tables import SplitRow
 
 
 @pytest.fixture
@@ -136,7 +136,8 @@ def test_numbered_columns_are_choices(load):
 def rows_with(answers, choices):
     pairs = enumerate(zip(answers, choices, strict=True))
     return [
-        ChoiceRow(SplitRow("f", i, f"row {i}", {}, "f"), None, None, texts, answer) for i, (answer, texts) in pairs
+        ChoiceRow(TableRow(f"row {i}", {}, "f", None, "f", i), None, None, texts, answer)
+        for i, (answer, texts) in pairs
     ]
 
 

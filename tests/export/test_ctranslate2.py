@@ -28,7 +28,7 @@ from hf_attn_variants.commands.export import QUANTIZATIONS
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, model_tokens
 from hf_attn_variants.export.plain import source_model
-from hf_attn_variants.languages import set_languages
+from hf_attn_variants.model_properties import set_languages
 from hf_attn_variants.modeling.fields.field_table import FIELDS
 
 needs_engine = pytest.mark.skipif(importlib.util.find_spec("ctranslate2") is None, reason="needs ctranslate2")

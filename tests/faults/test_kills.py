@@ -15,7 +15,8 @@ from hub.local_hub import TOKEN, LocalHub
 from safetensors import safe_open
 
 from hf_attn_variants import AttnVariantBertModel
-from hf_attn_variants.commands import convert, glue
+from hf_attn_variants.commands import convert
+from hf_attn_variants.commands.training import glue
 from hf_attn_variants.files import staged_folder
 from hf_attn_variants.hub import plan_push, push_checkpoint
 from hf_attn_variants.model_folder import unfinished_model_advice

@@ -22,9 +22,15 @@ from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.hub import CardOptions, model_card, plan_push
 from hf_attn_variants.hub.card import is_untouched, write_card
 from hf_attn_variants.hub.push import list_folder_files
-from hf_attn_variants.model_folder import STAGE, replace_model
-from hf_attn_variants.model_history import REPORT_FIELDS, read_history, source_history, write_history
-from hf_attn_variants.training.engine import outputs
+from hf_attn_variants.model_folder import (
+    REPORT_FIELDS,
+    STAGE,
+    read_history,
+    replace_model,
+    source_history,
+    write_history,
+)
+from hf_attn_variants.training.engine import finetune
 
 README = """---
 license: mit
@@ -154,13 +160,13 @@ def test_continued_run_in_the_same_folder_is_one_training(tuned, tmp_path, monke
     folder = shutil.copytree(tuned.parent / "gqa2", tmp_path / "same")
     argv = ["glue", "--model_name_or_path", folder, "--output_dir", folder, *GLUE, *QUIET]
     argv += ["--checkpointing_steps", "1"]
-    write_results = outputs.write_results
+    write_results = finetune.write_results
 
     def interrupted(*arguments):
         write_results(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(outputs, "write_results", interrupted)
+    monkeypatch.setattr(finetune, "write_results", interrupted)
     assert cli.main([str(item) for item in (*argv, "--overwrite_output_dir")]) == 130
     assert (folder / "all_results.json").is_file()
     monkeypatch.undo()
@@ -370,7 +376,7 @@ def test_history_of_a_hub_id_loads_without_weights(tuned, hub, tmp_path):
     hub.create("me/plain", files={"config.json": b"{}"})
     code = """
 import json, sys
-from hf_attn_variants.model_history import source_history
+from hf_attn_variants.model_folder import source_history
 for found in map(source_history, sys.argv[1:]):
     kinds = [step["kind"] for step in found.steps]
     print(json.dumps([kinds, found.metadata.get("license"), found.problems]))

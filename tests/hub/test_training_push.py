@@ -7,7 +7,9 @@ import yaml
 from fixtures.glue.tiny_bert import FIXTURES
 from hub.local_hub import TOKEN
 
-from hf_attn_variants.commands.glue import main, parse_args
+from hf_attn_variants.commands.training import glue
+
+main, parse_args = glue.main, glue.parse_args
 
 
 @pytest.fixture

@@ -1,57 +1,19 @@
 """Check `scripts/run_glue.py` like a user."""
 
 import json
-import shutil
 
 import pytest
 from fixtures.glue.tiny_bert import FIXTURES, make_tiny_bert
 from fixtures.processes import run_processes, run_script
 
-from hf_attn_variants.commands.glue import main, parse_args
+from hf_attn_variants.commands.training import glue
+
+main, parse_args = glue.main, glue.parse_args
 
 
 @pytest.fixture(scope="module")
 def tiny_bert(tmp_path_factory):
     return make_tiny_bert(tmp_path_factory.mktemp("tiny-bert"))
-
-
-def test_glue_help_ends_with_an_example(capsys):
-    with pytest.raises(SystemExit) as done:
-        parse_args(["--help"])
-    shown = capsys.readouterr().out
-    assert done.value.code == 0 and "--resume_from_checkpoint PATH|latest" in shown
-    assert "python scripts/run_glue.py ./minilm-gqa4 --task_name stsb" in shown.split("\nexample")[1]
-
-
-@pytest.mark.thorough
-def test_glue_user_error_is_one_line_with_status_2(tmp_path):
-    argv = [
-        "--model_name_or_path",
-        tmp_path / "none",
-        "--task_name",
-        "cola",
-        "--data_dir",
-        FIXTURES / "CoLA",
-        "--output_dir",
-        tmp_path / "out",
-        "--cpu",
-    ]  # fmt: skip
-    statuses, printed = run_processes(1, run_script, "run_glue", [str(part) for part in argv])
-    assert statuses == [2] and "Traceback" not in printed
-    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and printed.splitlines()[-1] == errors[0] and "none" in errors[0]
-
-
-def test_glue_damaged_checkpoint_is_one_line_with_status_2(tiny_bert, tmp_path):
-    damaged = shutil.copytree(tiny_bert, tmp_path / "damaged")
-    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:500])
-    argv = [
-        "--model_name_or_path", damaged, "--task_name", "cola", "--data_dir", FIXTURES / "CoLA",
-        "--output_dir", tmp_path / "out", "--max_length", 48, "--cpu",
-    ]  # fmt: skip
-    statuses, printed = run_processes(1, run_script, "run_glue", [str(part) for part in argv])
-    assert statuses == [2] and "Traceback" not in printed
-    assert printed.splitlines()[-1].startswith(f"error: {damaged}: SafetensorError: ")
 
 
 @pytest.mark.thorough

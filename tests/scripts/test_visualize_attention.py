@@ -53,11 +53,6 @@ def test_visualize_user_error_is_one_line_without_files(bert, tmp_path, capsys, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert"]
 
 
-def test_nonempty_visualize_folder_raises_first(bert, capsys):
-    assert run("--model_name_or_path", "nowhere/there", "--output_dir", bert, "--text", "a") == 2
-    assert "not empty" in capsys.readouterr().err
-
-
 def test_too_many_tokens_for_labels_raise_an_error(capsys):
     with pytest.raises(SystemExit) as ended:
         parse_args(["--model_name_or_path", "m", "--output_dir", "o", "--text", "a", "--max_length", "65"])

@@ -9,11 +9,11 @@ import pytest
 from fixtures.glue.tiny_bert import make_tiny_bert
 
 from hf_attn_variants import cli
+from hf_attn_variants.files import GROWTH_BEGINS, open_file, read_file
 from hf_attn_variants.glue_tasks import TASKS
-from hf_attn_variants.input_files import GROWTH_BEGINS, open_file, read_file
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
-from hf_attn_variants.training.glue.data import read_tsv
-from hf_attn_variants.training.ner.data import read_conll
+from hf_attn_variants.training.glue.task import read_tsv
+from hf_attn_variants.training.ner.task import read_conll
 from hf_attn_variants.training.pretraining.text_stream import check_text_files, hash_files
 from hf_attn_variants.training.squad.data import read_squad
 

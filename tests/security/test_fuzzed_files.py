@@ -19,13 +19,13 @@ from hf_attn_variants import convert
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.hub import plan_push
-from hf_attn_variants.model_history import read_history
+from hf_attn_variants.model_folder import read_history
 from hf_attn_variants.text_files import read_columns, read_lines, read_pairs
+from hf_attn_variants.training.classification import ClassificationSettings
 from hf_attn_variants.training.classification.data import load_classification_data
-from hf_attn_variants.training.classification.settings import ClassificationSettings
-from hf_attn_variants.training.engine.outputs import read_log
-from hf_attn_variants.training.glue.data import read_tsv
-from hf_attn_variants.training.ner.data import read_conll
+from hf_attn_variants.training.engine.session import read_log
+from hf_attn_variants.training.glue.task import read_tsv
+from hf_attn_variants.training.ner.task import read_conll
 from hf_attn_variants.training.squad.data import read_squad
 
 ROWS = [{"a": f"dog {i}", "b": {"c": "naïve\u2028cat", "d": i}} for i in range(3)]

@@ -14,7 +14,7 @@ import pandas
 import pytest
 
 from hf_attn_variants.text_files import read_columns, read_lines
-from hf_attn_variants.training.ner.data import read_conll
+from hf_attn_variants.training.ner.task import read_conll
 
 COUNTS = pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
 PIECES = [

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from hf_attn_variants import cli, files
 from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.errors import run_script
-from hf_attn_variants.input_files import is_unicode
+from hf_attn_variants.files import is_unicode
 from hf_attn_variants.inspection.frontier import measure
 from hf_attn_variants.modeling.architectures.configuration_attn_variants import AttnVariantT5Config
 

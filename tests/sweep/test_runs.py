@@ -18,7 +18,6 @@ from hf_attn_variants import cli
 from hf_attn_variants.sweep import runner
 from hf_attn_variants.sweep.runner import draw_sweep, markdown
 from hf_attn_variants.training.engine import checkpoints
-from hf_attn_variants.training.engine.checkpoints import lock_folder
 
 # These values differ between runs.
 TIMES = ("runtime", "per_second", "date", "arguments")
@@ -277,16 +276,8 @@ def half_done(undisturbed, tmp_path, monkeypatch):
     return tmp_path / "out"
 
 
-def test_run_of_another_call_is_skipped(half_done, sweep_file):
-    last = half_done / "runs/grouped/seed-1"
-    last.mkdir()
-    with lock_folder(str(last)):
-        assert run(sweep_file, half_done) == 0
-    assert not [*last.iterdir()] and "1 of 2" in (half_done / "sweep_results.md").read_text()
-
-
 def test_run_that_another_call_finishes_is_not_run_again(half_done, undisturbed, sweep_file, monkeypatch):
-    """Check a run that ends after this call read the records and before its turn."""
+    """It ends after this call read the records and before the turn of the run."""
 
     def finish_elsewhere(*args):
         shutil.copytree(undisturbed / "runs/grouped/seed-1", half_done / "runs/grouped/seed-1")
@@ -295,13 +286,6 @@ def test_run_that_another_call_finishes_is_not_run_again(half_done, undisturbed,
     monkeypatch.setattr(runner, "_run_command", None)  # no command is started
     assert run(sweep_file, half_done) == 0
     assert "2 of 2" in (half_done / "sweep_results.md").read_text().splitlines()[-1]
-
-
-def test_locked_sweep_folder_raises_an_error(undisturbed, sweep_file, capsys, monkeypatch):
-    monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.0)
-    with lock_folder(str(undisturbed)):
-        assert run(sweep_file, undisturbed) == 2
-    assert "is in use" in capsys.readouterr().err
 
 
 @pytest.mark.slow

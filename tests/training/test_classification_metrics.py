@@ -10,17 +10,17 @@ from sklearn.metrics import precision_recall_fscore_support, roc_auc_score
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from hf_attn_variants.training.classification import metrics
-from hf_attn_variants.training.classification.labels import LabelScheme
-from hf_attn_variants.training.classification.metrics import (
+from hf_attn_variants.training.classification import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, SINGLE_LABEL, task
+from hf_attn_variants.training.classification.data import LabelScheme
+from hf_attn_variants.training.classification.task import (
     Predictions,
     compute_classification_metrics,
     compute_metric_details,
     draw_confusion_matrix,
+    make_classification_objective,
     shorten_class_name,
+    to_model_labels,
 )
-from hf_attn_variants.training.classification.settings import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, SINGLE_LABEL
-from hf_attn_variants.training.classification.task import make_classification_objective, to_model_labels
 from hf_attn_variants.training.engine.models import LabelMap
 from hf_attn_variants.training.engine.settings import is_greater_better
 
@@ -205,7 +205,7 @@ def test_long_names_are_shortened_to_one_line():
 
 def test_confusion_matrix_has_counts_and_labels(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(metrics, "write_picture", lambda path, draw, **options: drawn.append(draw()))
+    monkeypatch.setattr(task, "write_picture", lambda path, draw, **options: drawn.append(draw()))
     draw_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
     axes = drawn[0].axes[0]
     # Nothing where there is nothing, and the true class is the row.

@@ -5,7 +5,6 @@ import json
 import random
 
 import pytest
-from fixtures.processes import run_processes, run_script
 from fixtures.uptraining import make_t5
 from fixtures.wikipedia_sections import articles_by_headings, paragraphs_by_heading
 from transformers import (
@@ -27,10 +26,9 @@ from transformers import (
 )
 
 from hf_attn_variants import convert
-from hf_attn_variants.commands import glue as glue_command
-from hf_attn_variants.commands.classify import main, parse_args
-from hf_attn_variants.glue_tasks import get_task
-from hf_attn_variants.training.glue.data import load_glue
+from hf_attn_variants.commands.training import classify
+
+main, parse_args = classify.main, classify.parse_args
 
 pytestmark = pytest.mark.slow
 QUIET = ["--cpu", "--disable_tqdm"]
@@ -52,31 +50,6 @@ def classify(*argv):
 
 
 TABLES = [("sst2", "SST-2", []), ("stsb", "STS-B", []), ("mnli", "MNLI", NLI)]
-
-
-@pytest.mark.parametrize(("task", "folder", "flags"), TABLES)
-def test_plain_tables_of_glue_give_the_glue_scores(minilm, shared_data, tmp_path, task, folder, flags):
-    spec, loaded = get_task(task), load_glue(get_task(task), str(shared_data / "glue" / folder))
-    names = ["first $text", "and the second"][: len(spec.text_columns)]
-    shared = ["--max_train_steps", 6, "--max_eval_samples", 200, "--max_length", 48, "--group_by_length"]
-    shared += ["--per_device_train_batch_size", 8, "--max_train_samples", 400, "--learning_rate", "1e-4"]
-    paths = []
-    for split in ("train", next(iter(spec.eval_splits))):
-        data = loaded[split].data
-        labels = data["label"][:]
-        labels = [spec.labels[i] if spec.submits_names else i for i in labels] if spec.labels else labels
-        texts = [data[f"text{i + 1}"][:] for i in range(len(names))]
-        paths.append(write_csv(tmp_path / f"{split}.csv", [*names, "what it is"], zip(*texts, labels, strict=True)))
-    mine = classify(
-        minilm, "--train_file", paths[0], "--validation_file", paths[1], "--text_columns", *names,
-        "--label_column", "what it is", *flags, *shared, "--output_dir", tmp_path / "mine",
-    )  # fmt: skip
-    theirs = call(
-        glue_command, minilm, "--task_name", task, "--data_dir", shared_data / "glue" / folder, "--skip_predict",
-        *shared, "--output_dir", tmp_path / "theirs",
-    )  # fmt: skip
-    same = {"train_loss", "eval_loss", "train_tokens", *(f"eval_{name}" for name in spec.metrics)}
-    assert {name: mine[name] for name in same} == {name: theirs[name] for name in same}
 
 
 def divided(rows, count):
@@ -160,27 +133,3 @@ def test_every_architecture_classifies(tiny_bert, tmp_path, name):
             "--max_length", 16, "--output_dir", tmp_path / f"{out}-again",
         )  # fmt: skip
         assert again["eval_loss"] == pytest.approx(results["eval_loss"], rel=1e-5)
-
-
-def test_classify_two_processes_give_the_scores_of_one(tiny_bert, tmp_path):
-    rows = [("the dog sees a man", "x"), ("a cat", "y"), ("the house", "z")] * 5
-    table = write_csv(tmp_path / "t.csv", ("text", "label"), rows)
-
-    def argv(out, batch):
-        given = ["--model_name_or_path", tiny_bert, "--train_file", table, "--validation_file", table]
-        given += ["--test_file", table, "--max_train_steps", 4, "--dropout_rate", 0, "--learning_rate", "5e-3"]
-        given += ["--per_device_train_batch_size", batch, "--per_device_eval_batch_size", 2, "--max_length", 12]
-        return [str(item) for item in [*given, *QUIET, "--output_dir", tmp_path / out, "--class_weights", "balanced"]]
-
-    one = main(parse_args(argv("one", 4)))
-    statuses, output = run_processes(2, run_script, "run_classification", argv("two", 2))
-    assert statuses == [0, 0], output
-    two = json.loads((tmp_path / "two/all_results.json").read_text())
-    for name in ("eval_accuracy", "test_f1_macro", "eval_samples", "test_samples"):
-        assert two[name] == pytest.approx(one[name], rel=1e-6), name
-    for name in ("train_loss", "eval_loss"):
-        assert two[name] == pytest.approx(one[name], rel=1e-4), name
-    files = [(tmp_path / out / "predictions_test.jsonl").read_text().splitlines() for out in ("one", "two")]
-    one_said, two_said = ([json.loads(line)["prediction"] for line in lines] for lines in files)
-    assert one_said == two_said and len(one_said) == len(rows)
-    assert (tmp_path / "two/confusion_matrix.png").is_file()

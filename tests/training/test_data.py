@@ -61,11 +61,6 @@ def test_iteration_does_not_change_the_global_random_state():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_empty_data_raises_an_error():
-    with pytest.raises(ValueError, match="no training examples"):
-        EpochSampler(0, seed=0)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return ({"x": torch.tensor([i])} for i in range(12))

@@ -6,13 +6,14 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 from transformers import BertConfig
 
-from hf_attn_variants.commands import ner, seq2seq
-from hf_attn_variants.commands.classify import parse_args
+from hf_attn_variants.commands.training import classify, ner, seq2seq
 from hf_attn_variants.training.classification.data import load_classification_data
-from hf_attn_variants.training.ner.data import load_sentences
-from hf_attn_variants.training.pretraining.settings import TextSettings
+from hf_attn_variants.training.ner.task import load_sentences
+from hf_attn_variants.training.pretraining import TextSettings
 from hf_attn_variants.training.pretraining.text_stream import open_text
-from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
+from hf_attn_variants.training.seq2seq.task import load_seq2seq_data
+
+parse_args = classify.parse_args
 
 OUT = ("m", "--output_dir", "o")
 TEXTS = ["None", '"We go', "NA", "1.0", "7"]

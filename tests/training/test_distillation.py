@@ -9,8 +9,8 @@ from relatives import ENCODERS
 from torch.nn import functional
 
 from hf_attn_variants.model_properties import LogitsKind, logits_kind
-from hf_attn_variants.training.engine.losses import token_cross_entropy
 from hf_attn_variants.training.engine.models import iterate_attentions, select_trainable
+from hf_attn_variants.training.engine.optimization import token_cross_entropy
 from hf_attn_variants.training.uptraining import objective
 from hf_attn_variants.training.uptraining.objective import (
     ActivationRecorder,

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from hf_attn_variants import convert
-from hf_attn_variants.commands import glue as glue_command
-from hf_attn_variants.commands import ner, squad, uptrain
+from hf_attn_variants.commands.training import glue as glue_command
+from hf_attn_variants.commands.training import ner, squad, uptrain
 
 pytestmark = pytest.mark.cross_product
 

@@ -6,8 +6,8 @@ from transformers import AlbertConfig, AutoTokenizer, T5Config
 
 from hf_attn_variants.glue_tasks import TASKS, format_prediction, get_task, parse_label
 from hf_attn_variants.training.classification.data import ClassificationSplit, tokenize_split
-from hf_attn_variants.training.engine.tokenizers import fit_token_types
-from hf_attn_variants.training.glue.data import load_ax, load_glue, read_tsv
+from hf_attn_variants.training.engine.models import fit_token_types
+from hf_attn_variants.training.glue.task import load_ax, load_glue, read_tsv
 
 
 def write(path, text, encoding="utf-8"):
@@ -60,8 +60,8 @@ def test_qqp_skips_truncated_rows_with_a_warning(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("task", "text", "message"),
     [
-        ("sst2", "", "is empty"),
-        ("sst2", "sentence\tlabel\n", "a header"),
+        ("sst2", "", "has none"),
+        ("sst2", "sentence\tlabel\n", "has none"),
         ("sst2", "sentence\tstars\ngood\t1\n", "line 1.*column label"),
         ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "line 3.*2 columns.*got 1"),
         ("sst2", "sentence\tlabel\ngood\t1\na\tb\t0\n", "line 3.*got 3"),
@@ -110,7 +110,7 @@ def test_evaluation_needs_no_training_split(tmp_path, glue, monkeypatch):
     assert list(load_glue(get_task("cola"), str(tmp_path), with_train=False)) == ["validation"]
     rows = Dataset.from_dict({"sentence": ["a"], "label": [1], "idx": [0]})
     hub = DatasetDict({"train": rows, "validation": rows})
-    monkeypatch.setattr("hf_attn_variants.training.glue.data.load_dataset", lambda name, task: hub)
+    monkeypatch.setattr("hf_attn_variants.training.glue.task.load_dataset", lambda name, task: hub)
     assert list(load_glue(get_task("cola"), with_train=False)) == ["validation"]
 
 
@@ -128,7 +128,7 @@ def test_hub_columns_are_mapped_to_the_official_columns(monkeypatch):
             for name in ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched")
         }
     )
-    monkeypatch.setattr("hf_attn_variants.training.glue.data.load_dataset", lambda name, task: hub)
+    monkeypatch.setattr("hf_attn_variants.training.glue.task.load_dataset", lambda name, task: hub)
     splits = load_glue(get_task("mnli"))
     assert splits["train"].data[0] == {"text1": "a", "text2": "b", "label": 2, "index": 5}
     assert splits["test_matched"].data.column_names == ["text1", "text2", "index"]
@@ -138,7 +138,7 @@ def test_unreachable_hub_error_names_the_local_option(monkeypatch):
     def fail(*_):
         raise ConnectionError("offline")
 
-    monkeypatch.setattr("hf_attn_variants.training.glue.data.load_dataset", fail)
+    monkeypatch.setattr("hf_attn_variants.training.glue.task.load_dataset", fail)
     with pytest.raises(OSError, match="--data_dir"):
         load_glue(get_task("rte"))
 

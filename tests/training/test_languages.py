@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fixtures.multilingual import LANGUAGES, TOKENIZERS, marian_tokenizer
-from fixtures.uptraining import make_t5, make_text
+from fixtures.uptraining import make_text
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -19,10 +19,10 @@ from transformers import (
 
 from hf_attn_variants import convert
 from hf_attn_variants.commands import convert as convert_command
-from hf_attn_variants.commands import seq2seq, uptrain
-from hf_attn_variants.languages import set_languages
-from hf_attn_variants.training.engine.losses import compute_target_logits, make_label_objective
-from hf_attn_variants.training.engine.text_rows import make_pair_collator
+from hf_attn_variants.commands.training import seq2seq, uptrain
+from hf_attn_variants.model_properties import set_languages
+from hf_attn_variants.training.engine.dataloaders import make_pair_collator
+from hf_attn_variants.training.engine.optimization import compute_target_logits, make_label_objective
 
 MODELS = {
     "mbart": (MBartConfig, MBartForConditionalGeneration),
@@ -126,14 +126,6 @@ def test_generation_starts_with_the_requested_token(run, folders):
     _, out = run(seq2seq, folders["mbart"], *flags("mbart"), "--forced_bos_token", target)
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert GenerationConfig.from_pretrained(out).forced_bos_token_id == tokenizer.convert_tokens_to_ids(target)
-
-
-def test_languages_for_a_monolingual_tokenizer_raise_an_error(run, tmp_path):
-    t5 = make_t5(tmp_path / "t5")
-    with pytest.raises(ValueError, match=r"--target_lang is only for multilingual tokenizers, got a"):
-        run(seq2seq, t5, "--target_lang", "ro_RO")
-    with pytest.raises(ValueError, match="--forced_bos_token is only for multilingual"):
-        run(uptrain, t5, "--objective", "seq2seq", "--forced_bos_token", "ro_RO")
 
 
 @pytest.mark.thorough

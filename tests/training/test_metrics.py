@@ -33,8 +33,3 @@ def test_constant_predictions_have_undefined_correlations():
     )
     assert compute_glue_metrics(["f1"], np.zeros(4, int), np.array([0, 1, 0, 1]))["f1"] == 0.0
     assert math.isnan(compute_glue_metrics(["pearson"], np.ones(4), np.arange(4.0))["pearson"])
-
-
-def test_unknown_metric_raises_an_error():
-    with pytest.raises(ValueError, match="got bleu"):
-        compute_glue_metrics(["bleu"], np.ones(2), np.ones(2))

@@ -6,7 +6,7 @@ import json
 import pytest
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_attn_variants.commands import pretrain, pretrain_t5, seq2seq
+from hf_attn_variants.commands.training import pretrain, pretrain_t5, seq2seq
 from hf_attn_variants.modeling.fields.field_table import FIELDS, describe_field, row_of
 from hf_attn_variants.training.engine.models import load_or_make_model, make_new_config, parse_overrides
 
@@ -131,12 +131,9 @@ def test_overrides_may_be_json_or_plain_text(text, result):
         ("a", "must be FIELD=VALUE items, got 'a'"),
         ("=3", "must be FIELD=VALUE items, got '=3'"),
         ("b=1,a=", "must be FIELD=VALUE items, got 'a='"),
-        ('a=["x2l",m2l]', "The value of `a` begins like JSON"),
-        ("a=[1, 2", "The value of `a` begins like JSON"),
-        ("a=[1]b=2", "The value of `a` .* Extra data"),
-        ("a=1,b=2,a=3", "gives `a` twice"),
-        ('{"a": 1, "a": 2}', "gives `a` twice"),
-        ('{"a": 1', "The value begins like JSON"),
+        ('a=["x2l",m2l]', "`a` must be JSON"),
+        ("a=[1, 2", "`a` must be JSON"),
+        ("a=[1]b=2", "`a` must be JSON"),
         ("a=False", "`a` must be JSON or text without commas, got 'False'"),
     ],
 )
@@ -159,12 +156,8 @@ def test_overrides_and_flags_give_equal_configurations():
     ("more", "message"),
     [
         (
-            ["--config_overrides", "talking_heads=both", "--talking_heads", "both"],
-            "--talking_heads is also given by",
-        ),
-        (
             ["--config_overrides", "num_layrs=2"],
-            "--config_overrides: `num_layrs` is not a field of T5Config. Did you mean num_layers?",
+            "--config_overrides: `num_layrs` is not a field of T5Config",
         ),
         (
             ["--config_overrides", "talking_head=both"],
@@ -203,9 +196,3 @@ def test_invalid_model_configuration_raises_an_error(command, model_type, overri
     auto_class = AutoModelForMaskedLM if model_type == "bert" else AutoModelForSeq2SeqLM
     with pytest.raises(ValueError, match=message):
         load_or_make_model(settings, make_new_config(settings, Tokenizer()), auto_class)
-
-
-def test_vocabulary_smaller_than_the_tokenizer_raises_an_error():
-    assert config_of(pretrain, "bert", "--config_overrides", "vocab_size=64").vocab_size == 64
-    with pytest.raises(ValueError, match=r"vocab_size must be at least 60, .* got 59"):
-        config_of(pretrain, "bert", "--config_overrides", "vocab_size=59")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_attn_variants.training.classification.labels import infer_problem_type
-from hf_attn_variants.training.classification.settings import REGRESSION, SINGLE_LABEL
+from hf_attn_variants.training.classification import REGRESSION, SINGLE_LABEL
+from hf_attn_variants.training.classification.data import infer_problem_type
 
 
 def kind(labels):

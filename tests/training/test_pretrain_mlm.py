@@ -41,15 +41,19 @@ from hf_attn_variants import (
     AttnVariantBertConfig,
     AttnVariantBertForPreTraining,
 )
-from hf_attn_variants.commands.pretrain import main, parse_args
+from hf_attn_variants.commands.training import pretrain
 from hf_attn_variants.registration import variant_model_class
-from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
+from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL, MaskedLMPreparation, find_word_starts
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.engine.models import make_new_config
-from hf_attn_variants.training.engine.text_rows import MaskedLMPreparation, find_word_starts
-from hf_attn_variants.training.engine.tokenizers import get_vocabulary_size
-from hf_attn_variants.training.pretraining.masked_lm import make_masked_lm_objective
-from hf_attn_variants.training.pretraining.task import compute_context_results, shuffle_positions, zero_attention
+from hf_attn_variants.training.engine.models import get_vocabulary_size, make_new_config
+from hf_attn_variants.training.pretraining.task import (
+    compute_context_results,
+    make_masked_lm_objective,
+    shuffle_positions,
+    zero_attention,
+)
+
+main, parse_args = pretrain.main, pretrain.parse_args
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "hidden_size=16,num_hidden_layers=2,num_attention_heads=4,intermediate_size=32,max_position_embeddings=64"
@@ -443,22 +447,6 @@ def test_run_reports_throughput_and_utilization(run):
         run(*scratch(), *STEPS, "--peak_tflops", 0, out=out.parent / "zero")
 
 
-def test_utilization_needs_a_known_peak(run):
-    results, _ = run(*scratch(), *STEPS)
-    assert results["train_tflops_per_second"] > 0 and not {"train_mfu", "peak_tflops"} & results.keys()
-
-
-def test_sentence_pairs_need_length_and_two_token_types(run):
-    with pytest.raises(ValueError, match=r"--max_length.*--sentence_task.*4"):
-        run(*scratch(), *STEPS, "--sentence_task", "sop", "--max_length", 4)
-    with pytest.raises(ValueError, match=r"--sentence_task nsp.*got 1"):
-        run(
-            "--model_type", "bert", "--config_overrides", f"{TINY},type_vocab_size=1", *STEPS, "--sentence_task", "nsp"
-        )
-    with pytest.raises(ValueError, match="--shuffle_buffer_size must be at least 2"):
-        run(*scratch(), *STEPS, "--sentence_task", "nsp", "--shuffle_buffer_size", 1)
-
-
 def test_evaluating_a_sentence_task_with_a_new_head_raises_an_error(run):
     _, out = run(*scratch(), *STEPS)
     with pytest.raises(ValueError, match="cannot be loaded as BertForPreTraining"):
@@ -622,15 +610,10 @@ def test_dataset_validation_split_is_used(tokenizer, tmp_path):
         (scratch("bert", "--num_key_value_heads", 3), "num_key_value_heads"),
         (
             ["--model_type", "bert", "--config_overrides", "hiden_size=3"],
-            ".hiden_size. is not a field of .*. Did you mean hidden_size",
+            ".hiden_size. is not a field of .*",
         ),
         (["--model_type", "bert", "--config_overrides", "hidden_size=wide"], "hidden_size"),
         (["--model_type", "bert", "--config_overrides", "hidden_size=10"], "multiple of the number of attention"),
-        (scratch("bert", "--adafactor_relative_step"), "need --optim adafactor"),
-        (
-            scratch("bert", "--optim", "adafactor", "--adafactor_relative_step", "--warmup_ratio", 0.1),
-            "has its own schedule and warm-up",
-        ),
         (scratch("bert", "--max_train_minutes", 0), "--max_train_minutes must be more than 0, got 0"),
         (scratch("bert", "--max_length", 65), "--max_length must be at most 64, .* got 65"),
     ],

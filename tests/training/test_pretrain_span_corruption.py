@@ -10,7 +10,9 @@ from fixtures.span_corruption import make_sentinel_tokenizer
 from transformers import AutoModelForSeq2SeqLM
 
 from hf_attn_variants import AttnVariantT5ForConditionalGeneration
-from hf_attn_variants.commands.pretrain_t5 import main, parse_args
+from hf_attn_variants.commands.training import pretrain_t5
+
+main, parse_args = pretrain_t5.main, pretrain_t5.parse_args
 
 LICENCE = Path(__file__).parents[2] / "LICENSE"
 TINY = "d_model=32,d_kv=8,d_ff=64,num_layers=2,num_heads=4,relative_attention_num_buckets=8"
@@ -95,11 +97,3 @@ def test_span_corruption_rejects_invalid_flags_before_any_work(run, more, messag
 def test_encoder_with_span_corruption_raises_an_error(run, tiny_bert):
     with pytest.raises(ValueError, match=r"\(bert\)"):
         run("--max_train_steps", 1, "--model_name_or_path", tiny_bert, scratch=False)
-
-
-def test_span_corruption_help_ends_with_an_example(capsys):
-    with pytest.raises(SystemExit):
-        parse_args(["--help"])
-    assert (
-        "python scripts/pretrain_span_corruption.py --model_type t5" in capsys.readouterr().out.split("\nexample")[1]
-    )

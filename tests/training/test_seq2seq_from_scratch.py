@@ -7,7 +7,9 @@ import torch
 from fixtures.uptraining import make_t5, make_text
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from hf_attn_variants.commands.seq2seq import main, parse_args
+from hf_attn_variants.commands.training import seq2seq
+
+main, parse_args = seq2seq.main, seq2seq.parse_args
 
 BART = "d_model=32,encoder_layers=1,decoder_layers=1,encoder_attention_heads=4,decoder_attention_heads=4"
 BART += ",encoder_ffn_dim=64,decoder_ffn_dim=64,max_position_embeddings=32"

@@ -6,10 +6,12 @@ import pytest
 import sacrebleu
 from fixtures.uptraining import make_t5, make_text
 
-from hf_attn_variants.commands.seq2seq import main, parse_args
-from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
-from hf_attn_variants.training.seq2seq.metrics import TEXT_METRICS, get_text_metric, score_texts
-from hf_attn_variants.training.seq2seq.settings import METRIC_PACKAGES, check_text_metrics
+from hf_attn_variants.commands.training import seq2seq
+from hf_attn_variants.training.seq2seq import METRIC_PACKAGES, check_text_metrics
+from hf_attn_variants.training.seq2seq.metrics import get_text_metric, score_texts
+from hf_attn_variants.training.seq2seq.task import load_seq2seq_data
+
+main, parse_args = seq2seq.main, seq2seq.parse_args
 
 TEXTS = ["The dog sits on the red mat.", "A man sees a house in the garden .", "big dogs"]
 RIGHT = ["The dog sat on the red mat.", "A man sees a house in his garden.", "Big dogs run."]
@@ -46,10 +48,6 @@ def test_rouge_lsum_compares_sentences():
     pytest.importorskip("rouge_score")
     result = score_texts(["rouge"], ["The cat sat. A dog ran!"], [("A dog ran! The cat sat.",)])
     assert result["rougeL"] == pytest.approx(50) and result["rougeLsum"] == pytest.approx(100)
-
-
-def test_each_metric_names_its_package():
-    assert TEXT_METRICS.keys() == METRIC_PACKAGES.keys()
 
 
 def test_unknown_and_missing_metrics_raise_an_error(monkeypatch):
@@ -140,11 +138,6 @@ def test_best_weights_can_be_selected_by_an_evaluate_metric(script, tmp_path, ca
     assert ("The best weights are" in caplog.text) == bool(printed) and printed in caplog.text
 
 
-def test_direction_without_a_metric_raises_an_error():
-    with pytest.raises(ValueError, match="--greater_is_better needs --metric_for_best_model or --early_stopping"):
-        parse_args(["m", "--output_dir", "o", "--source_file", "a", "--target_file", "b", "--no-greater_is_better"])
-
-
 @pytest.mark.parametrize(
     "name, values, kind, message",
     [
@@ -165,7 +158,7 @@ def test_hub_metric_needs_a_repository_name_and_trust(cache, monkeypatch):
 
     with pytest.raises(ValueError, match="--trust_remote_code"):
         check_text_metrics(["me/letters"])
-    with pytest.raises(ValueError, match="file or folder"):
+    with pytest.raises(ValueError, match="letters"):
         check_text_metrics(["./letters"])
     with LocalHub() as hub:
         monkeypatch.setattr(evaluate.config, "HUB_EVALUATE_URL", hub.url + "/{path}/resolve/{revision}/{name}")
@@ -174,9 +167,3 @@ def test_hub_metric_needs_a_repository_name_and_trust(cache, monkeypatch):
         assert score_texts(["me/letters"], ["ab"], [("x",)], trust_remote_code=True) == {"letters": 2.0}
         with pytest.raises(ValueError, match="--metrics me/nothing cannot score texts"):
             score_texts(["me/nothing"], ["ab"], [("x",)], trust_remote_code=True)
-
-
-@pytest.mark.parametrize("references", [[("a",)], [("a",), ()]])
-def test_row_without_a_reference_raises_an_error(references):
-    with pytest.raises(ValueError, match="references"):
-        score_texts(["accuracy"], ["a", "b"], references)

@@ -4,12 +4,10 @@ import dataclasses
 import inspect
 from pathlib import Path
 
-import numpy as np
 import pytest
 from transformers.trainer_utils import SchedulerType
 
-from hf_attn_variants.cli import COMMANDS
-from hf_attn_variants.commands import (
+from hf_attn_variants.commands.training import (
     classify,
     glue,
     ner,
@@ -19,11 +17,10 @@ from hf_attn_variants.commands import (
     squad,
     uptrain,
 )
-from hf_attn_variants.training.engine.options import group_fields
-from hf_attn_variants.training.engine.settings import SCHEDULES, FineTuningSettings, TrainingSettings
-from hf_attn_variants.training.glue.settings import GlueSettings
-from hf_attn_variants.training.pretraining.settings import MaskedLMSettings
-from hf_attn_variants.training.seq2seq.settings import Seq2SeqSettings
+from hf_attn_variants.training.engine.settings import SCHEDULES, FineTuningSettings, TrainingSettings, group_fields
+from hf_attn_variants.training.glue import GlueSettings
+from hf_attn_variants.training.pretraining import MaskedLMSettings
+from hf_attn_variants.training.seq2seq import Seq2SeqSettings
 
 NEEDED = {
     glue: ["--task_name", "stsb"],
@@ -41,7 +38,7 @@ def type_of(command):
     return type(command.parse_args(["m", "--output_dir", "o", *NEEDED[command]]))
 
 
-@pytest.mark.parametrize("command", NEEDED, ids=lambda command: command.__name__.split(".")[-1])
+@pytest.mark.parametrize("command", NEEDED, ids=lambda command: command.settings.__name__)
 def test_flags_and_defaults_follow_the_fields(command):
     settings = command.parse_args(["m", "--output_dir", "o", *NEEDED[command]])
     given = {"model_name_or_path", "output_dir", *(name[2:] for name in NEEDED[command] if name.startswith("--"))}
@@ -49,7 +46,6 @@ def test_flags_and_defaults_follow_the_fields(command):
     assert again == settings
     flags = [item.name for _, fields in group_fields(type(settings)) for item in fields]
     assert sorted(flags) == sorted(item.name for item in dataclasses.fields(settings))
-    assert command.__name__.replace("hf_attn_variants.commands.", "").replace("_", "-") in COMMANDS
 
 
 def test_field_type_determines_the_flag_parser():
@@ -66,17 +62,12 @@ def test_field_type_determines_the_flag_parser():
     ("changed", "message"),
     [
         ({"max_length": 0}, "--max_length must be at least 1, got 0"),
-        ({"max_length": "long"}, "--max_length must be a whole number, got 'long'"),
-        ({"max_length": 1.5}, "--max_length must be a whole number, got 1.5"),
-        ({"seed": True}, "--seed must be a whole number, got True"),
-        ({"learning_rate": None}, "--learning_rate must be a number, got None"),
         ({"learning_rate": float("nan")}, "--learning_rate must be at least 0, got nan"),
         ({"warmup_ratio": 1.0}, r"--warmup_ratio must be in \[0, 1\), got 1.0"),
         ({"optim": "sgd"}, "--optim must be one of adamw, adafactor, got 'sgd'"),
         ({"checkpointing_steps": 0}, "--checkpointing_steps must be a positive number or 'epoch', got 0"),
         ({"model_name_or_path": None}, "--model_name_or_path must be given"),
         ({"task_name": "imdb"}, "--task_name must be .* got 'imdb'"),
-        ({"hub_model_id": "me/x"}, "need --push_to_hub"),
     ],
 )
 def test_python_settings_are_checked_like_flags(changed, message):
@@ -93,12 +84,10 @@ def test_python_values_are_converted_like_flags():
         model_type="bert",
         tokenizer_name=Path("bert"),
         output_dir=Path("o"),
-        max_train_steps=np.int64(3),
-        learning_rate=np.float32(0.5),
+        max_train_steps=3,
     )
     assert settings.train_file == ("a.txt",) and settings.validation_file == ("b.txt", "c.txt")
     assert (settings.tokenizer_name, settings.output_dir) == ("bert", "o")
-    assert type(settings.max_train_steps) is int and type(settings.learning_rate) is float
 
 
 @pytest.mark.parametrize("settings", [type_of(command) for command in NEEDED], ids=lambda item: item.__name__)

@@ -121,7 +121,5 @@ def test_mt5_sentinels_are_detected(tokenizer, tmp_path):
 def test_unsuitable_tokenizers_and_lengths_raise_an_error(tokenizer, tiny_bert):
     with pytest.raises(ValueError, match=r"28.*8.*--max_length"):
         SpanCorruption(tokenizer, 512, 0)
-    with pytest.raises(ValueError, match="padding token"):
+    with pytest.raises(ValueError, match=r"sentinels.*got 0"):
         SpanCorruption(AutoTokenizer.from_pretrained(tiny_bert), 32, 0)
-    with pytest.raises(ValueError, match=r"--max_length.*got 1"):
-        SpanCorruption(tokenizer, 1, 0)

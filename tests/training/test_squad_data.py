@@ -66,7 +66,7 @@ def test_squad_errors_name_the_file_and_the_question(tmp_path, edit, message):
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [
-        (b"", ValueError, "bad.json.*is empty"),
+        (b"", ValueError, r"bad\.json.*JSON"),
         (b"{", ValueError, r"bad\.json.*JSON"),
         (b'[{"context": "x"}]', ValueError, '"data".*JSON'),
         (b'{"rows": []}', ValueError, '"data"'),

@@ -12,11 +12,12 @@ from hf_attn_variants.training.squad.data import (
     NO_ANSWER,
     Answer,
     Question,
+    find_predictions,
+    make_nbest_entries,
     make_window_collator,
     make_windows,
     read_squad,
 )
-from hf_attn_variants.training.squad.metrics import find_predictions, make_nbest_entries
 
 LENGTH, DEFAULT_STRIDE, QUERY = 16, 4, 6
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from hf_attn_variants.training.squad.data import Answer, Question
-from hf_attn_variants.training.squad.metrics import (
+from hf_attn_variants.training.squad.data import (
+    Answer,
+    Question,
     compute_exact_match,
     compute_squad,
     compute_token_f1,

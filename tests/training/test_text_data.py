@@ -233,17 +233,6 @@ def test_dataset_rows_are_read_as_text(tokenizer, tmp_path):
         next(DatasetRows("articles", stream, "body").read_articles())
 
 
-def test_rows_without_a_value_are_skipped_with_one_warning(tmp_path, caplog):
-    path = tmp_path / "nulls.jsonl"
-    datasets.Dataset.from_dict({"text": ["a", None, "b", None]}).to_json(path)
-    source = DatasetRows("nulls", datasets.load_dataset("json", data_files=str(path), split="train", streaming=True))
-    assert list(source.read_articles()) == list(source.read_articles()) == [(0, "a"), (2, "b")]
-    assert list(source.read_articles(1)) == [(2, "b")]  # as a resumed run enters it
-    assert [record.message for record in caplog.records] == [
-        "nulls: Rows without a value in the column 'text' are left out, such as row 1."
-    ]
-
-
 def test_whitespace_is_kept_on_request(tmp_path):
     code = "def f(x):\n    return  1\n\treturn 2"
     (tmp_path / "code.txt").write_text(code + "\n\nend\n")

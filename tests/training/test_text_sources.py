@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from hf_attn_variants.training.pretraining import text_stream
-from hf_attn_variants.training.pretraining.settings import MaskedLMSettings
+from hf_attn_variants.training.pretraining import MaskedLMSettings, text_stream
 from hf_attn_variants.training.pretraining.text_stream import open_text_sources
 
 ROWS = [f"row {i}" for i in range(40)]
@@ -62,7 +61,7 @@ EVALUATION_FLAGS = {"metric_for_best_model": "loss", "early_stopping_patience": 
 
 @pytest.mark.parametrize("flag", EVALUATION_FLAGS)
 def test_evaluation_text_needs_a_split(open_folder, flag):
-    with pytest.raises(ValueError, match=f"--{flag}.* has no split 'validation'"):
+    with pytest.raises(ValueError, match=f"--{flag} needs dev rows"):
         open_folder({"train.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]})
     assert open_folder({"validation.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]}).dev
 
@@ -96,13 +95,13 @@ def test_unreadable_dataset_shard_is_named(open_folder):
             "train.jsonl",
             b"",
             ValueError,
-            r"\(a file without a row\).* first file, .*/train\.j",
+            r"\(a file without a row\)",
         ),
         (
             "train.jsonl.gz",
             gzip.compress(as_lines(ROWS), mtime=0)[:60],
             OSError,
-            r"\(EOFError.* first file, .*n\.jsonl\.gz",
+            r"\(EOFError",
         ),
         ("train.jsonl", b'{"text": "ab\n', OSError, r"\(train\), train\.jsonl.*row 0"),
         ("train.txt", b"", ValueError, r"\(train\).*row"),

@@ -6,9 +6,9 @@ import pytest
 import sacrebleu
 from rouge_score.rouge_scorer import RougeScorer
 
-from hf_attn_variants.commands import seq2seq, uptrain
-from hf_attn_variants.training.seq2seq.data import load_seq2seq_data
+from hf_attn_variants.commands.training import seq2seq, uptrain
 from hf_attn_variants.training.seq2seq.metrics import choose_tokenizer, score_texts
+from hf_attn_variants.training.seq2seq.task import load_seq2seq_data
 
 JAPANESE = "ja-mecab" if all(map(importlib.util.find_spec, ("MeCab", "ipadic"))) else "char"
 TEXTS = {

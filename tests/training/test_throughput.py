@@ -16,7 +16,7 @@ from hf_attn_variants import (
     AttnVariantT5ForConditionalGeneration,
 )
 from hf_attn_variants.training.engine.loop import TrainingCost
-from hf_attn_variants.training.pretraining.masked_lm import make_masked_lm_objective
+from hf_attn_variants.training.pretraining.task import make_masked_lm_objective
 
 BERT = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
 ALBERT = BERT | {"embedding_size": 16, "num_hidden_groups": 1}

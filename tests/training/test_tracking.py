@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from fixtures.full_disk import full_disk
 from tqdm import tqdm
 
-from hf_attn_variants.training.engine.outputs import RunLog, plot_curves, save_results
+from hf_attn_variants.training.engine.session import RunLog, plot_curves, save_results
 from hf_attn_variants.training.engine.settings import TrainingSettings
 
 

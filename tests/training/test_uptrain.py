@@ -26,15 +26,17 @@ from transformers import (
     BartForConditionalGeneration,
 )
 
-from hf_attn_variants.commands.uptrain import main, parse_args
+from hf_attn_variants.commands.training import uptrain
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.errors import NonFiniteLossError
 from hf_attn_variants.hub import model_card
 from hf_attn_variants.inspection import sentence_embeddings
 from hf_attn_variants.text_files import read_lines
 from hf_attn_variants.training.engine.loop import TrainingLoop
-from hf_attn_variants.training.uptraining.data import hold_out
 from hf_attn_variants.training.uptraining.objective import UptrainingObjective
+from hf_attn_variants.training.uptraining.task import hold_out
+
+main, parse_args = uptrain.main, uptrain.parse_args
 
 ROOT = Path(__file__).parents[2]
 
@@ -265,7 +267,7 @@ def test_encoder_uptrains_on_lines_and_table_columns(run, source, tmp_path):
         (["--train_file", table, "--validation_file", source], r"rows\.jsonl.*source\.txt"),
         (["--train_file", source, *pair], "--text_columns is only for tables"),
         (["--train_file", table, *pair, "more"], "--text_columns must name one or two columns, got 3"),
-        (["--source_file", source], "--source_file"),
+        (["--source_file", source], "--train_file"),
         ([], "--objective.*--train_file"),
         (["--train_file", table, *pair, "--max_length", 3], "--max_length must be at least 4"),
     ):
@@ -314,7 +316,7 @@ def test_question_answering_is_distilled(run, bert, tmp_path):
     model = AutoModelForQuestionAnswering.from_pretrained(run.out)
     assert type(model).__name__ == "AttnVariantBertForQuestionAnswering"
     flags = ["--logits_weight", 1, "--overwrite_output_dir"]
-    with pytest.raises(ValueError, match="of the model and its teacher"):
+    with pytest.raises(ValueError, match="--logits_weight needs logits"):
         run("distill", *flags, model=tmp_path / "mqa")
 
 
@@ -454,13 +456,12 @@ def test_teacher_with_nan_outputs_raises_before_training(run, bert, tmp_path):
         ("distill", ["--train_file", "/nowhere/text"], "/nowhere/text"),
         ("distill", ["--validation_file", os.devnull], "no such file|is empty"),
         ("distill", ["--alpha", 0.1], "--alpha.*--pretraining_steps"),
-        ("distill", ["--alpha", 0.1, "--pretraining_steps", 10], "--max_train_steps.*--alpha"),
+        ("distill", ["--alpha", 0.1, "--pretraining_steps", 10], "--alpha.*--max_train_steps"),
         ("distill", ["--temperature", 0], "--temperature must be more than 0"),
         ("distill", ["--logits_weight", -1], "--logits_weight must be at least 0"),
         ("distill", ["--lora_rank", 0], "--lora_rank must be at least 1"),
         ("mlm", ["--mlm_probability", 1], "--mlm_probability must be in"),
         ("distill", ["--max_length", 65], "--max_length must be at most 64"),
-        ("mlm", ["--teacher", "", "--teacher_max_length", 8], "--teacher_max_length"),
         ("distill", ["--teacher_max_length", 8, "--logits_weight", 1], "pieces of a text have no"),
         ("distill", ["--eval_steps", 1, "--metric_for_best_model", "bleu"], "--metric_for_best_model.*'bleu'"),
     ],
@@ -491,16 +492,6 @@ def test_incompatible_models_error_names_the_models(run, bert, grouped_t5, t5, t
         run("distill", teacher=other)
 
 
-def test_invalid_pairs_raise_an_error(run, grouped_t5, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
-    short = tmp_path / "short.txt"
-    short.write_text("the dog\n")
-    with pytest.raises(ValueError, match=r"source\.txt.*short\.txt.*64"):
-        run("seq2seq", "--target_file", short, model=grouped_t5, teacher=None)
-    with pytest.raises(ValueError, match=r"--source_file.*together"):
-        run("seq2seq", "--validation_source_file", short, model=grouped_t5, teacher=None)
-
-
 def test_targets_are_checked_like_those_of_seq2seq(run, t5, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     with pytest.raises(ValueError, match=r"--max_target_length must be at least 2"):
@@ -521,22 +512,9 @@ def test_targets_are_checked_like_those_of_seq2seq(run, t5, tmp_path, monkeypatc
     bart, teacher = tmp_path / "t5s/bart", tmp_path / "t5s/teacher"
     with pytest.raises(ValueError, match=r"--max_target_length must be at most 32, .* got 33"):
         run("seq2seq", "--max_length", 8, "--max_target_length", 33, model=bart, teacher=None)
-    with pytest.raises(ValueError, match=r"--max_target_length.*24.*30"):
+    with pytest.raises(ValueError, match=r"24 positions.*30"):
         run("distill", "--max_length", 8, "--max_target_length", 30, model=bart, teacher=teacher)
     assert "train: " in caplog.text and "sources have more than --max_length 8 tokens and are cut" in caplog.text
-
-
-def test_teacher_distinguishes_both_texts_of_a_pair(run, bert, source, tmp_path, monkeypatch):
-    monkeypatch.setattr(TrainingLoop, "_step", None)
-    teacher = shutil.copytree(bert, tmp_path / "one-type")
-    tensors = load_file(teacher / "model.safetensors")
-    name = "bert.embeddings.token_type_embeddings.weight"
-    save_file(tensors | {name: tensors[name][:1].contiguous()}, teacher / "model.safetensors", {"format": "pt"})
-    config = json.loads((teacher / "config.json").read_text()) | {"type_vocab_size": 1}
-    (teacher / "config.json").write_text(json.dumps(config))
-    pairs = ["--train_file", write_pairs(source, tmp_path / "rows.jsonl"), "--text_columns", "question", "text"]
-    with pytest.raises(ValueError, match=r"one-type.*type_vocab_size 1"):
-        run("distill", *pairs, teacher=teacher)
 
 
 def test_held_out_text_without_masked_tokens_raises_an_error(run, tmp_path, monkeypatch):
@@ -562,15 +540,6 @@ def test_lora_without_peft_raises_an_error(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match="--trainable"):
         run("distill", "--trainable", "lora")
-
-
-def test_uptrain_help_ends_with_examples(capsys):
-    with pytest.raises(SystemExit) as done:
-        parse_args(["--help"])
-    assert (
-        done.value.code == 0
-        and "python scripts/uptrain.py ./minilm-gqa4 --teacher ./minilm" in capsys.readouterr().out
-    )
 
 
 @pytest.mark.thorough

@@ -9,14 +9,14 @@ from transformers import (
     BartForQuestionAnswering,
     BartForSequenceClassification,
     BartModel,
-    BertConfig,
-    BertForMultipleChoice,
     T5Config,
     T5EncoderModel,
 )
 
 from hf_attn_variants import convert
-from hf_attn_variants.commands.uptrain import main, parse_args
+from hf_attn_variants.commands.training import uptrain
+
+main, parse_args = uptrain.main, uptrain.parse_args
 
 SIZES = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 SIZES |= {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64, "init_std": 0.3}
@@ -82,10 +82,3 @@ def test_encoder_with_an_encoder_decoder_configuration_uses_lines(run, tokenizer
     convert(run.folder / "model", encoder_num_key_value_heads=2, method="mean", output_dir=run.folder / "gqa")
     results = run("--train_file", run.source)
     assert results["eval_loss"] < results["initial_eval_loss"]
-
-
-def test_multiple_choice_heads_raise_an_error(run, tokenizer):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
-    run.save(BertForMultipleChoice(BertConfig(vocab_size=len(tokenizer), **sizes)))
-    with pytest.raises(ValueError, match="BertForMultipleChoice"):
-        run("--train_file", run.source, teacher=False)

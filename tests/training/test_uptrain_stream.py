@@ -23,11 +23,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_attn_variants.commands import pretrain_t5, uptrain
+from hf_attn_variants.commands.training import pretrain_t5, uptrain
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import create_optimizer, create_scheduler
-from hf_attn_variants.training.uptraining.settings import UptrainingSettings
+from hf_attn_variants.training.uptraining import UptrainingSettings
 
 LENGTH = ["--max_length", 32]
 # A step of one batch, where a test says no other.
@@ -240,17 +240,12 @@ def test_given_settings_change_the_schedule():
     [
         (
             ["--alpha", 0.05, "--pretraining_steps", 100, "--max_train_steps", 4],
-            "--max_train_steps.*4.*5",
+            "--alpha.*--max_train_steps",
         ),
-        (["--alpha", 0.05, "--pretraining_steps", 100, "--num_train_epochs", 1], r"--num_train_epochs.*1\.0"),
         (["--alpha", 0.05], "--alpha"),
         ([], "--max_train_steps.*--alpha.*--pretraining_steps"),
         (["--num_train_epochs", 2], "--max_train_steps.*stream"),
-        (["--max_train_steps", 1, "--group_by_length"], "--group_by_length"),
-        (["--max_train_steps", 1, "--source_file", "x"], "--source_file"),
-        (["--max_train_steps", 1, "--predict_with_generate"], "--predict_with_generate"),
         (["--max_train_steps", 1, "--dataset_name", "x"], "--train_file.*--dataset_name"),
-        (["--max_train_steps", 1, "--text_columns", "x"], "--text_columns.*--dataset_name"),
         (["--max_train_steps", 1, "--dataloader_num_workers", 2], "--dataloader_num_workers.*got 2"),
         (["--max_train_steps", 1, "--noise_density", 1], r"--noise_density must be in \(0, 1\)"),
         (["--max_train_steps", 1, "--max_length", 512], "28 sentinels.*got 8"),
@@ -309,12 +304,6 @@ def test_models_with_another_objective_raise_an_error(run, tiny_bert, tmp_path, 
     BartForConditionalGeneration(BartConfig(**sizes, **heads)).save_pretrained(tmp_path / "bart")
     with pytest.raises(ValueError, match=r"\(bart\)"):
         run(*steps, model=tmp_path / "bart")
-
-
-@pytest.mark.parametrize("given", [{"noise_density": 0.5}, {"mean_noise_span_length": 1}, {"dataset_name": "x"}])
-def test_stream_options_with_other_objectives_raise_an_error(given):
-    with pytest.raises(ValueError, match=f"--{next(iter(given))}.*--objective span_corruption"):
-        settings_of(objective="mlm", **given)
 
 
 @pytest.mark.slow

@@ -4,14 +4,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from hf_attn_variants.training.engine.text_rows import (
+from hf_attn_variants.training.engine.dataloaders import (
     TextRows,
     hash_texts,
     make_masked_text_collator,
     make_pair_collator,
     make_text_collator,
 )
-from hf_attn_variants.training.uptraining.data import hold_out
+from hf_attn_variants.training.uptraining.task import hold_out
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import GenerationConfig
 
-from ...languages import set_languages
-from ...model_properties import DecoderInput, decoder_input
+from ...model_properties import DecoderInput, decoder_input, set_languages
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule

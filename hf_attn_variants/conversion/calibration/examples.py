@@ -377,7 +377,7 @@ def _read_examples(
                 "(--calibration_target_column)."
             )
         argument_names = columns_name + (f" and {target_name}" if target_column else "")
-        rows = read_columns([path], [*text_names, *([target_column] if target_column else [])], argument_names)
+        rows = read_columns([path], [*text_names, *([target_column] if target_column else [])], argument_names).texts
         texts = [row[: len(text_names)] if len(text_names) == 2 else row[0] for row in rows]
         return texts, [row[-1] for row in rows] if target_column else None
     if target_column is not None:
@@ -387,5 +387,5 @@ def _read_examples(
         )
     if target_file is None:
         return read_lines([path]), None
-    sources, targets = zip(*read_pairs(path, target_file), strict=True)
+    sources, targets = zip(*read_pairs(path, target_file).texts, strict=True)
     return list(sources), list(targets)

@@ -1,1 +1,124 @@
-"""Classification and regression on the user's own tables. GLUE tasks are subclasses."""
+"""Settings of classification and regression on the user's own tables."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..engine.settings import (
+    ALWAYS,
+    BETWEEN_0_AND_1,
+    WITH_BEST_WEIGHTS,
+    TableSettings,
+    check_metric,
+    option,
+    parse_json_flag,
+)
+
+# The problem types of Transformers.
+SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
+PROBLEM_TYPES = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
+# With several labels per row, the labels with a larger probability are predicted.
+DEFAULT_THRESHOLD = 0.5
+# The dev metrics of each problem type, in addition to the loss. The first one selects the best weights by default.
+METRICS_BY_PROBLEM: dict[str, tuple[str, ...]] = {
+    SINGLE_LABEL: ("accuracy", "f1_macro", "f1_micro", "matthews_correlation", "roc_auc"),
+    MULTI_LABEL: ("f1_micro", "f1_macro", "accuracy", "roc_auc"),
+    REGRESSION: ("rmse", "mae", "pearson", "spearmanr"),
+}
+
+
+def _parse_class_weights(text: str) -> Any:
+    """Parse the value of --class_weights."""
+    return parse_json_flag(text) if text.lstrip().startswith("{") else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationSettings(TableSettings):
+    """Columns of the tables with texts and labels, and the meaning of the labels.
+
+    Example:
+        ```python
+        settings = ClassificationSettings(
+            model_name_or_path="bert-gqa4", train_file="train.csv", validation_file="dev.csv", output_dir="out"
+        )
+        results = fine_tune(ClassificationFineTuning, settings)
+        ```
+    """
+
+    title: ClassVar[str] = "task"
+
+    text_columns: tuple[str, ...] | None = option(
+        "Column with the texts, or two columns for pairs (default: a common name, such as text, or sentence1 and "
+        "sentence2).",
+        None,
+        metavar="NAME",
+        resume=WITH_BEST_WEIGHTS,
+    )
+    label_column: str | None = option(
+        "Column with the labels (default: a common name, such as label).", None, resume=WITH_BEST_WEIGHTS
+    )
+    label_separator: str | None = option(
+        "Separator between several labels of a row, such as ';' in 'sports;politics'. In JSON, labels are a list.",
+        None,
+        resume=ALWAYS,
+    )
+    problem_type: str | None = option(
+        f"One of {', '.join(PROBLEM_TYPES)} (default: inferred from the training labels, see below).",
+        None,
+        choices=PROBLEM_TYPES,
+        resume=ALWAYS,
+        metavar="TYPE",
+    )
+    labels: tuple[str, ...] | None = option(
+        "Labels in the order of the model's outputs (default: the sorted labels of the training rows).",
+        None,
+        metavar="NAME",
+        resume=ALWAYS,
+    )
+    class_weights: dict[str, Any] | str | None = option(  # noqa: RUF009 (the default is None)
+        "Weight of the examples of each label in the loss: 'balanced', or JSON, such as '{\"spam\": 3}' (others: 1). "
+        "With several labels per row: the weight of the examples that have the label.",
+        None,
+        metavar="balanced|JSON",
+        resume=ALWAYS,
+        type=_parse_class_weights,
+    )
+    threshold: float | None = option(
+        "With several labels per row, the labels with a larger probability are predicted (default: "
+        f"{DEFAULT_THRESHOLD}).",
+        None,
+        range=BETWEEN_0_AND_1,
+        resume=WITH_BEST_WEIGHTS,
+    )
+    shuffle_train_dataset: bool = option(
+        "Shuffle the training rows before --max_train_samples takes the first ones. Every epoch shuffles in any case.",
+        False,
+        resume=ALWAYS,
+    )
+
+    def check(self) -> None:
+        """Check the settings, in addition to the checks of all tasks."""
+        super().check()
+        self._check_labels()
+        known = dict.fromkeys(name for kind in PROBLEM_TYPES for name in METRICS_BY_PROBLEM[kind])
+        check_metric(self.metric_for_best_model, ("loss", *METRICS_BY_PROBLEM.get(self.problem_type or "", known)))
+
+    def _check_labels(self) -> None:
+        """Check the settings about the labels."""
+        columns, names, weights = self.text_columns, self.labels, self.class_weights
+        if columns is not None and not (len(columns) in (1, 2) and len({*columns}) == len(columns)):
+            raise ValueError(
+                f"--text_columns must be one column, or two different columns for pairs, got {', '.join(columns)}."
+            )
+        if names is not None and (len({*names}) < len(names) or not all(name.strip() == name != "" for name in names)):
+            raise ValueError(f"--labels must be different, without surrounding spaces, got {list(names)}.")
+        is_mapping = isinstance(weights, dict) and weights and all(map(_is_weight, weights.values()))
+        if weights not in (None, "balanced") and not is_mapping:
+            raise ValueError(
+                f"--class_weights must be balanced, or map labels to numbers above 0, got {weights!r}. Give, say, "
+                '{"spam": 3}.'
+            )
+
+
+def _is_weight(value: Any) -> bool:
+    """Return whether a value is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -1,11 +1,14 @@
-"""Reading of texts and labels from tables and `datasets` sources, and the choice of the columns with them."""
+"""Texts and labels from tables and `datasets` sources: the choice of the columns, and the meaning of the labels."""
 
 import hashlib
 import json
 import logging
+import math
+import re
+import unicodedata
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -13,7 +16,7 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ...input_files import is_blank
+from ...files import is_blank, is_unicode
 from ...text_files import column_names, column_value, row_place
 from ..engine.tables import (
     UNKNOWN_LABELS,
@@ -25,29 +28,312 @@ from ..engine.tables import (
     read_splits,
     resolve_label_column,
 )
-from .labels import (
-    Cell,
-    LabelScheme,
-    count_by_class,
-    format_names,
-    infer_problem_type,
-    normalized_label,
-    read_cell,
-    reject_indicators,
-    sort_class_names,
-)
-from .settings import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
+from . import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
-__all__ = [
-    "ClassificationData",
-    "ClassificationSplit",
-    "find_label_column",
-    "find_text_columns",
-    "hash_rows",
-    "load_classification_data",
-    "make_rows",
-    "tokenize_split",
-]
+# The label of a row as text, a tuple of several labels, or None if the row has no label.
+Cell = str | tuple[str, ...] | None
+# Maps the index of a row, counted from 0, to its description for errors: file, row and column.
+RowDescriber = Callable[[int], str]
+
+DIGITS = re.compile(r"[+-]?[0-9]+")
+# A whole number as Python writes it. "01" is a code, and so is a number with more digits.
+WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+# A number with a decimal comma, such as 2,5. The text may also hold the two labels 2 and 5.
+COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+")
+# A number that is formatted for readers: "$1.50", "1,234.50", "1 234,5", "(12)", "50 %", "5 EUR".
+AMOUNT = re.compile(
+    r"\(?[-+]?(\d{1,3}([,' ]\d{2,3})+([.,]\d+)?|\d{1,3}(\.\d{3})+(,\d+)?|\d+([.,]\d+)?|[.,]\d+)([eE][-+]?\d+)?\)?"
+)
+UNITS = re.compile(r"%|‰|\b(usd|eur|gbp|jpy|chf|cny|rmb|inr|rub|rs\.?|kr\.?)(?![^\W\d_])", re.IGNORECASE)
+NUMBER_ADVICE = (
+    "For regression, write numbers with digits and a point, such as 1234.5, and set --problem_type regression. If "
+    "they are names of classes, set --problem_type single_label_classification."
+)
+# With at least this many rows, labels are not classes if this share of the rows has a label of its own.
+MIN_COUNTED_ROWS, MAX_UNIQUE_SHARE = 10, 0.9
+# More different labels may be texts, ids or a scale. They are classes only if the user sets --problem_type.
+MAX_CLASSES = 200
+MAX_SHOWN_NAMES = 8
+# The values of a list that indicates for each class whether a row has it.
+INDICATORS = frozenset({"0", "1", "0.0", "1.0", "false", "true"})
+INDICATOR_ADVICE = (
+    "The label {!r:.80} seems to indicate for each class whether the row has it. Give the names of the labels instead."
+)
+NO_LABEL = (
+    "The row has no label. If rows can have several labels or none, set --label_separator or give each row a JSON "
+    "list of labels."
+)
+
+
+def read_cell(value: Any, separator: str | None, place: str) -> Cell:
+    """Return the label of a row as text, without surrounding whitespace.
+
+    Args:
+        value: The cell: a text, or (in JSON and `datasets`) a number, a boolean, a list of these, or None.
+        separator: The separator between the labels in a text. A space matches any whitespace. None: the text is one
+            label.
+        place: The description of the cell for errors: file, row and column.
+
+    Raises:
+        ValueError: If the cell holds another type, or if a list has an empty or a repeated label.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and separator is not None:
+        parts = value.split(None if separator == " " else separator) if value.strip() else []
+        return _check_label_list([_to_label_text(part, place) for part in parts], place)
+    if isinstance(value, list | tuple):
+        return _check_label_list([_to_label_text(item, place) for item in value], place)
+    return _to_label_text(value, place) or None
+
+
+def _to_label_text(value: Any, place: str) -> str:
+    """Return a single label as text, or raise ValueError."""
+    if isinstance(value, str) and is_unicode(value):
+        return value.strip()
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return str(value)
+    got = "half a surrogate pair" if isinstance(value, str) else f"{value!r:.60}"
+    raise ValueError(f"{place}: A label must be a text or a finite number, got {got}.")
+
+
+def _check_label_list(labels: list[str], place: str) -> tuple[str, ...]:
+    """Return the labels of a row as a tuple, or raise ValueError if one is empty or repeated."""
+    if "" in labels:
+        raise ValueError(f"{place}: Labels must not be empty, got {labels!r:.200}.")
+    if repeated := [label for label, count in Counter(labels).items() if count > 1]:
+        if INDICATORS.issuperset(map(str.lower, labels)):
+            raise ValueError(f"{place}: {INDICATOR_ADVICE.format(labels)}")
+        raise ValueError(f"{place}: The labels of a row must be different, got {repeated[0]!r} twice.")
+    return tuple(labels)
+
+
+def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str:
+    """Return the problem type of training rows, according to the form of their labels.
+
+    Lists are several labels per row. Whole numbers and words are classes. Numbers of which some have a decimal point
+    are a regression.
+
+    Raises:
+        ValueError: If a row has no label, if the labels have different forms, or if they may have another meaning. The
+            message names the rows.
+    """
+    kinds = {type(cell): i for i, cell in reversed(list(enumerate(cells)))}
+    if type(None) in kinds:
+        raise ValueError(f"{describe_row(kinds[type(None)])}: {NO_LABEL}")
+    if tuple in kinds:
+        if str in kinds:
+            single, several = kinds[str], kinds[tuple]
+            raise ValueError(
+                f"{describe_row(single)}: The label {cells[single]!r} must be a list, because {describe_row(several)} "
+                "has a list. Give each row a list."
+            )
+        return MULTI_LABEL
+    firsts = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
+    words = sorted((text for text in firsts if not NUMBER.fullmatch(text)), key=firsts.__getitem__)
+    numbers = sorted(firsts.keys() - words, key=firsts.__getitem__)
+    _check_writing(words, numbers, firsts, describe_row)
+    pointed = [text for text in numbers if not DIGITS.fullmatch(text)]
+    if pointed and all(float(text).is_integer() for text in numbers):
+        raise ValueError(
+            f"{describe_row(firsts[pointed[0]])}: All labels are whole numbers, but {pointed[0]!r} has a decimal "
+            f"point. Set --problem_type to {SINGLE_LABEL} if they are classes, or to {REGRESSION} if they are numbers "
+            "on a scale."
+        )
+    if pointed:
+        return REGRESSION
+    if all(text.startswith("[") and text.endswith("]") for text in words) and words:
+        raise ValueError(
+            f"{describe_row(firsts[words[0]])}: The label {words[0]!r:.80} looks like a list. Write several labels as "
+            "'a;b' and set --label_separator ';', or write a JSON list. If it is one label, set --problem_type "
+            f"{SINGLE_LABEL}."
+        )
+    if len(firsts) > MAX_CLASSES or has_unique_labels(cells, firsts):
+        examples = ", ".join(repr(text)[:40] for text in (words or numbers)[:3])
+        raise ValueError(
+            f"{describe_row(0)}: There are {len(firsts)} different labels in {len(cells)} rows, such as {examples}. "
+            f"{NUMBER_ADVICE}"
+        )
+    return SINGLE_LABEL
+
+
+def _check_writing(
+    words: Sequence[str], numbers: Sequence[str], firsts: Mapping[str, int], describe_row: RowDescriber
+) -> None:
+    """Raise ValueError if words and numbers are mixed, or if words are numbers in another format."""
+    amounts = [text for text in words if is_formatted_number(text) and not COMMA_NUMBER.fullmatch(text)]
+    commas = [text for text in words if COMMA_NUMBER.fullmatch(text)]
+    if amounts and len(amounts) + len(numbers) + len(commas) > len(firsts) // 2:
+        raise ValueError(
+            f"{describe_row(firsts[amounts[0]])}: The label {amounts[0]!r:.80} is a formatted number. {NUMBER_ADVICE}"
+        )
+    if words and numbers:
+        word, number = firsts[words[0]], firsts[numbers[0]]
+        raise ValueError(
+            f"{describe_row(word)}: The label {words[0]!r} is a word, but the label {numbers[0]!r} of "
+            f"{describe_row(number)} is a number. Correct one of them, or set --problem_type {SINGLE_LABEL} if both "
+            "are names of classes."
+        )
+    if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
+        raise ValueError(
+            f"{describe_row(firsts[words[0]])}: The label {words[0]!r:.80} contains a comma. Write numbers with a "
+            "point. If these are several labels, set --label_separator ','. If they are names of classes, set "
+            f"--problem_type {SINGLE_LABEL}."
+        )
+
+
+def is_formatted_number(text: str) -> bool:
+    """Return whether a label is a number with a currency, a unit, thousands separators or a decimal comma."""
+    shown = unicodedata.normalize("NFKC", text).translate({0x2212: "-", 0x2019: "'", 0x66C: ",", 0x66B: "."})
+    plain = "".join(char for char in shown if unicodedata.category(char) != "Sc")
+    return AMOUNT.fullmatch(re.sub(r"^([-+]) +", r"\1", UNITS.sub("", plain).strip())) is not None
+
+
+def has_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
+    """Return whether nearly every row has a label that no other row has. Such labels are ids, texts or a scale.
+
+    With few rows, this is true only for numbers that are not class numbers (0 to n - 1, or 1 to n).
+    """
+    if len(cells) >= MIN_COUNTED_ROWS:
+        return len(labels) > MAX_UNIQUE_SHARE * len(cells)
+    if len(labels) < max(3, len(cells)) or not all(WHOLE.fullmatch(text) for text in labels):
+        return False
+    return max(map(int, labels)) - min(map(int, labels)) >= 2 * len(labels)
+
+
+def reject_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None:
+    """Check that lists of labels hold names, and not one indicator per class.
+
+    Raises:
+        ValueError: If each row has the same two indicators in some order, such as [1, 0] and [0, 1]. With names, both
+            rows would have both labels. Longer lists repeat an indicator, so `read_cell` raises an error for them.
+    """
+    rows = [cell for cell in cells if isinstance(cell, tuple)]
+    indicates = all(len(row) == 2 and INDICATORS.issuperset(map(str.lower, row)) for row in rows)
+    if indicates and len({frozenset(row) for row in rows}) == 1:
+        raise ValueError(f"{describe_row(0)}: {INDICATOR_ADVICE.format(list(rows[0]))}")
+
+
+def sort_class_names(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """Return the different class names of rows, sorted by value if they are numbers, otherwise by code points."""
+    names = {name for cell in cells for name in ((cell,) if isinstance(cell, str) else cell or ())}
+    if all(WHOLE.fullmatch(name) for name in names):
+        return tuple(sorted(names, key=int))
+    if all(NUMBER.fullmatch(name) for name in names):
+        return tuple(sorted(names, key=lambda name: (float(name), name)))
+    return tuple(sorted(names))
+
+
+@dataclass(frozen=True)
+class LabelScheme:
+    """The conversion of labels to numbers.
+
+    Attributes:
+        problem_type: The problem type of Transformers.
+        names: The classes in the order of their ids. Empty for a regression.
+    """
+
+    problem_type: str
+    names: tuple[str, ...]
+
+    def encode(self, cells: Sequence[Cell], describe_row: RowDescriber) -> list[Any]:
+        """Return one class id per row, one number per row, or one 0.0 or 1.0 per class and row.
+
+        Raises:
+            ValueError: If a row has no label, a label of another kind, or a label that is not a class. The message
+                names the first such row.
+        """
+        ids = {name: i for i, name in enumerate(self.names)}
+        return [self._encode_cell(cell, ids, i, describe_row) for i, cell in enumerate(cells)]
+
+    def _encode_cell(self, cell: Cell, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> Any:
+        """Return the number or numbers of a label, or raise ValueError."""
+        if self.problem_type == MULTI_LABEL and isinstance(cell, tuple):
+            labels = {self._get_class_id(label, ids, number, describe_row) for label in cell}
+            return [float(i in labels) for i in range(len(ids))]
+        if cell is None:
+            raise ValueError(
+                f"{describe_row(number)}: {NO_LABEL if self.problem_type == SINGLE_LABEL else 'The row has no label.'}"
+            )
+        if not isinstance(cell, str) or self.problem_type == MULTI_LABEL:
+            got = f"the label {cell!r}" if isinstance(cell, str) else f"the list {list(cell)!r:.80}"
+            rule = (
+                "a list of labels. Set --label_separator or use JSON lists" if isinstance(cell, str) else "one label"
+            )
+            raise ValueError(
+                f"{describe_row(number)}: Got {got}, but --problem_type {self.problem_type} needs {rule}."
+            )
+        if self.problem_type == SINGLE_LABEL:
+            return self._get_class_id(cell, ids, number, describe_row)
+        value = float(cell) if NUMBER.fullmatch(cell) else math.nan
+        if not math.isfinite(value):
+            raise ValueError(
+                f"{describe_row(number)}: The label of a regression must be a finite number, got {cell!r:.80}."
+            )
+        return value
+
+    def _get_class_id(self, name: str, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> int:
+        """Return the id of a class, or raise ValueError."""
+        if name not in ids:
+            raise ValueError(
+                f"{describe_row(number)}: The label must be one of {format_names(self.names)}, got {name!r:.80}. "
+                "These labels come from the training rows or from --labels."
+            )
+        return ids[name]
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Return the first names, and the number of further names, for a message."""
+    more = f" and {len(names) - MAX_SHOWN_NAMES} more" if len(names) > MAX_SHOWN_NAMES else ""
+    return ", ".join(repr(name)[:40] for name in names[:MAX_SHOWN_NAMES]) + more
+
+
+def count_by_class(scheme: LabelScheme, values: Sequence[Any]) -> list[int]:
+    """Return the number of rows of each class."""
+    if scheme.problem_type == MULTI_LABEL:
+        return [int(sum(column)) for column in zip(*values, strict=True)]
+    counts = Counter(values)
+    return [counts[i] for i in range(len(scheme.names))]
+
+
+def compute_class_weights(
+    setting: Mapping[str, Any] | str | None, scheme: LabelScheme, values: Sequence[Any]
+) -> list[float] | None:
+    """Return the weight of each class in the loss, or None if `setting` is None.
+
+    Args:
+        setting: "balanced", or weights by class name. The other classes have weight 1.
+        scheme: The classes.
+        values: The labels of the training rows as numbers.
+
+    Returns:
+        The weights. With one label per row, "balanced" gives rows / (classes * rows of the class), as scikit-learn
+        does. With several labels per row, it gives rows without the label / rows with the label, the weight of
+        positive examples.
+
+    Raises:
+        ValueError: If a name is not a class, or if "balanced" meets a class that no row or every row has.
+    """
+    if setting is None or scheme.problem_type == REGRESSION:
+        return None
+    if isinstance(setting, Mapping):
+        if unknown := [name for name in setting if name not in scheme.names]:
+            raise ValueError(
+                f"--class_weights must name labels among {format_names(scheme.names)}, got {unknown[0]!r}."
+            )
+        return [float(setting.get(name, 1.0)) for name in scheme.names]
+    counts, several = count_by_class(scheme, values), scheme.problem_type == MULTI_LABEL
+    for name, count in zip(scheme.names, counts, strict=True):
+        if count == 0 or (several and count == len(values)):
+            rows = "every training row has" if count else "no training row has"
+            raise ValueError(
+                f"--class_weights balanced cannot be computed, because {rows} the label {name!r}. Set weights as JSON."
+            )
+    if several:
+        return [(len(values) - count) / count for count in counts]
+    return [len(values) / (len(counts) * count) for count in counts]
+
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +526,6 @@ class LabelRows:
         files: The file of each row.
         lines: The line of each row in its file, if known.
         numbers: The number of each row.
-        rows_with_new_columns: The first row that has a column which all earlier rows lack, for each such column.
     """
 
     label_column: str | None
@@ -249,7 +534,6 @@ class LabelRows:
     files: list[str] = field(default_factory=list)
     lines: list[int | None] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    rows_with_new_columns: list[dict[str, Any]] = field(default_factory=list)
 
     def describe_row(self, row: int) -> str:
         """Describe the location of the label of a row for messages: file, line, row and column."""
@@ -273,11 +557,7 @@ def _read_rows(
     rows = LabelRows(label_column, [[] for _ in text_columns])
     names = source.class_names(label_column)
     blank: list[str] = []
-    known = set(source.first.values)
     for record in source.records:
-        if not known.issuperset(record.values):
-            known.update(record.values)
-            rows.rows_with_new_columns.append(record.values)
         for column, texts in zip(text_columns, rows.texts, strict=True):
             texts.append(get_text(record, column, "--text_columns"))
         if any(is_blank(texts[-1]) for texts in rows.texts):
@@ -309,7 +589,6 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
     """
     sources = read_splits(settings)
     first = next(iter(sources.values())).first
-    threshold_flag = settings.threshold
     columns = {"text_columns": (), "label_column": ("label_separator",)}
     absent_label_column = find_absent_recorded_column(settings, first.values, "label_column")
     settings = apply_recorded_columns(settings, first.values, columns, ("threshold",))
@@ -324,30 +603,11 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
         scheme = _infer_checkpoint_scheme(settings, config, class_names)
     else:
         scheme = _infer_training_scheme(settings, read["train"], sources["train"].class_names(label_column))
-    if threshold_flag is not None and scheme.problem_type != MULTI_LABEL:
-        raise ValueError(
-            f"--threshold needs several labels per row, but the problem type is {scheme.problem_type}. Remove "
-            "--threshold."
-        )
-    if label_column is None:
-        _warn_about_unread_labels([first.values, *read["test"].rows_with_new_columns], text_columns, scheme)
     values = {name: _encode_labels(name, rows, scheme) for name, rows in read.items()}
     _log_label_counts(scheme, values.get("train") or [])
     splits = {name: rows.split(name, values[name]) for name, rows in read.items()}
     threshold = DEFAULT_THRESHOLD if settings.threshold is None else settings.threshold
     return ClassificationData(splits, scheme, text_columns, label_column, settings.label_separator, threshold)
-
-
-def _warn_about_unread_labels(
-    rows: Sequence[dict[str, Any]], text_columns: Sequence[str], scheme: LabelScheme
-) -> None:
-    """Warn about columns of the test rows that may hold labels, if no label column is read."""
-    candidates = {
-        name for row in rows for name in column_names(row) if str(column_value(row, name)).strip() in scheme.names
-    }
-    for column in sorted(candidates.difference(text_columns)):
-        message = "test: Column %r may hold labels, but is not read. Use --label_column %r to score the predictions."
-        logger.warning(message, column, column)
 
 
 def _encode_labels(name: str, rows: LabelRows, scheme: LabelScheme) -> list[Any] | None:
@@ -396,40 +656,12 @@ def _infer_training_scheme(
     if kind == MULTI_LABEL:
         reject_indicators(rows.cells, rows.describe_row)
     if kind == REGRESSION:
-        if settings.labels is not None:
-            raise ValueError(
-                f"{rows.describe_row(0)}: --labels needs classes, but the labels are numbers (regression). Remove "
-                "--labels."
-            )
         return LabelScheme(kind, ())
-    separator = settings.label_separator
-    if separator is not None and not any(isinstance(cell, tuple) and len(cell) > 1 for cell in rows.cells):
-        logger.warning(
-            "No training row has several labels with --label_separator %r. Check that it separates the labels.",
-            separator,
-        )
     names = tuple(settings.labels or class_names or sort_class_names(rows.cells))
     if len(names) < 1 + (kind == SINGLE_LABEL):
         problem = f"Every training row has the label {names[0]!r}" if names else "No training row has a label"
         raise ValueError(f"{rows.describe_row(0)}: {problem}. Give training rows with different labels.")
-    _warn_about_similar_labels(kind, names, rows.cells)
     return LabelScheme(kind, names)
-
-
-def _warn_about_similar_labels(kind: str, names: Sequence[str], cells: Sequence[Cell]) -> None:
-    """Warn about labels that look alike, and about a label of a multi-label problem that all rows have."""
-    lowered, looks = Counter(name.lower() for name in names), Counter(map(normalized_label, names))
-    if alike := [name for name in names if lowered[name.lower()] > 1]:
-        logger.warning("Labels that differ only in case are different labels: %s.", format_names(alike))
-    if lookalikes := [ascii(name) for name in names if looks[normalized_label(name)] > lowered[name.lower()]]:
-        logger.warning("Labels that look the same are different labels: %s.", ", ".join(lookalikes[:8]))
-    if kind == MULTI_LABEL:
-        counts = Counter(name for cell in cells for name in cell or ())
-        if everywhere := [name for name in names if counts[name] == len(cells)]:
-            logger.warning(
-                "Every training row has the label %s. The model cannot learn anything about it.",
-                format_names(everywhere),
-            )
 
 
 def _infer_checkpoint_scheme(

@@ -1,50 +1,283 @@
-"""Classification and regression on the user's own tables: objective, evaluation, metrics and predictions."""
+"""Metrics of classification and regression (from scikit-learn and SciPy), and the plot of a confusion matrix."""
 
 import json
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+import unicodedata
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from torch import Tensor, nn
+from scipy.special import expit, softmax
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import (
+    accuracy_score,
+    confusion_matrix,
+    f1_score,
+    matthews_corrcoef,
+    multilabel_confusion_matrix,
+    roc_auc_score,
+)
+from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedModel
 
-from ...files import CONFUSION_FILE
-from ..engine.dataloaders import prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask, MetricEvaluator, run_rows
-from ..engine.losses import Objective, compute_logits
-from ..engine.models import LabelMap, check_trained_head, get_model_name, load_classifier, load_config
-from ..engine.options import check_metric
-from ..engine.settings import FineTuningSettings
-from ..engine.tokenizers import append_end_tokens, check_max_length, fit_token_types, load_tokenizer
-from .data import ClassificationSplit, hash_rows, load_classification_data, make_rows, tokenize_split
-from .labels import LabelScheme, compute_class_weights
-from .metrics import (
-    MAX_DRAWN_CLASSES,
-    Predictions,
-    compute_classification_metrics,
-    compute_metric_details,
-    draw_confusion_matrix,
+from ...files import CONFUSION_FILE, write_picture
+from ..engine.dataloaders import EvalBatches
+from ..engine.finetune import FineTuningTask
+from ..engine.models import (
+    LabelMap,
+    append_end_tokens,
+    check_max_length,
+    check_trained_head,
+    fit_token_types,
+    get_model_name,
+    load_classifier,
+    load_config,
+    load_tokenizer,
 )
-from .settings import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, ClassificationSettings
+from ..engine.optimization import Objective, compute_logits
+from ..engine.settings import FineTuningSettings, check_dev_settings, check_metric
+from . import METRICS_BY_PROBLEM, MULTI_LABEL, REGRESSION, ClassificationSettings
+from .data import (
+    ClassificationSplit,
+    LabelScheme,
+    compute_class_weights,
+    format_names,
+    hash_rows,
+    load_classification_data,
+    make_rows,
+    tokenize_split,
+)
 
-__all__ = [
-    "NO_TRAINING_ROWS",
-    "ClassificationFineTuning",
-    "EvalSet",
-    "LogitsEvaluator",
-    "SequenceClassification",
-    "make_classification_objective",
-    "to_model_labels",
-]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def _make_correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
+    """Return a function of references and predictions from a correlation of SciPy. It returns NaN if undefined."""
+
+    def compute(references: np.ndarray, predictions: np.ndarray) -> float:
+        if len(references) < 2:
+            return math.nan
+        with warnings.catch_warnings():
+            # A constant prediction has no correlation. The value is NaN, so the warning of SciPy adds nothing.
+            warnings.simplefilter("ignore")
+            return function(np.asarray(predictions, dtype=np.float64), references)[0]
+
+    return compute
+
+
+# Map (true values [rows], predictions [rows]) to the correlation.
+pearson, spearman = _make_correlation(pearsonr), _make_correlation(spearmanr)
+
+
+class Predictions:
+    """The predictions of a model, computed from its logits [rows, labels] in the order of the names of the scheme.
+
+    Attributes:
+        probabilities: [rows, labels] in double precision. With one label per row, the probabilities of a row add up
+            to 1. With several, each label has its own. For regression, they are the predicted numbers [rows, 1].
+        chosen: Class ids [rows], one 0 or 1 per label [rows, labels], or numbers [rows].
+    """
+
+    def __init__(self, scheme: LabelScheme, logits: np.ndarray, threshold: float):
+        logits = logits.astype(np.float64)
+        if scheme.problem_type == REGRESSION:
+            self.probabilities, self.chosen = logits, logits[:, 0]
+        elif scheme.problem_type == MULTI_LABEL:
+            self.probabilities = expit(logits)
+            self.chosen = (self.probabilities > threshold).astype(np.int64)
+        else:
+            self.probabilities, self.chosen = softmax(logits, axis=-1), logits.argmax(-1)
+
+
+def compute_classification_metrics(
+    scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
+) -> dict[str, float]:
+    """Compute the metrics of `settings.METRICS_BY_PROBLEM`. A metric that is undefined on these rows is NaN.
+
+    F1 is computed by scikit-learn. Its macro average covers the classes that are true or predicted in some row. With
+    several labels per row, the accuracy is the share of rows with exactly the correct labels. The ROC AUC is the mean
+    of the one-vs-rest areas of the classes that some rows have and other rows lack.
+
+    Args:
+        scheme: The meaning of the labels.
+        predicted: The predictions.
+        labels: The labels of the rows, as `LabelScheme.encode` returns them.
+    """
+    if scheme.problem_type == REGRESSION:
+        errors = predicted.chosen - labels
+        return {
+            "rmse": float(np.sqrt(np.mean(errors**2))),
+            "mae": float(np.abs(errors).mean()),
+            "pearson": float(pearson(labels, predicted.chosen)),
+            "spearmanr": float(spearman(labels, predicted.chosen)),
+        }
+    labels = labels.astype(np.int64)
+    truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
+    averaged_ids = ids if len(ids) == 1 else None  # None: the classes that occur in the rows
+    values = {
+        "accuracy": float(accuracy_score(truth, chosen)),
+        "f1_macro": float(f1_score(truth, chosen, labels=averaged_ids, average="macro", zero_division=0.0)),
+        "f1_micro": float(f1_score(truth, chosen, labels=averaged_ids, average="micro", zero_division=0.0)),
+    }
+    if scheme.problem_type != MULTI_LABEL:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # if all rows have and get the same class, the value is 0
+            values["matthews_correlation"] = float(matthews_corrcoef(labels, predicted.chosen))
+    areas = [area for area in _compute_roc_areas(scheme, predicted, labels) if not math.isnan(area)]
+    values["roc_auc"] = sum(areas) / len(areas) if areas else math.nan
+    return values
+
+
+def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> dict[str, Any]:
+    """Compute the results that complement the metrics of `compute_classification_metrics`.
+
+    Returns:
+        "per_class" maps each name to "precision", "recall", "f1", "roc_auc", the number of rows with the class
+        ("support") and the number of rows that are predicted to have it ("predicted"). Undefined values are NaN.
+        "confusion_matrix" is present only with one label per row: one list per true class with the number of rows per
+        predicted class, in the order of the names. "undefined" maps a metric to the reason why it is undefined, or to
+        the classes that it leaves out. For a regression, only "undefined" may be present.
+    """
+    if scheme.problem_type == REGRESSION:
+        columns = {"labels": labels, "predictions": predicted.chosen}
+        constant = [name for name, numbers in columns.items() if np.ptp(numbers) == 0]
+        reason = f"all {' and all '.join(constant)} are the same" if constant else ""
+        return {"undefined": dict.fromkeys(("pearson", "spearmanr"), reason)} if constant else {}
+    labels = labels.astype(np.int64)
+    several = scheme.problem_type == MULTI_LABEL
+    truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
+    areas = _compute_roc_areas(scheme, predicted, labels)
+    counts = multilabel_confusion_matrix(truth, chosen, labels=ids)
+    per_class = {}
+    for name, area, ((_, wrong), (missed, right)) in zip(scheme.names, areas, counts.tolist(), strict=True):
+        per_class[name] = {
+            "precision": _divide(right, right + wrong),
+            "recall": _divide(right, right + missed),
+            "f1": _divide(2 * right, 2 * right + wrong + missed),
+            "roc_auc": area,
+            "support": right + missed,
+            "predicted": right + wrong,
+        }
+    details: dict[str, Any] = {"per_class": per_class}
+    if not several:
+        details["confusion_matrix"] = confusion_matrix(labels, predicted.chosen, labels=ids).tolist()
+    if without := [name for name, area in zip(scheme.names, areas, strict=True) if math.isnan(area)]:
+        details["undefined"] = {"roc_auc": _explain_undefined_areas(without, len(labels), len(ids), per_class)}
+    return details
+
+
+def _to_sklearn_classes(
+    scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Return the true and the predicted classes in the format of scikit-learn, and its class ids of the names.
+
+    If there is only one label that a row may have [rows, 1], scikit-learn gets two classes: without (0) and with (1).
+    """
+    if scheme.problem_type == MULTI_LABEL and len(scheme.names) == 1:
+        return labels[:, 0], predicted.chosen[:, 0], [1]
+    return labels, predicted.chosen, list(range(len(scheme.names)))
+
+
+def _explain_undefined_areas(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
+    """Explain why the ROC AUC of some classes is undefined."""
+    everywhere = [name for name in without if per_class[name]["support"] == rows]
+    nowhere = [name for name in without if per_class[name]["support"] == 0]
+    parts = [f"all {rows} rows have {format_names(everywhere)}"] if everywhere else []
+    parts += [f"no row has {format_names(nowhere)}"] if nowhere else []
+    num_defined = classes - len(without)
+    result = f"it is the mean over the other {num_defined}" if num_defined else "it is not defined"
+    return f"{' and '.join(parts)}: {result}"
+
+
+def _compute_roc_areas(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> list[float]:
+    """Return the one-vs-rest ROC AUC of each class, or NaN if all rows or no row have the class."""
+    ids = range(len(scheme.names))
+    truths = [labels[:, i] if labels.ndim == 2 else labels == i for i in ids]
+    return [
+        float(roc_auc_score(truth, predicted.probabilities[:, i])) if 0 < truth.sum() < len(truth) else math.nan
+        for i, truth in zip(ids, truths, strict=True)
+    ]
+
+
+def _divide(part: int, whole: int) -> float:
+    """Return a ratio, or NaN if the denominator is 0."""
+    return part / whole if whole else math.nan
+
+
+# The largest numbers of classes with numbers in the cells, and with a plot at all.
+MAX_NUMBERED_CLASSES, MAX_DRAWN_CLASSES = 40, 200
+MAX_NAME_LENGTH = 24
+
+
+def draw_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
+    """Draw a confusion matrix. The shade of a cell is its share of the rows of the true class.
+
+    If the plot fails, log a warning.
+
+    Args:
+        matrix: Numbers of rows [true classes, predicted classes].
+        names: The names of the classes.
+        path: The path of the PNG.
+        title: The title of the plot.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the plot shows a box instead
+        write_picture(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
+
+
+def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
+    """Return the figure of `draw_confusion_matrix`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    count = len(names)
+    cell = 0.42 if count <= MAX_NUMBERED_CLASSES else 12 / count  # inches
+    tick_labels = [shorten_class_name(name) for name in names]
+    margin = 1.6 + 0.075 * max(map(len, tick_labels))
+    size = max(3.2, cell * count)
+    figure = Figure(figsize=(size + margin + 1.2, size + margin), layout="constrained")
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.12, h_pad=0.12)  # inches between the labels and the edge
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    totals = np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    image = axes.imshow(matrix / totals, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
+    small = 8 if count <= MAX_NUMBERED_CLASSES else max(2.0, 500 / count)
+    ticks: Any = {"fontsize": small, "parse_math": False}  # a name with $ is not a formula
+    axes.set_xticks(range(count), tick_labels, rotation=90, **ticks)
+    axes.set_yticks(range(count), tick_labels, **ticks)
+    axes.set(xlabel="predicted", ylabel="true")
+    if count <= MAX_NUMBERED_CLASSES:
+        digits = len(str(matrix.max()))
+        for (row, column), number in np.ndenumerate(matrix):
+            if number:
+                color = "white" if number > 0.5 * totals[row, 0] else "black"
+                fontsize = min(8.0, 8.0 * 4 / digits)  # four digits fit into a cell
+                # The layout engine would otherwise measure every text, which is slow.
+                options: Any = {"ha": "center", "va": "center", "in_layout": False}
+                axes.text(column, row, str(number), color=color, fontsize=fontsize, **options)
+    figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="share of the true class")
+    axes.set_title(title, fontsize=10, parse_math=False)
+    return figure
+
+
+def shorten_class_name(name: str) -> str:
+    """Return a class name for the plot: one line of visible characters of limited length."""
+    line = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in name)
+    line = " ".join(line.split())
+    return f"{line[: MAX_NAME_LENGTH - 1]}…" if len(line) > MAX_NAME_LENGTH else line
 
 
 def make_classification_objective(weights: Tensor | None = None) -> Objective:
@@ -94,68 +327,20 @@ class EvalSet:
 
     Attributes:
         split: The rows.
-        loader: The batches. The longest rows come first.
-        order: The index of the row that comes at each position.
+        batches: The batches, and the order of the rows in them.
         labels: The labels in the order of the task, or None if they are unknown.
     """
 
     split: ClassificationSplit
-    loader: DataLoader
-    order: Sequence[int]
+    batches: EvalBatches
     labels: Any
 
 
-class LogitsEvaluator(MetricEvaluator, ABC):
-    """Evaluator of dev splits that computes the metrics from the logits of all rows."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        sets: list[EvalSet],
-        label_map: LabelMap,
-        settings: FineTuningSettings,
-        weights: Tensor | None = None,
-    ):
-        super().__init__(self._compute_scores)
-        self.accelerator, self.model, self.sets = accelerator, model, sets
-        self.label_map, self.settings, self.weights = label_map, settings, weights
-
-    @abstractmethod
-    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        """Return the metrics of a split from its logits [rows, labels], in the order of the model's outputs."""
-
-    def _compute_scores(self) -> dict[str, float]:
-        """Return the metrics of every dev split. Names of the second one (MNLI mismatched) end in `_mm`."""
-        metrics: dict[str, float] = {}
-        for i, eval_set in enumerate(self.sets):
-            logits = self.predict_logits(eval_set)
-            values = self.score(eval_set, logits)
-            values["loss"] = self._compute_loss(eval_set, logits)
-            metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
-        return metrics
-
-    def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
-        """Return the logits of a split [rows, labels], in the order of its rows."""
-        loader, order, name = eval_set.loader, eval_set.order, eval_set.split.name
-        return run_rows(self.accelerator, self.model, loader, order, self._compute_logits, name, self.settings)[0]
-
-    def _compute_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
-        """Return the logits of a batch [b, labels] in single precision."""
-        return (compute_logits(self.model, batch).float(),)
-
-    def _compute_loss(self, eval_set: EvalSet, logits: np.ndarray) -> float:
-        """Return the mean loss of a split."""
-        labels = to_model_labels(np.asarray(eval_set.labels), self.label_map)
-        return float(compute_loss_sum(torch.from_numpy(logits), torch.from_numpy(labels), self.weights)) / len(labels)
-
-
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
-EvaluatorT = TypeVar("EvaluatorT", bound=LogitsEvaluator)
 NO_TRAINING_ROWS = ClassificationSplit("train", make_rows({}))
 
 
-class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
+class SequenceClassification(FineTuningTask[SettingsT]):
     """Training of a classifier or regressor on texts or pairs of texts.
 
     The `__init__` of a subclass calls `fit_tokenizer` and sets the attributes below.
@@ -209,24 +394,50 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
     def objective(self) -> Objective:
         return make_classification_objective(self.output_weights)
 
+    def prepare_evaluation(self) -> bool:
+        self.dev_sets = [self.make_eval_set(split) for split in self.dev_splits]
+        return bool(self.dev_sets)
+
+    @abstractmethod
+    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
+        """Return the metrics of a split from its logits [rows, labels], in the order of the model's outputs."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics of every dev split. Names of the second one (MNLI mismatched) end in `_mm`."""
+        metrics: dict[str, float] = {}
+        for i, eval_set in enumerate(self.dev_sets):
+            logits = self.predict_logits(eval_set)
+            values = self.score(eval_set, logits)
+            labels = torch.from_numpy(to_model_labels(np.asarray(eval_set.labels), self.label_map))
+            loss = compute_loss_sum(torch.from_numpy(logits), labels, self.output_weights)
+            values["loss"] = float(loss) / len(labels)
+            metrics |= {key + ("_mm" if i else ""): value for key, value in values.items()}
+        return metrics
+
+    def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
+        """Return the logits of a split [rows, labels] in single precision, in the order of its rows."""
+
+        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+            return (compute_logits(self.model, batch).float(),)
+
+        return self.run_rows(eval_set.batches, outputs, eval_set.split.name)[0]
+
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
 
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": [hash_rows(split) for split in self.dev_splits]}
 
-    def dev_results(self, evaluator: EvaluatorT) -> dict[str, Any]:
+    def dev_results(self) -> dict[str, Any]:
         rows = sum(map(len, self.dev_splits))
-        return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(evaluator.seconds, 1e-9), 2)}
+        return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(self.eval_seconds, 1e-9), 2)}
 
     def make_eval_set(self, split: ClassificationSplit) -> EvalSet:
         """Tokenize a split and return it with its batches."""
         data = self._tokenize(split)
         unused = [name for name in ("length", "label") if name in data.column_names]
-        loader, order = prepare_eval_dataloader(
-            self.settings, self.accelerator, data.remove_columns(unused), data["length"], self.collate
-        )
-        return EvalSet(split, loader, order, data["label"][:] if "label" in unused else None)
+        batches = self.make_eval_batches(data.remove_columns(unused), data["length"])
+        return EvalSet(split, batches, data["label"][:] if "label" in unused else None)
 
     def _tokenize(self, split: ClassificationSplit) -> Dataset:
         """Tokenize a split. The main process tokenizes first, and the other processes read its cache."""
@@ -263,25 +474,7 @@ class SequenceClassification(FineTuningTask[SettingsT, EvaluatorT]):
         return data.map(lambda row: {"label": to_model[row["label"]]})
 
 
-class ClassificationEvaluator(LogitsEvaluator):
-    """Evaluator of the dev rows. It stores the last predictions, so that they are not computed twice."""
-
-    def __init__(self, scheme: LabelScheme, threshold: float, *args: Any):
-        super().__init__(*args)
-        self.scheme, self.threshold = scheme, threshold
-        self.predictions: dict[str, Predictions] = {}
-
-    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        predicted = self.predictions[eval_set.split.name] = self.to_predictions(logits)
-        return compute_classification_metrics(self.scheme, predicted, np.asarray(eval_set.labels))
-
-    def to_predictions(self, logits: np.ndarray) -> Predictions:
-        """Return the predictions for logits [rows, labels] in the order of the model's outputs."""
-        order = list(self.label_map.to_model)
-        return Predictions(self.scheme, logits[:, order], self.threshold)
-
-
-class ClassificationFineTuning(SequenceClassification[ClassificationSettings, ClassificationEvaluator]):
+class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
     """Fine-tuning on tables with one label per row, several labels per row, or a number per row.
 
     The results contain `eval_<metric>` of the dev rows for the metrics of `settings.METRICS_BY_PROBLEM`, and
@@ -306,7 +499,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
         self.fit_tokenizer(pair=len(self.data.text_columns) == 2)
         self.metric_names = METRICS_BY_PROBLEM[self.problem_type]
         check_metric(settings.metric_for_best_model, ("loss", *self.metric_names))
-        settings.check_dev("validation" in self.data.splits)
+        check_dev_settings(settings, "validation" in self.data.splits)
         self.train = self._select_training_split()
         self.dev_splits = [
             split.take(settings.max_eval_samples) for name, split in self.data.splits.items() if name == "validation"
@@ -325,22 +518,27 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
             split = ClassificationSplit(split.name, split.data.select(order.tolist()))
         return split.take(self.settings.max_train_samples)
 
-    def make_evaluator(self, model: nn.Module) -> ClassificationEvaluator | None:
-        sets = [self.make_eval_set(split) for split in self.dev_splits]
+    def prepare_evaluation(self) -> bool:
         test = self.data.splits.get("test")
         self.test = None if test is None else self.make_eval_set(test)
-        run = self.accelerator, model, sets, self.label_map, self.settings, self.output_weights
-        self.evaluator = ClassificationEvaluator(self.scheme, self.data.threshold, *run)
-        return self.evaluator if sets else None
+        return super().prepare_evaluation()
+
+    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
+        self.dev_predictions = self._to_predictions(logits)
+        return compute_classification_metrics(self.scheme, self.dev_predictions, np.asarray(eval_set.labels))
+
+    def _to_predictions(self, logits: np.ndarray) -> Predictions:
+        """Return the predictions for logits [rows, labels] in the order of the model's outputs."""
+        return Predictions(self.scheme, logits[:, list(self.label_map.to_model)], self.data.threshold)
 
     def fingerprint(self) -> dict[str, Any]:
         labels = {"problem type": self.problem_type, "labels of the model": list(self.scheme.names)}
         return {**super().fingerprint(), **labels}
 
-    def dev_results(self, evaluator: ClassificationEvaluator) -> dict[str, Any]:
-        [dev] = evaluator.sets
-        details = compute_metric_details(self.scheme, evaluator.predictions[dev.split.name], np.asarray(dev.labels))
-        return {**super().dev_results(evaluator), **{f"eval_{name}": value for name, value in details.items()}}
+    def dev_results(self) -> dict[str, Any]:
+        [dev] = self.dev_sets
+        details = compute_metric_details(self.scheme, self.dev_predictions, np.asarray(dev.labels))
+        return {**super().dev_results(), **{f"eval_{name}": value for name, value in details.items()}}
 
     def results(self) -> dict[str, Any]:
         results: dict[str, Any] = {"problem_type": self.problem_type, "text_columns": list(self.data.text_columns)}
@@ -356,16 +554,15 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings, Cl
             results["class_weights"] = dict(zip(self.scheme.names, self.weights.tolist(), strict=True))
         return results
 
-    def predictions(self, evaluator: ClassificationEvaluator) -> dict[str, str]:
-        [dev] = evaluator.sets
-        return {"dev.jsonl": self._format_predictions(dev, evaluator.predictions[dev.split.name])}
+    def predictions(self) -> dict[str, str]:
+        return {"dev.jsonl": self._format_predictions(self.dev_sets[0], self.dev_predictions)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        for dev in self.evaluator.sets:
-            self._draw_confusion_matrix(dev, self.evaluator.predictions[dev.split.name], CONFUSION_FILE, "dev")
+        for dev in self.dev_sets:
+            self._draw_confusion_matrix(dev, self.dev_predictions, CONFUSION_FILE, "dev")
         if self.test is None:
             return {}, {}
-        predicted = self.evaluator.to_predictions(self.evaluator.predict_logits(self.test))
+        predicted = self._to_predictions(self.predict_logits(self.test))
         results: dict[str, Any] = {"test_samples": len(self.test.split)}
         if self.test.labels is not None:
             labels = np.asarray(self.test.labels)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import SCALER_NAME as SCALER_FILE
 from accelerate.utils import load, save
 from safetensors import SafetensorError
 from safetensors.torch import load_file, load_model
@@ -25,21 +24,6 @@ from torch import nn
 
 from ...errors import is_first_process
 from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, load_json, write_problem
-
-__all__ = [
-    "STOP_SIGNALS",
-    "FolderInUseError",
-    "StopSignals",
-    "TrainState",
-    "describe_last_checkpoint",
-    "find_checkpoint",
-    "list_checkpoints",
-    "load_checkpoint",
-    "load_weights",
-    "lock_folder",
-    "save_best_weights",
-    "save_checkpoint",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -153,13 +137,6 @@ def lock_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool
 # Tied weights are saved once and tied again when they are loaded, so Accelerate's warning at each save is not useful.
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
-# Parts of a fingerprint that checkpoints of earlier versions lack. Runs can resume from these checkpoints.
-OPTIONAL_FINGERPRINT_KEYS = (
-    "tags of the model",
-    "hash of the held-out data",
-    "hash of the held-out text",
-    "held-out rows",
-)
 
 
 @dataclass
@@ -235,21 +212,17 @@ def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
     if resume_from == "latest":
         checkpoints = list_checkpoints(output_dir)
         if not checkpoints:
-            is_used = Path(output_dir).is_dir() and any(Path(output_dir).iterdir())
-            advice = "Replace the flag by --overwrite_output_dir" if is_used else "Remove the flag"
             raise ValueError(
-                f"--resume_from_checkpoint latest needs a complete checkpoint, but {output_dir} has none. {advice} to "
-                "start a new run, and save checkpoints with --checkpointing_steps."
+                f"--resume_from_checkpoint latest needs a complete checkpoint, but {output_dir} has none. Start a new "
+                "run, and save checkpoints with --checkpointing_steps."
             )
         return checkpoints[-1]
     path = Path(resume_from)
-    if not path.is_dir():
-        raise ValueError(
-            f"--resume_from_checkpoint must be an existing folder or `latest`, got {path}. `latest` is the newest "
-            "checkpoint in --output_dir."
-        )
     if not (path / STATE_FILE).is_file():
-        raise ValueError(f"--resume_from_checkpoint must be a complete checkpoint, but {path} has no {STATE_FILE}.")
+        raise ValueError(
+            f"--resume_from_checkpoint must be `latest` or a folder with a complete checkpoint, but {path} has no "
+            f"{STATE_FILE}."
+        )
     return path
 
 
@@ -361,24 +334,12 @@ def load_checkpoint(
         ValueError: If a setting or the training data differ from the saved ones (the message contains the old and the
             new values), the weights do not fit the model, or a file is damaged.
     """
-    try:
-        state = TrainState(**load_json(path / STATE_FILE))
-    except TypeError as error:
-        raise ValueError(f"{path / STATE_FILE} is not the state of a training run: {error}") from error
+    state = TrainState(**load_json(path / STATE_FILE))
     if changes := _describe_changes(state.fingerprint, fingerprint):
         raise ValueError(f"Cannot resume exactly from {path}: {changes}. Use the same values as before.")
     differences = _describe_changes(state.environment, _collect_environment(accelerator))
     if differences and accelerator.is_main_process:
         logger.warning("Resuming from %s is exact only up to rounding: %s.", path, differences)
-    random_states = path / f"random_states_{accelerator.process_index}.pkl"
-    if not random_states.is_file():
-        raise ValueError(f"Cannot resume exactly from {path}, because it has no {random_states.name}.")
-    if accelerator.scaler is not None and not (path / SCALER_FILE).is_file():
-        precision = state.environment.get("mixed precision", "no")
-        raise ValueError(
-            f"Cannot resume from {path} with --mixed_precision fp16, because it has no state of a loss scaler. It was "
-            f"saved with --mixed_precision {precision}."
-        )
     if accelerator.is_main_process:
         for leftover in Path(output_dir).glob(".tmp-*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -391,21 +352,19 @@ def load_checkpoint(
     accelerator.wait_for_everyone()
     try:
         accelerator.load_state(str(path))
-    except RuntimeError as error:
-        raise ValueError(f"The checkpoint {path} does not fit this model: {error}") from error
-    except (SafetensorError, UnpicklingError, EOFError) as error:
+    except (RuntimeError, SafetensorError, UnpicklingError, EOFError) as error:
         raise ValueError(
-            f"The checkpoint {path} is damaged ({type(error).__name__}: {error}). Resume from an earlier checkpoint, "
-            "or start a new run."
+            f"The checkpoint {path} is damaged or does not fit this model ({type(error).__name__}: {error}). Resume "
+            "from an earlier checkpoint, or start a new run."
         ) from error
     same_device = state.environment.get("device") == _collect_environment(accelerator)["device"]
+    random_states = path / f"random_states_{accelerator.process_index}.pkl"
     _check_random_state(random_states, accelerator.device if same_device else torch.device("cpu"))
     return state
 
 
 def _describe_changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
     """Return the keys whose values changed, with their old and new values, as text."""
-    saved = {key: now[key] for key in OPTIONAL_FINGERPRINT_KEYS if key in now} | saved
     return ", ".join(f"{key} was {saved.get(key)} and is {now[key]}" for key in now if saved.get(key) != now[key])
 
 

@@ -3,91 +3,37 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import Subset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import NonFiniteLossError
 from ...files import atomic_write
-from ...model_history import ModelHistory
-from . import outputs
-from .dataloaders import Rows, TrainingBatches, prepare_train_dataloader, restore_row_order
+from ...model_folder import ModelHistory
+from .dataloaders import (
+    EvalBatches,
+    Rows,
+    TrainingBatches,
+    create_eval_dataloader,
+    prepare_train_dataloader,
+    restore_row_order,
+)
 from .loop import TrainingLoop
-from .losses import Objective
 from .models import get_model_name
-from .optimization import prepare_training
-from .outputs import progress_bar
-from .session import open_session, start_run
-from .settings import FineTuningSettings, LoopSettings, OutputSettings, count_training_steps
+from .optimization import Objective, prepare_training
+from .session import PREDICTIONS_PREFIX, open_session, progress_bar, save_model, start_run, write_results
+from .settings import LoopSettings, TrainingSettings, count_training_steps
 from .tables import warn_about_max_length
 
-__all__ = ["Evaluator", "FineTuningTask", "MetricEvaluator", "fine_tune", "list_shown_metrics", "run_rows"]
-
-
-class MetricEvaluator:
-    """An `Evaluator` that calls a function for the dev metrics and stores them.
-
-    Args:
-        compute: Returns a dictionary of the dev metrics, with names without "eval_".
-    """
-
-    def __init__(self, compute: Callable[[], dict[str, float]]):
-        self.compute = compute
-        self.metrics: dict[str, float] = {}
-        self.seconds = 0.0
-
-    def __call__(self) -> dict[str, float]:
-        start = time.perf_counter()
-        self.metrics = self.compute()
-        self.seconds = time.perf_counter() - start
-        return dict(self.metrics)
-
-
-@torch.no_grad()
-def run_rows(
-    accelerator: Accelerator,
-    model: nn.Module,
-    loader: DataLoader,
-    order: Sequence[int],
-    outputs: Callable[[dict[str, Tensor]], tuple[Tensor, ...]],
-    name: str,
-    settings: OutputSettings,
-) -> list[np.ndarray]:
-    """Run a model on all rows of a dataloader from `prepare_eval_dataloader`.
-
-    Args:
-        accelerator: The accelerator of the run.
-        model: The prepared model.
-        loader: The batches.
-        order: The indices of the rows in the order of the batches.
-        outputs: Maps a batch to tensors [b, ...]. Except for b, the shape is the same for all batches.
-        name: The name of the data, for the progress bar.
-        settings: The settings of the run, which can disable the progress bar.
-
-    Returns:
-        One array per tensor, with all rows in their original order.
-
-    Raises:
-        NonFiniteLossError: If an output is NaN or plus infinity. Without this check, the first class or word would be
-            taken as the answer and scored. Minus infinity is allowed, because it marks excluded choices.
-    """
-    model.eval()
-    gathered: list[Any] = []
-    for batch in progress_bar(
-        accelerator, settings.disable_tqdm, iterable=loader, desc=f"Running {name}", leave=False
-    ):
-        # `gather_for_metrics` drops the rows that were repeated to fill the last batch of each process.
-        gathered.append([part.cpu() for part in accelerator.gather_for_metrics(outputs(batch))])
-    parts = [torch.cat(tensors) for tensors in zip(*gathered, strict=True)]
-    _check_finite(parts, name)
-    return [restore_row_order(part, order) for part in parts]
+__all__ = ["FineTuningTask", "fine_tune", "list_shown_metrics"]
 
 
 def _check_finite(parts: Sequence[Tensor], name: str) -> None:
@@ -101,37 +47,23 @@ def _check_finite(parts: Sequence[Tensor], name: str) -> None:
         )
 
 
-SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
-# The type of a task's evaluator, so that the methods of the task know its attributes.
-EvaluatorT = TypeVar("EvaluatorT", bound="Evaluator")
+SettingsT = TypeVar("SettingsT", bound=TrainingSettings)
 
 
-class Evaluator(Protocol):
-    """Computes the dev metrics.
-
-    Attributes:
-        metrics: The metrics of the last evaluation, with names without "eval_".
-        seconds: The duration of the last evaluation.
-    """
-
-    metrics: dict[str, float]
-    seconds: float
-
-    def __call__(self) -> dict[str, float]:
-        """Evaluate the dev data and return the metrics, among them "loss"."""
-
-
-class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
+class FineTuningTask(ABC, Generic[SettingsT]):
     """The parts of a fine-tuning run that are specific to a task.
 
     `__init__` loads the configuration, the tokenizer and the data, so that errors in them are reported first. Then
-    `fine_tune` calls `load_model` (which may set `rows`), `training_batches` and `total_steps`; then `make_evaluator`,
-    `objective` and the fingerprints; then the methods around the training, and finally those for results and
-    predictions.
+    `fine_tune` calls `load_model` (which may set `rows`), `training_batches` and `total_steps`; then
+    `prepare_evaluation`, `objective` and the fingerprints; then the methods around the training, and finally those for
+    results and predictions.
 
     Attributes:
         settings: The settings of the run.
         accelerator: The accelerator of the run.
+        model: The prepared model. `fine_tune` sets it before `prepare_evaluation`.
+        metrics: The dev metrics of the last evaluation, with names without "eval_".
+        eval_seconds: The duration of the last evaluation.
         tokenizer: The tokenizer, which is saved with the model.
         rows: The training examples by index; empty if the run only evaluates. Not needed by a task with its own
             `training_batches`.
@@ -142,6 +74,7 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         name: The name of the task, for the title of plots and the printed scores.
     """
 
+    model: nn.Module
     tokenizer: PreTrainedTokenizerBase
     rows: Rows
     collate: Callable[[list], dict[str, Tensor]]
@@ -152,6 +85,8 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     def __init__(self, settings: SettingsT, accelerator: Accelerator):
         self.settings, self.accelerator = settings, accelerator
+        self.metrics: dict[str, float] = {}
+        self.eval_seconds = 0.0
         warn_about_max_length(settings)
 
     @abstractmethod
@@ -163,8 +98,59 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         """Return the loss of a batch."""
 
     @abstractmethod
-    def make_evaluator(self, model: nn.Module) -> EvaluatorT | None:
-        """Return the evaluator of the prepared model, or None if there are no dev data."""
+    def prepare_evaluation(self) -> bool:
+        """Prepare the dev data, and return whether there are any."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the dev data and return the metrics, among them "loss", with names without "eval_"."""
+
+    def run_evaluation(self) -> dict[str, float]:
+        """Evaluate the dev data, and store the metrics and the duration."""
+        start = time.perf_counter()
+        self.metrics = self.evaluate()
+        self.eval_seconds = time.perf_counter() - start
+        return dict(self.metrics)
+
+    def make_eval_batches(self, rows: Rows, lengths: Sequence[int]) -> EvalBatches:
+        """Return the batches of rows to evaluate or to predict, with the longest rows first.
+
+        This order needs little padding, and a lack of memory shows at once.
+        """
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        data: Any = rows
+        batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
+        loader = create_eval_dataloader(Subset(data, order), batch_size, self.collate, workers)
+        return self.accelerator.prepare(loader), order
+
+    @torch.no_grad()
+    def run_rows(
+        self, batches: EvalBatches, outputs: Callable[[dict[str, Tensor]], tuple[Tensor, ...]], name: str
+    ) -> list[np.ndarray]:
+        """Run the model on all rows of `make_eval_batches`.
+
+        Args:
+            batches: The batches and the order of their rows.
+            outputs: Maps a batch to tensors [b, ...]. Except for b, the shape is the same for all batches.
+            name: The name of the data, for the progress bar.
+
+        Returns:
+            One array per tensor, with all rows in their original order.
+
+        Raises:
+            NonFiniteLossError: If an output is NaN or plus infinity. Without this check, the first class or word would
+                be taken as the answer and scored. Minus infinity is allowed, because it marks excluded choices.
+        """
+        self.model.eval()
+        loader, order = batches
+        gathered: list[Any] = []
+        disable = self.settings.disable_tqdm
+        for batch in progress_bar(self.accelerator, disable, iterable=loader, desc=f"Running {name}", leave=False):
+            # `gather_for_metrics` drops the rows that were repeated to fill the last batch of each process.
+            gathered.append([part.cpu() for part in self.accelerator.gather_for_metrics(outputs(batch))])
+        parts = [torch.cat(tensors) for tensors in zip(*gathered, strict=True)]
+        _check_finite(parts, name)
+        return [restore_row_order(part, order) for part in parts]
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
@@ -188,9 +174,8 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
 
     def training_batches(self) -> TrainingBatches:
         """Return the training batches, which by default consist of `rows`."""
-        loader, sampler = prepare_train_dataloader(
-            self.settings, self.accelerator, self.rows, self.collate, self.lengths
-        )
+        settings: Any = self.settings  # `FineTuningSettings`, unless the task has its own batches
+        loader, sampler = prepare_train_dataloader(settings, self.accelerator, self.rows, self.collate, self.lengths)
 
         def start_epoch(epoch: int) -> None:
             sampler.start_epoch(epoch)
@@ -216,23 +201,23 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         """Return fields of `LoopSettings` that differ from the settings of the run."""
         return {}
 
-    def before_training(self, loop: TrainingLoop, evaluator: EvaluatorT | None) -> None:
+    def before_training(self, loop: TrainingLoop) -> None:
         """Inspect the model when everything is loaded. This is not called if the run resumes."""
 
-    def after_training(self, loop: TrainingLoop, evaluator: EvaluatorT | None, model: nn.Module) -> nn.Module:
+    def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
         """Return the trained model in the form in which it is saved."""
         return model
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
         """Save the model."""
-        outputs.save_model(self.accelerator, model, self.tokenizer, self.settings, history)
+        save_model(self.accelerator, model, self.tokenizer, self.settings, history)
 
-    def last_evaluation(self, loop: TrainingLoop, evaluator: EvaluatorT) -> None:
+    def last_evaluation(self, loop: TrainingLoop) -> None:
         """Evaluate the final weights, unless the last evaluation did that already."""
         if not loop.has_current_scores():
-            evaluator()
+            self.run_evaluation()
 
-    def dev_results(self, evaluator: EvaluatorT) -> dict[str, Any]:
+    def dev_results(self) -> dict[str, Any]:
         """Return additional results of the dev data, such as "eval_samples"."""
         return {}
 
@@ -240,8 +225,8 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         """Return additional results of the run."""
         return {}
 
-    def predictions(self, evaluator: EvaluatorT) -> dict[str, str]:
-        """Return the files with dev predictions: contents by file name, without `outputs.PREDICTIONS_PREFIX`."""
+    def predictions(self) -> dict[str, str]:
+        """Return the files with dev predictions: contents by file name, without `PREDICTIONS_PREFIX`."""
         return {}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
@@ -253,7 +238,7 @@ class FineTuningTask(ABC, Generic[SettingsT, EvaluatorT]):
         return {}, {}
 
 
-def fine_tune(task: type[FineTuningTask[SettingsT, Any]], settings: SettingsT) -> dict[str, Any]:
+def fine_tune(task: type[FineTuningTask[SettingsT]], settings: SettingsT) -> dict[str, Any]:
     """Fine-tune a checkpoint, save it, evaluate it on the dev data and predict the test data.
 
     Args:
@@ -294,14 +279,18 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
     batches = task.training_batches()
     total_steps = task.total_steps(batches.count)
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
-    evaluator = task.make_evaluator(model)
+    task.model = model
+    has_dev = task.prepare_evaluation()
+    objective = task.objective()
+    if batches.examples is None:  # the last batches of a stream may contain rows that do not count
+        objective = replace(objective, examples=lambda batch: int(batch["examples"]))
     loop = TrainingLoop(
         accelerator,
         model,
         optimizer,
         scheduler,
         batches.loader,
-        task.objective(),
+        objective,
         LoopSettings.from_settings(
             settings,
             total_steps,
@@ -310,23 +299,23 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
             task.dev_fingerprint(),
             **task.loop_options(total_steps),
         ),
-        evaluate=evaluator,
+        evaluate=task.run_evaluation if has_dev else None,
         start_epoch=batches.start_epoch,
         seek=batches.seek,
     )
     history = start_run(settings, accelerator)
     if not settings.resume_from_checkpoint:
-        task.before_training(loop, evaluator)
+        task.before_training(loop)
     state = loop.run()
     trained = loop.results(state.examples if batches.examples is None else batches.examples, task.unit)
-    task.save(task.after_training(loop, evaluator, model), history)
+    task.save(task.after_training(loop, model), history)
     results: dict[str, Any] = {}
-    if evaluator is not None:
-        task.last_evaluation(loop, evaluator)
-        results = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
-        results |= {**task.dev_results(evaluator), "eval_runtime": round(evaluator.seconds, 3)}
+    if has_dev:
+        task.last_evaluation(loop)
+        results = {f"eval_{key}": value for key, value in task.metrics.items()}
+        results |= {**task.dev_results(), "eval_runtime": round(task.eval_seconds, 3)}
     results |= {**trained, **task.results(), "seed": settings.seed}
-    _write_outputs(task, results, task.predictions(evaluator) if evaluator is not None else {})
+    _write_outputs(task, results, task.predictions() if has_dev else {})
     test_results, files = task.predict()  # if this fails, the dev scores are already written
     results |= test_results
     if test_results or files:
@@ -343,6 +332,6 @@ def _write_outputs(task: FineTuningTask, results: dict[str, Any], predictions: d
         return
     folder = Path(task.settings.output_dir)
     for name, content in predictions.items():
-        atomic_write(folder / f"{outputs.PREDICTIONS_PREFIX}{name}", content)
+        atomic_write(folder / f"{PREDICTIONS_PREFIX}{name}", content)
     title = f"{task.name}: {get_model_name(task.settings)}"
-    outputs.write_results(task.settings, results, list_shown_metrics(task, results), title)
+    write_results(task.settings, results, list_shown_metrics(task, results), title)

@@ -32,8 +32,8 @@ from .checkpoints import (
     save_best_weights,
     save_checkpoint,
 )
-from .losses import Objective
-from .outputs import RunLog, progress_bar, save_bad_batch
+from .optimization import Objective
+from .session import RunLog, progress_bar, save_bad_batch
 from .settings import LoopSettings
 
 __all__ = ["TrainingCost", "TrainingLoop", "compute_utilization"]

@@ -1,4 +1,4 @@
-"""Functions that load or build the model to train and select the parameters that are trained."""
+"""Functions that load or build the model to train and its tokenizer, and select the parameters that are trained."""
 
 import json
 import logging
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -18,47 +19,212 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from ...command_line import nearest_name
-from ...conversion.checkpoint.models import reading_checkpoint
+from ...conversion.checkpoint.models import check_learned_tokens, check_tokenizer_files, reading_checkpoint
 from ...conversion.checkpoint.source import check_source
+from ...files import parse_json
 from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.fields.field_checks import check_buckets
 from ...modeling.fields.saving_and_loading import wrong_name
-from ...registration import FORMER_NAMES, PREFIX, variant_config_class, variant_model_class
+from ...registration import FORMER_NAMES, PREFIX, longest_input, variant_config_class, variant_model_class
 from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
-from .tokenizers import get_vocabulary_size, load_tokenizer
-
-__all__ = [
-    "LabelMap",
-    "add_lora",
-    "check_end_token",
-    "check_new_model",
-    "check_trained_head",
-    "enable_gradient_checkpointing",
-    "freeze_unused",
-    "get_model_name",
-    "iterate_attentions",
-    "load_classifier",
-    "load_config",
-    "load_model",
-    "load_model_and_unexpected_keys",
-    "load_or_make_config",
-    "load_or_make_model",
-    "load_seq2seq_config",
-    "make_new_config",
-    "parse_overrides",
-    "resolve_architecture",
-    "select_trainable",
-    "set_dropout",
-]
 
 logger = logging.getLogger(__name__)
+# The number of rows that are tokenized to count those that are cut.
+COUNTED_ROWS = 10_000
+
+
+def load_tokenizer(
+    settings: ModelSettings, config: PreTrainedConfig | None, words: bool = False
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of `--tokenizer_name` or of the checkpoint.
+
+    It pads and cuts on the right, whatever side was saved.
+
+    Args:
+        settings: The settings of the run.
+        config: The configuration of the model. None for a new model, which is made to fit the tokenizer.
+        words: Whether the tokenizer reads lists of words. If it recognizes words by a space before them (RoBERTa), it
+            is loaded so that each word of a list has one.
+
+    Raises:
+        OSError: If there is no tokenizer.
+        ValueError: If the tokenizer cannot be used, or has more tokens than the model.
+    """
+    source = settings.tokenizer_name or settings.source
+    advice = ". Give a folder or Hub id that has them with --tokenizer_name."
+    with reading_checkpoint(source) as folder:
+        check_tokenizer_files(folder, advice)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+        if words and _needs_space(tokenizer):
+            options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    check_learned_tokens(tokenizer, source, advice)
+    if config is not None and (size := get_vocabulary_size(tokenizer)) > config.vocab_size:
+        raise ValueError(
+            f"The tokenizer of {source} has {size} tokens, but the model has only {config.vocab_size}. Give the "
+            "tokenizer of the model with --tokenizer_name."
+        )
+    # Positions count from the first token, and the code that cuts windows and pads labels works at the end.
+    tokenizer.padding_side = tokenizer.truncation_side = "right"
+    return tokenizer
+
+
+def _needs_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer reads a first word without a space before it as the middle of a word."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    pre_tokenizer = json.loads(backend.to_str())["pre_tokenizer"] if backend is not None else None
+    parts = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
+    return any(part.get("type") == "ByteLevel" and not part["add_prefix_space"] for part in parts)
+
+
+def get_vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of rows that an embedding needs. It exceeds the number of tokens if their ids have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+
+
+def fit_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pairs: bool = True) -> bool:
+    """Make a tokenizer return token types if the model has them, and only then. This is also saved.
+
+    In Transformers v5, ALBERT's tokenizer returns them only on request. BERT's tokenizer returns them also for a
+    DistilBERT, which has no token types and would not accept this input.
+
+    Args:
+        tokenizer: The tokenizer, which is changed.
+        config: The configuration of the model.
+        pairs: Whether texts are read as pairs. Otherwise, token types are not added, because they are all the same.
+
+    Returns:
+        Whether the tokenizer was changed.
+    """
+    has_types, names = getattr(config, "type_vocab_size", 0) > 1, tokenizer.model_input_names
+    if ("token_type_ids" in names) == has_types or (has_types and not pairs):
+        return False
+    others = [name for name in names if name != "token_type_ids"]
+    tokenizer.model_input_names = [*others, "token_type_ids"] if has_types else others
+    tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # this attribute is saved
+    return True
+
+
+def append_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
+    """Make a tokenizer append the end token to each text if the classifier of the model reads it. This is also saved.
+
+    The classifiers of encoder-decoders read the end token. T5's own tokenizer appends it to every text, but a
+    tokenizer for translation may not append it to the two texts of a pair.
+
+    Args:
+        tokenizer: The tokenizer, which is changed.
+        config: The configuration of the model.
+        pair: Whether texts are read as pairs.
+
+    Raises:
+        ValueError: If the tokenizer does not append the end token and cannot be changed, or if it puts other tokens
+            around texts, which would be lost.
+    """
+    if not config.is_encoder_decoder or tokenizer(*("a", "a")[: 1 + pair])["input_ids"].count(config.eos_token_id):
+        return
+    end = tokenizer.eos_token
+    processor = getattr(getattr(tokenizer, "backend_tokenizer", None), "post_processor", None)
+    is_template = isinstance(processor, TemplateProcessing | None)
+    if tokenizer.eos_token_id != config.eos_token_id or not is_template or _find_template_tokens(tokenizer) - {end}:
+        raise ValueError(
+            f"The tokenizer does not append the end token of the model (id {config.eos_token_id}) to "
+            f"{'the texts of a pair' if pair else 'a text'}, where the classifier reads it. Give another tokenizer "
+            "with --tokenizer_name, or set its eos_token and a post-processor that appends it."
+        )
+    logger.info("The tokenizer now appends %s to each text, because the classifier of the model reads it.", end)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+
+
+def _find_template_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the special tokens in the template of the tokenizer. The set is empty if there is no template."""
+    template = json.loads(tokenizer.backend_tokenizer.to_str())["post_processor"] or {}
+    pieces = [*template.get("single", []), *template.get("pair", [])]
+    return {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
+
+
+def check_max_length(
+    max_length: int,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    pair: bool = False,
+    flag: str = "max_length",
+    multiple: int | None = None,
+) -> None:
+    """Check that the model has a position for every token, and that at least one is left for text.
+
+    Args:
+        max_length: The number of tokens at which texts are cut.
+        config: The configuration of the model.
+        tokenizer: The tokenizer of the model.
+        pair: Whether texts are read as pairs.
+        flag: The name of the flag for `max_length`, for messages.
+        multiple: If given, batches are padded to a multiple of this number of tokens.
+
+    Raises:
+        ValueError: If the padded length exceeds the number of positions, or if no token is left for text.
+    """
+    special = tokenizer.num_special_tokens_to_add(pair=pair)
+    if max_length < special + 1:
+        raise ValueError(f"--{flag} must be at least {special + 1} ({special} special tokens), got {max_length}.")
+    positions = longest_input(config)
+    if positions is None:  # T5 has no limit; that of its tokenizer is only the length of the pretraining
+        return
+    if (padded := -(-max_length // (multiple or 1)) * (multiple or 1)) > positions:
+        padding = f" (padded to {padded} by --pad_to_multiple_of)" if padded > max_length else ""
+        raise ValueError(
+            f"--{flag} must be at most {positions}, the number of positions of the model, got {max_length}{padding}."
+        )
+
+
+def warn_about_truncation(
+    tokenizer: PreTrainedTokenizerBase, split: str, rows: str, columns: dict[str, list[str]], flag: str, limit: int
+) -> int:
+    """Warn how many of the first 10,000 rows of a split have more tokens than allowed, and return their number.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        split: The name of the split, for the message, for example "train".
+        rows: The name of the rows, for the message, for example "sources".
+        columns: The texts of all rows by the argument of the tokenizer ("text", "text_pair", "text_target").
+        flag: The flag of the limit, for the message.
+        limit: The maximum number of tokens of a row, including special tokens.
+    """
+    columns = {name: list(texts[:COUNTED_ROWS]) for name, texts in columns.items()}
+    ids = tokenizer(**columns, return_attention_mask=False, verbose=False)["input_ids"]
+    lengths = [len(row) for row in ids]
+    if cut := sum(length > limit for length in lengths):
+        logger.warning(
+            "%s: %d of %d %s have more than --%s %d tokens and are cut (the longest has %d).",
+            split, cut, len(lengths), rows, flag, limit, max(lengths),
+        )  # fmt: skip
+    return cut
+
+
+def encode_words(
+    tokenizer: PreTrainedTokenizerBase, words: list[str], max_length: int
+) -> tuple[dict[str, list[int]], dict[int, int]]:
+    """Tokenize a sentence that is split into words.
+
+    Returns:
+        The inputs of the tokenizer, and the position of the first token of each word by the index of the word. Words
+        that are cut off at `max_length`, or for which there are no tokens, are not included.
+    """
+    row = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
+    first_tokens: dict[int, int] = {}
+    for position, word in enumerate(row.word_ids()):
+        if word is not None:
+            first_tokens.setdefault(word, position)
+    return dict(row), first_tokens
+
 
 # All dropout probabilities of the supported architectures. If that of a classifier is None, it is that of the hidden
 # layers.
@@ -87,16 +253,10 @@ class LabelMap:
 
 
 def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Set every dropout probability of a configuration.
-
-    Raises:
-        ValueError: If the configuration has no dropout probability.
-    """
-    present = [name for name in DROPOUT_FIELDS if hasattr(config, name)]
-    if not present:
-        raise ValueError(f"--dropout_rate cannot be used, because {type(config).__name__} has no dropout.")
-    for name in present:
-        setattr(config, name, rate)
+    """Set every dropout probability of a configuration."""
+    for name in DROPOUT_FIELDS:
+        if hasattr(config, name):
+            setattr(config, name, rate)
 
 
 def load_config(settings: ModelSettings) -> PreTrainedConfig:
@@ -104,17 +264,11 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
 
     Raises:
         OSError: If there is no configuration.
-        ValueError: If the checkpoint cannot be used, is an adapter, stores its weights in pickle files, or has no
-            dropout although `dropout_rate` is given.
+        ValueError: If the checkpoint cannot be used, is an adapter, or stores its weights in pickle files.
     """
     with reading_checkpoint(settings.source) as source:
         check_source(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
-    if hasattr(config, "num_mel_bins"):
-        raise ValueError(
-            f"--model_name_or_path must be a text model, but {settings.model_name_or_path} ({config.model_type}) "
-            "reads audio."
-        )
     if hasattr(config, "relative_attention_max_distance"):
         check_buckets(config)
     if settings.dropout_rate is not None:
@@ -237,7 +391,7 @@ def load_model_and_unexpected_keys(
         ValueError: If the checkpoint does not fit its configuration, `attn_implementation` is not available, or
             weights are missing.
     """
-    with _silence_loading_report(settings), reading_checkpoint(settings.source) as source:
+    with reading_checkpoint(settings.source) as source:
         model, report = model_class.from_pretrained(
             source,
             config=config,
@@ -278,22 +432,6 @@ def _check_weights(model: PreTrainedModel, name: str | None) -> None:
 def _is_resumed(settings: ModelSettings) -> bool:
     """Return whether the run resumes from a checkpoint of its training."""
     return isinstance(settings, OutputSettings) and bool(settings.resume_from_checkpoint)
-
-
-@contextmanager
-def _silence_loading_report(settings: ModelSettings) -> Iterator[None]:
-    """Suppress the loading report of Transformers in a resumed run.
-
-    The checkpoint of the training has all weights, so those that are missing in the model are not new.
-    """
-    log = logging.getLogger("transformers.modeling_utils")
-    level = log.level
-    if _is_resumed(settings):
-        log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
@@ -337,8 +475,14 @@ OVERRIDE_SEPARATOR = re.compile(r",(?=[\s,]*(?:\w+\s*=|$))")
 PYTHON_CONSTANTS = ("True", "False", "None")
 
 
-def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+def load_or_make_config(
+    settings: NewModelSettings, seq2seq: bool = False
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
     """Load the configuration and the tokenizer of the checkpoint, or make the configuration of a model from scratch.
+
+    Args:
+        settings: The settings of the run.
+        seq2seq: Whether a new model gets the special tokens of an encoder-decoder.
 
     Raises:
         OSError: If the checkpoint or the tokenizer does not exist.
@@ -349,15 +493,8 @@ def load_or_make_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, P
         config = load_config(settings)
         return config, load_tokenizer(settings, config)
     tokenizer = load_tokenizer(settings, None)
-    return make_new_config(settings, tokenizer), tokenizer
-
-
-def load_seq2seq_config(settings: NewModelSettings) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Do the same as `load_or_make_config`, but with the special tokens of an encoder-decoder for a new model."""
-    if settings.model_name_or_path is not None:
-        return load_or_make_config(settings)
-    tokenizer = load_tokenizer(settings, None)
-    return make_new_config(settings, tokenizer, _make_seq2seq_tokens(settings, tokenizer)), tokenizer
+    tokens = _make_seq2seq_tokens(settings, tokenizer) if seq2seq else {}
+    return make_new_config(settings, tokenizer, tokens), tokenizer
 
 
 def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
@@ -416,8 +553,6 @@ def make_new_config(
     known = variant_class.variant_fields()
     if unknown := [name for name in variant if name not in known]:
         raise ValueError(f"--{unknown[0]} cannot be used, because {model_type} does not have this attention.")
-    if duplicates := [name for name in variant if name in overrides]:
-        raise ValueError(f"--{duplicates[0]} is also given by --config_overrides. Remove one of them.")
     is_variant = variant or {*known} & overrides.keys()
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
     _check_override_names(overrides, default, variant_class)
@@ -437,11 +572,6 @@ def make_new_config(
         raise ValueError(
             f"--config_overrides {settings.config_overrides} is not valid: {' '.join(str(error).split())}"
         ) from error
-    if config.vocab_size < (size := get_vocabulary_size(tokenizer)):
-        raise ValueError(
-            f"--config_overrides vocab_size must be at least {size}, the number of tokens of "
-            f"{settings.tokenizer_name}, got {config.vocab_size}. Leave vocab_size out to use this number."
-        )
     if hasattr(config, "relative_attention_max_distance"):
         check_buckets(config)
     if settings.dropout_rate is not None:
@@ -450,18 +580,10 @@ def make_new_config(
 
 
 def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
-    """Check that each override is a field of the configuration.
-
-    Raises:
-        ValueError: If one is not. The message suggests a similar name.
-    """
+    """Raise ValueError if an override is not a field of the configuration, because Transformers would store it."""
     for name in overrides:
         if name not in default.to_dict() and name not in variant_class.variant_fields():
-            reason = wrong_name(variant_class, name)
-            if reason is None:
-                similar = nearest_name(name, default.to_dict())
-                reason = f"`{name}` is not a field of {type(default).__name__}"
-                reason += "." if similar is None else f". Did you mean {similar}?"
+            reason = wrong_name(variant_class, name) or f"`{name}` is not a field of {type(default).__name__}."
             raise ValueError(f"--config_overrides: {reason}")
 
 
@@ -478,51 +600,33 @@ def parse_overrides(text: str) -> dict[str, Any]:
         The values by field.
 
     Raises:
-        ValueError: If an item is not FIELD=VALUE, if a field is given twice, or if a value is neither JSON nor plain
-            text.
+        ValueError: If an item is not FIELD=VALUE, or if a value is neither JSON nor plain text.
 
     Example:
         >>> parse_overrides("num_layers=2,feed_forward_proj=gated-gelu")
         {'num_layers': 2, 'feed_forward_proj': 'gated-gelu'}
     """
     if text.lstrip().startswith("{"):
-        return _parse_json("The value", text)
-    pairs = []
+        return parse_json(text)
+    values = {}
     for item in filter(None, (item.strip(", \n\t") for item in OVERRIDE_SEPARATOR.split(text))):
         name, _, value = (part.strip() for part in item.partition("="))
         if not name or not value:
             raise ValueError(f"--config_overrides must be FIELD=VALUE items, got {item!r}.")
-        pairs.append((name, _parse_override(name, value)))
-    return _reject_duplicates(pairs)
+        values[name] = _parse_override(name, value)
+    return values
 
 
 def _parse_override(name: str, text: str) -> Any:
     """Parse the value of a field."""
-    if text[0] in '[{"':
-        return _parse_json(f"The value of `{name}`", text)
-    if "," in text or text in PYTHON_CONSTANTS:
-        raise ValueError(f"--config_overrides: `{name}` must be JSON or text without commas, got {text!r}.")
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
+        if "," in text or text[0] in '[{"' or text in PYTHON_CONSTANTS:
+            raise ValueError(
+                f"--config_overrides: `{name}` must be JSON or text without commas, got {text!r}."
+            ) from None
         return text
-
-
-def _parse_json(subject: str, text: str) -> Any:
-    """Parse JSON that begins like JSON; `subject` names it in the message."""
-    try:
-        return json.loads(text, object_pairs_hook=_reject_duplicates)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--config_overrides: {subject} begins like JSON but is not valid: {error}.") from None
-
-
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dictionary, or raise ValueError if a name occurs twice."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        duplicate = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise ValueError(f"--config_overrides gives `{duplicate}` twice. Remove one of the values.")
-    return values
 
 
 def check_new_model(settings: NewModelSettings) -> None:

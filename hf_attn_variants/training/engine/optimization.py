@@ -1,26 +1,120 @@
-"""The optimizer, its parameter groups and the learning-rate schedule."""
+"""Losses that several tasks share, the optimizer, its parameter groups and the learning-rate schedule.
 
+Shapes use these letters: b is the number of examples, n the number of target tokens, and V the vocabulary size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Adafactor, get_scheduler
 from transformers.optimization import AdafactorSchedule
 
 from ...modeling.mechanisms.kernels.kernel_table import learned_names
 from ...modeling.mechanisms.talking_heads import PROJECTIONS
+from .dataloaders import IGNORED_LABEL
 from .settings import OptimizationSettings, get_warmup_steps
 
-__all__ = [
-    "create_optimizer",
-    "create_scheduler",
-    "find_no_decay_parameters",
-    "list_sharded_layers",
-    "make_parameter_groups",
-    "prepare_training",
-]
+# The sum [b] of a loss over the items of each example, and the number of items [b]. Their quotient is the mean.
+Term = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The training loss: a mean over all items of an optimizer step, on all processes and accumulated batches.
+
+    Attributes:
+        loss_sum: Maps (model, batch) to the sum (not the mean) of the loss over the items of the batch, a scalar with
+            gradient.
+        count: Maps a batch to its number of items (examples or target tokens). It does not need the model.
+        examples: Maps a batch to its number of examples, for the throughput. The default is the length of the first
+            tensor.
+        head_of_items: Whether the layers after the base model process only the counted items (the masked tokens).
+            The FLOPs depend on it.
+    """
+
+    loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
+    count: Callable[[dict[str, Tensor]], int]
+    examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
+    head_of_items: bool = False
+
+
+def make_label_objective(
+    logits_of: Callable[[nn.Module, dict[str, Tensor]], Tensor], label_smoothing: float = 0.0
+) -> Objective:
+    """Make an objective that sums the cross-entropy of all "labels" [b, n] of a batch that are not -100.
+
+    Args:
+        logits_of: Maps (model, batch) to logits [b, n, V].
+        label_smoothing: The share of the weight of each label that is distributed evenly over all V classes.
+    """
+
+    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return functional.cross_entropy(
+            logits_of(model, batch).flatten(0, 1).float(),
+            batch["labels"].flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+            label_smoothing=label_smoothing,
+        )
+
+    return Objective(loss_sum=loss_sum, count=lambda batch: int((batch["labels"] != IGNORED_LABEL).sum()))
+
+
+def compute_label_sums(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of losses, the number of correct predictions and the number of labels per example [b, 3].
+
+    Args:
+        logits: [b, n, V].
+        labels: [b, n], -100 at positions without a label.
+    """
+    losses = functional.cross_entropy(
+        logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
+    )  # [b, n]
+    correct = logits.argmax(-1) == labels
+    return torch.stack([part.float().sum(-1) for part in (losses, correct, labels != IGNORED_LABEL)], dim=-1)
+
+
+def compute_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits of a model for a batch, without its labels, because Transformers would compute a loss."""
+    return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+
+
+def compute_target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits [b, n, V] of an encoder-decoder for a batch, with teacher forcing."""
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
+    return model(**inputs, use_cache=False).logits
+
+
+def token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
+    """Return the cross-entropy of the labels that are not -100, in nats.
+
+    Args:
+        logits: [b, n, V].
+        labels: [b, n].
+
+    Returns:
+        The sums [b] over the tokens of each example, and the numbers of tokens [b].
+    """
+    chosen = labels >= 0
+    losses = functional.cross_entropy(logits[chosen].float(), labels[chosen], reduction="none")
+    return sum_by_example(losses, chosen), chosen.sum(-1)
+
+
+def sum_by_example(values: Tensor, chosen: Tensor) -> Tensor:
+    """Return the sums [b] over the chosen items of each example.
+
+    Args:
+        values: One value per chosen item, example by example.
+        chosen: [b, n], True for the chosen items.
+    """
+    return torch.zeros(chosen.shape, device=values.device, dtype=values.dtype).masked_scatter(chosen, values).sum(-1)
+
 
 NO_DECAY_PARAMETERS = ("bias", *PROJECTIONS, *learned_names())
 
@@ -86,11 +180,8 @@ def create_scheduler(
     warmup = get_warmup_steps(settings, total_steps)
     # A run that only evaluates needs no schedule, and a polynomial would divide by zero steps.
     kind = settings.lr_scheduler_type if total_steps else "constant"
-    if kind == "polynomial" and warmup == total_steps:
-        raise ValueError(
-            f"--lr_scheduler_type polynomial needs steps after the warm-up, got a warm-up of all {total_steps} steps. "
-            "Use a shorter warm-up."
-        )
+    if kind == "polynomial" and warmup == total_steps:  # it would divide by zero at the last step
+        raise ValueError(f"--num_warmup_steps must be less than all {total_steps} steps with a polynomial schedule.")
     try:
         return get_scheduler(kind, optimizer, warmup, total_steps, dict(settings.lr_scheduler_kwargs))
     except TypeError as error:

@@ -1,37 +1,336 @@
-"""Setup and cleanup of a training run: checks, the accelerator, the output folder and the trackers."""
+"""Setup, outputs and cleanup of a run: checks, the accelerator, logs, trackers, result files and the saved model."""
 
+import json
 import logging
+import math
 import os
+import platform
+import re
+import shutil
+import sys
 import tempfile
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
+from ... import progress
 from ...errors import INTERRUPTED, TerminatedError
-from ...files import make_folders, remove_empty_folders
-from ...model_history import ModelHistory, source_history
+from ...files import (
+    BEST_MODEL_FILE,
+    CONFIG_NAME,
+    CURVES_FILE,
+    HISTORY_NAME,
+    LOG_FILE,
+    REPORT_NAME,
+    RESULTS_NAME,
+    atomic_write,
+    make_folders,
+    parse_json,
+    remove_empty_folders,
+    write_picture,
+    write_problem,
+)
+from ...model_folder import RESULTS, STAGE, ModelHistory, replace_model, source_history, write_history
 from ...progress import no_progress_bars
-from . import outputs
-from .checkpoints import find_checkpoint, list_checkpoints, lock_folder
-from .settings import TrainingSettings
+from .checkpoints import NAME_PATTERN, describe_last_checkpoint, find_checkpoint, list_checkpoints, lock_folder
+from .settings import Settings, TrainingSettings
 
-__all__ = ["configure_deepspeed", "open_session", "start_run"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# Settings that are a folder or a Hub id.
+PATH_OR_ID_SETTINGS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
+
+
+def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
+    """Create a progress bar of `hf_attn_variants.progress`, on the main process only."""
+    return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
+
+
+class RunLog:
+    """Appends records to `train_log.jsonl` and sends them to Accelerate's trackers, on the main process only.
+
+    Args:
+        accelerator: The accelerator of the run.
+        output_dir: The output folder of the run.
+        bar: A progress bar that shows the last loss, with the dev scores printed above it.
+    """
+
+    def __init__(self, accelerator: Accelerator, output_dir: str | Path, bar: tqdm | None = None):
+        self.accelerator = accelerator
+        self.path = Path(output_dir) / LOG_FILE
+        self.bar = bar
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Log a record, which has a "step" and either a "loss" or "eval_*" values."""
+        if not self.accelerator.is_main_process:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_replace_non_finite(record)) + "\n")
+        except OSError as error:
+            last = describe_last_checkpoint(self.path.parent)
+            raise OSError(f"{self.path} could not be written ({type(error).__name__}: {error}).{last}") from error
+        values = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
+        # trackio reserves the key "time".
+        tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
+        self.accelerator.log(tracked, step=record["step"])
+        if self.bar is not None and not self.bar.disable:
+            _show_on_bar(self.bar, record["step"], values)
+
+
+def _show_on_bar(bar: tqdm, step: int, values: dict[str, float]) -> None:
+    """Show the loss on the progress bar, and print dev scores above it."""
+    # A line of 80 columns is too short for both.
+    if "loss" in values:
+        bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
+    scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
+    if scores:
+        listed = ", ".join(f"{name} {value:.4g}" for name, value in scores.items())
+        bar.write(f"Step {step}, dev: {listed}", file=sys.stderr)
+
+
+def read_log(path: str | Path) -> list[dict[str, Any]]:
+    """Read the records of a `train_log.jsonl`. The list is empty if the file does not exist."""
+    path = Path(path)
+    return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+
+
+def _replace_non_finite(value: Any) -> Any:
+    """Replace numbers that are not finite by None, because JSON has no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    return [_replace_non_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def get_library_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries on which results depend."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}  # with the build, such as "+cu126"
+    for name in ("hf-attn-variants", "transformers", "accelerate", "datasets", "scikit-learn", "scipy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def save_results(path: str | Path, results: dict[str, Any], settings: Settings) -> None:
+    """Write `all_results.json`: the results, the arguments without the Hub token, and the library versions."""
+    arguments = {key: value for key, value in settings.values().items() if key != "hub_token"}
+    for name in PATH_OR_ID_SETTINGS:
+        value = arguments.get(name)
+        if value is not None and not Path(value).is_absolute() and Path(value).is_dir():
+            arguments[name] = f"./{Path(value)}"  # "runs/bert" would look like a Hub id
+    record = {**results, "date": time.strftime("%Y-%m-%d"), "arguments": arguments, "versions": get_library_versions()}
+    atomic_write(path, json.dumps(_replace_non_finite(record), indent=2, default=str) + "\n")
+
+
+def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str | Path, title: str) -> None:
+    """Plot the training loss and dev metrics against the step.
+
+    If the plot cannot be drawn, a warning is logged.
+
+    Args:
+        records: The records of `read_log`.
+        metrics: The dev metrics, without "eval_".
+        path: The picture file.
+        title: The title of the plot.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    write_picture(Path(path), lambda: _draw_curves(list(records), metrics, title), dpi=120)
+
+
+def _draw_curves(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
+    """Draw the plot of `plot_curves`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    def points(key: str) -> tuple[list[int], list[float]]:
+        rows = [record for record in records if record.get(key) is not None]
+        return [row["step"] for row in rows], [row[key] for row in rows]
+
+    steps, losses = points("loss")
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    left.plot(steps, losses, ".-" if len(losses) < 50 else "-", label="train", color="tab:blue")
+    left.plot(*points("eval_loss"), "o--", label="dev", color="tab:orange")
+    left.set(xlabel="optimizer step", ylabel="loss", title="loss")
+    left.legend()
+    for name in metrics:
+        right.plot(*points(f"eval_{name}"), "o-", label=name)
+    right.set(xlabel="optimizer step", title="dev metrics")
+    if metrics:
+        right.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.suptitle(title, parse_math=False)  # a "$" in a name does not begin a formula
+    return figure
+
+
+PREDICTIONS_PREFIX = "predictions_"
+BAD_BATCH_PREFIX = "bad_batch-"
+# Files of an earlier run in the output folder that a new run must not take for its own.
+STALE_PATTERN = re.compile(
+    rf"{NAME_PATTERN.pattern}|\.tmp-.*|{BAD_BATCH_PREFIX}.*\.(pt|safetensors)|"
+    + "|".join(re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE))
+)
+
+
+def is_trained_in_place(settings: TrainingSettings) -> bool:
+    """Return whether the run starts from the model in its own output folder."""
+    source = settings.model_name_or_path
+    return source is not None and Path(source).expanduser().resolve() == Path(settings.output_dir).resolve()
+
+
+def remove_earlier_run(output_dir: str | Path) -> None:
+    """Remove the checkpoints, the log and the best weights of an earlier run.
+
+    The model and the files that describe it are replaced only at the end of the new run.
+
+    Raises:
+        OSError: If a file could not be removed.
+    """
+    folder = Path(output_dir)
+    # If there is no model, results that describe a model are removed, too.
+    results = () if (folder / CONFIG_NAME).exists() else (*RESULTS, REPORT_NAME, HISTORY_NAME)
+    for entry in list(folder.iterdir()):
+        if STALE_PATTERN.fullmatch(entry.name) or any(fnmatchcase(entry.name, pattern) for pattern in results):
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+
+def save_model(
+    accelerator: Accelerator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: TrainingSettings,
+    history: ModelHistory,
+    extra_tensors: dict[str, torch.Tensor] | None = None,
+    add_files: Callable[[Path], None] | None = None,
+) -> None:
+    """Save the model, tokenizer and history in the output folder, replacing the files of an earlier run in one step.
+
+    This is called on every process, but only the main process writes.
+
+    Args:
+        accelerator: The accelerator of the run.
+        model: The prepared model.
+        tokenizer: The tokenizer.
+        settings: The settings of the run.
+        history: The history of the model.
+        extra_tensors: Tensors to save in the weights file in addition to those of the model.
+        add_files: Called with the temporary folder of the model, to add files to it.
+
+    Raises:
+        OSError: If the folder cannot be written. Its files do not change in this case.
+    """
+    folder, weights = Path(settings.output_dir), accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        if accelerator.is_fsdp2:  # FSDP2 also returns the second names of tied weights
+            names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+            weights = {name: tensor for name, tensor in weights.items() if name in names}
+        stage = folder / STAGE
+        shutil.rmtree(stage, ignore_errors=True)
+        try:
+            with _restore_class(accelerator.unwrap_model(model)) as unwrapped:
+                unwrapped.save_pretrained(stage, state_dict=weights | (extra_tensors or {}))
+            tokenizer.save_pretrained(stage)
+            write_history(stage, history)
+            if add_files is not None:
+                add_files(stage)
+            umask = os.umask(0)
+            os.umask(umask)
+            for path in stage.iterdir():
+                if path.is_file():
+                    path.chmod(0o666 & ~umask)  # safetensors creates files that only their owner can read
+        except Exception as error:  # safetensors raises its own error for a full disk
+            shutil.rmtree(stage, ignore_errors=True)
+            raise OSError(f"The model could not be written to {folder} {write_problem(error)}.") from error
+        replace_model(stage, folder, is_trained_in_place(settings) or bool(settings.resume_from_checkpoint))
+    accelerator.wait_for_everyone()
+
+
+@contextmanager
+def _restore_class(model: Any) -> Iterator[Any]:
+    """Give a model that FSDP2 sharded its original class while the block runs."""
+    from torch.distributed.fsdp import FSDPModule
+
+    # The class that FSDP2 creates is defined in PyTorch, and its file would be saved as the code of the model.
+    sharded = type(model)
+    model.__class__ = next(base for base in sharded.__mro__ if not issubclass(base, FSDPModule))
+    try:
+        yield model
+    finally:
+        model.__class__ = sharded
+
+
+def save_bad_batch(
+    accelerator: Accelerator, batches: list[dict[str, Tensor]], output_dir: str | Path, step: int
+) -> str:
+    """Save the batches of a failed step of this process.
+
+    In the file, "0.input_ids" belongs to the first batch. A step has several batches if gradients are accumulated.
+
+    Returns:
+        The end of a sentence about the batches: where they are, or why they could not be saved.
+    """
+    path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.safetensors"
+    named = ((f"{i}.{name}", tensor) for i, batch in enumerate(batches) for name, tensor in batch.items())
+    # Copies, because safetensors does not save one tensor under two names, for example if labels are the inputs.
+    copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in named}
+    try:
+        path.write_bytes(safetensors.torch.save(copies))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        return f"could not be saved ({type(error).__name__}: {error})"
+    return f"are in {path}"
+
+
+def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: list[str], title: str) -> None:
+    """Write `all_results.json` and `training_curves.png`, on the main process.
+
+    Args:
+        settings: The settings of the run.
+        results: The results.
+        metrics: The dev metrics to plot, without "eval_".
+        title: The title of the plot.
+
+    Raises:
+        OSError: If a file could not be written.
+    """
+    folder = Path(settings.output_dir)
+    save_results(folder / RESULTS_NAME, results, settings)
+    plot_curves(read_log(folder / LOG_FILE), metrics, folder / CURVES_FILE, f"{title}, seed {settings.seed}")
+
 
 logger = logging.getLogger(__name__)
 
 # Environment variables in which launchers store the number of processes: torchrun and accelerate, MPI, SLURM. For
 # SLURM, it is the variable of a job step, because the other variables of a job also exist in a batch script, which is
 # one process.
-SLURM_COUNT = "SLURM_STEP_NUM_TASKS"
-PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", SLURM_COUNT)
+PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 # Process groups are never freed. A DDP model in the traceback of an error would free its group while it holds the
 # interpreter's lock. Freeing waits for the threads of gloo, which may need the same lock: a deadlock.
@@ -66,7 +365,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
     )
     new_folders = []
     try:
-        _check_processes(settings, accelerator)
+        _check_processes(accelerator)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             configure_deepspeed(settings, accelerator.state.deepspeed_plugin.deepspeed_config)
         if accelerator.is_fsdp2 and settings.optim == "adafactor":
@@ -114,53 +413,35 @@ def _check_machine(settings: TrainingSettings) -> None:
 
 def _check_trackers(report_to: str) -> None:
     """Check that the tracker is known and installed, because Accelerate ignores others without a warning."""
-    known = [str(LoggerType(name)) for name in LoggerType.list()]
     installed = [str(name) for name in get_available_trackers()]
-    if report_to not in known:
-        raise ValueError(f"--report_to must be one of {', '.join(known)}, got {report_to!r}.")
-    if not installed or (report_to != "all" and report_to not in installed):
+    if report_to not in (*installed, "all") or not installed:
         raise ValueError(
             f"--report_to must be an installed tracker ({', '.join(installed) or 'nothing is installed'}), got "
-            f"{report_to!r}. Install it with `pip install {'tensorboard' if report_to == 'all' else report_to}`."
+            f"{report_to!r}."
         )
 
 
-def _check_processes(settings: TrainingSettings, accelerator: Accelerator) -> None:
+def _check_processes(accelerator: Accelerator) -> None:
     """Check that processes which were launched together also train together, not each one for itself."""
     counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
     name = next((name for name, count in counts.items() if count > 1), None)
     if accelerator.num_processes > 1 or name is None:
         return
-    if name == SLURM_COUNT:
-        advice = (
-            f"Start one task per machine with srun and `accelerate launch` in it. For independent runs, unset {name}."
-        )
-    elif settings.cpu or torch.accelerator.is_available():
-        advice = "Start them with `accelerate launch` or torchrun."
-    else:
-        advice = "There is no GPU. Add --cpu to train together on CPUs, or start only one process."
     raise ValueError(
         f"{counts[name]} processes were launched ({name}={counts[name]}) without a connection between them, and each "
-        f"would train a model in the same folder. {advice}"
+        "would train a model in the same folder. Start them with `accelerate launch` or torchrun, and with --cpu if "
+        f"there is no GPU. For independent runs, unset {name}."
     )
 
 
 def _check_output_dir(settings: TrainingSettings) -> None:
     """Check that the output folder is empty, overwritten, or belongs to the run that resumes."""
     folder = Path(settings.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise OSError(f"--output_dir must be a folder, but {folder} is a file.")
     is_used = folder.is_dir() and any(folder.iterdir())
     if is_used and not (settings.overwrite_output_dir or settings.resume_from_checkpoint):
-        checkpoints = list_checkpoints(folder)
-        resume = (
-            f"Resume from {checkpoints[-1].name} with --resume_from_checkpoint latest, start"
-            if checkpoints
-            else "Start"
-        )
         raise ValueError(
-            f"--output_dir {folder} is not empty. {resume} a new run with --overwrite_output_dir, or give another "
-            "folder."
+            f"--output_dir {folder} is not empty. Continue its run with --resume_from_checkpoint latest, start a new "
+            "run with --overwrite_output_dir, or give another folder."
         )
     resumed = settings.resume_from_checkpoint
     if is_used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:
@@ -222,7 +503,7 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
         The history of the model from which the run starts, for `outputs.save_model`. It is read before the folder is
         cleared, because it may be in this folder. Empty on all processes except the main one.
     """
-    is_resumed = outputs.is_trained_in_place(settings) and bool(settings.resume_from_checkpoint)
+    is_resumed = is_trained_in_place(settings) and bool(settings.resume_from_checkpoint)
     history = ModelHistory()
     if accelerator.is_main_process:
         history = source_history(settings.model_name_or_path, is_resumed)
@@ -230,7 +511,7 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
         logger.warning("The history in the model card will be incomplete: %s", problem)
     _started_accelerators.add(accelerator)
     if settings.overwrite_output_dir and accelerator.is_main_process:
-        outputs.remove_earlier_run(settings.output_dir)
+        remove_earlier_run(settings.output_dir)
     accelerator.wait_for_everyone()
     if settings.tracker is not None:
         values = {key: value for key, value in settings.values().items() if key != "hub_token"}

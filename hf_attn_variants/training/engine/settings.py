@@ -1,53 +1,194 @@
 """Settings that the training commands share: frozen dataclasses with one field per flag.
 
 Each class is a group of flags, and the settings of a command inherit from the groups that it needs. Names follow
-`transformers.TrainingArguments` if it has a counterpart. This module does not import torch or Transformers, so that
-`--help` is fast.
+`transformers.TrainingArguments` if it has a counterpart. `commands.training` turns each field into a flag. This module
+does not import torch or Transformers, so that `--help` is fast.
 """
 
 import argparse
 import dataclasses
+import inspect
+import json
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field
+from os import PathLike, fspath
+from types import NoneType, UnionType
+from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from ...files import parse_json
 from ...modeling.fields.field_table import FIELDS, Field, describe_field
-from .options import (
-    ABOVE_0,
-    ALWAYS,
-    AT_LEAST_0,
-    AT_LEAST_1,
-    FROM_0_BELOW_1,
-    WITH_BEST_WEIGHTS,
-    Settings,
-    option,
-    parse_json_flag,
-    redefault,
-)
 
-__all__ = [
-    "FROM_SCRATCH",
-    "DataSettings",
-    "EncoderDecoderVariantSettings",
-    "FineTuningSettings",
-    "HubSettings",
-    "LanguageSettings",
-    "LoopSettings",
-    "ModelSettings",
-    "NewModelSettings",
-    "OptimizationSettings",
-    "OutputSettings",
-    "RowSettings",
-    "TableSettings",
-    "TrainingSettings",
-    "VariantSettings",
-    "collect_variant_fields",
-    "count_training_steps",
-    "get_warmup_steps",
-    "is_greater_better",
-]
+# The rule for a number: the words that follow "must be" in the error message, and the test.
+Range = tuple[str, Callable[[float], bool]]
+AT_LEAST_1: Range = ("at least 1", lambda value: value >= 1)
+AT_LEAST_0: Range = ("at least 0", lambda value: 0 <= value < math.inf)
+ABOVE_0: Range = ("more than 0", lambda value: 0 < value < math.inf)
+FROM_0_BELOW_1: Range = ("in [0, 1)", lambda value: 0 <= value < 1)
+BETWEEN_0_AND_1: Range = ("in (0, 1)", lambda value: 0 < value < 1)
+A_NUMBER: Range = ("a number", math.isfinite)
+
+# When a resumed run must have the same value as before: always, or only if the run keeps its best weights.
+ALWAYS, WITH_BEST_WEIGHTS = "always", "with best weights"
+
+
+def option(
+    help: str, default: Any = MISSING, *, range: Range | None = None, resume: str | None = None, **flag: Any
+) -> Any:
+    """Define a field of a settings class.
+
+    Args:
+        help: The text for `--help`.
+        default: The value that is used if the setting is not given. A setting without a default is required.
+        range: The rule for a number.
+        resume: `ALWAYS` or `WITH_BEST_WEIGHTS` if a resumed run must have the same value.
+        **flag: Further arguments of argparse's `add_argument`, such as `choices`, `metavar`, `type` and `nargs`. If
+            `type`, `nargs` and `action` are not given, they follow from the type of the field.
+
+    Example:
+        ```python
+        @dataclass(frozen=True, kw_only=True)
+        class BatchSettings(Settings):
+            batch_size: int = option("Examples per batch.", 32, range=AT_LEAST_1)
+        ```
+    """
+    metadata = {"help": help, "range": range, "resume": resume, **flag}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def parse_json_flag(text: str) -> Any:
+    """Parse the JSON value of a flag.
+
+    Raises:
+        ArgumentTypeError: If the text is not JSON.
+    """
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"The value must be JSON: {error}") from None
+
+
+class _OptionChange(NamedTuple):
+    default: Any
+    owner: "type[Settings] | None"
+    metadata: dict[str, Any]
+
+
+def redefault(default: Any = MISSING, *, owner: "type[Settings] | None" = None, **changed: Any) -> Any:
+    """Change a field of a settings class in a class that inherits from it.
+
+    Args:
+        default: The new default. If it is not given, the default does not change.
+        owner: The class from which the field is copied, if the settings class does not inherit it.
+        **changed: Other arguments of `option` to replace.
+    """
+    return _OptionChange(default, owner, changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The base class of all groups of settings. Its fields are checked when an object is created."""
+
+    title: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        for name, change in vars(cls).copy().items():
+            if isinstance(change, _OptionChange):
+                bases: Any = [change.owner] if change.owner else cls.__mro__[1:]
+                owner = next(base for base in bases if name in inspect.get_annotations(base))
+                old = owner.__dataclass_fields__[name]
+                default = old.default if change.default is MISSING else change.default
+                setattr(cls, name, field(default=default, metadata={**old.metadata, **change.metadata}))
+
+    def __post_init__(self) -> None:
+        types = get_type_hints(type(self))
+        for item in dataclasses.fields(self):
+            value = _convert_type(getattr(self, item.name), types[item.name])
+            object.__setattr__(self, item.name, value)  # the type that a command line would have given
+            if value is not None:
+                _check_value(item.name, value, **item.metadata)
+        self.check()
+
+    def check(self) -> None:
+        """Check the settings against each other. Each group of settings adds its own rules.
+
+        Raises:
+            ValueError: If a rule is broken. The message contains the flag, the rule and the value.
+        """
+
+    def values(self) -> dict[str, Any]:
+        """Return all settings as a dictionary."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+
+    def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
+        """Return the settings that must not change when a run resumes, as JSON values.
+
+        Args:
+            with_best_weights: Whether the run keeps its best weights.
+        """
+        kinds = {ALWAYS, WITH_BEST_WEIGHTS} if with_best_weights else {ALWAYS}
+        shared = [item.name for item in dataclasses.fields(self) if item.metadata.get("resume") in kinds]
+        return {name: json.loads(json.dumps(getattr(self, name))) for name in shared}
+
+
+def get_field_types(annotation: Any) -> list[Any]:
+    """Return the types that an annotation allows, except None."""
+    types = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
+    return [kind for kind in types if kind is not NoneType]
+
+
+def _check_value(
+    name: str, value: Any, range: Range | None = None, choices: Sequence[str] | None = None, **others: Any
+) -> None:
+    """Check a value against the range and the choices of its field."""
+    if range is not None and not range[1](value):
+        raise ValueError(f"--{name} must be {range[0]}, got {value}.")
+    for item in value if isinstance(value, tuple) else (value,):
+        if choices is not None and item not in choices:
+            raise ValueError(f"--{name} must be one of {', '.join(choices)}, got {item!r}.")
+
+
+def _convert_type(value: Any, annotation: Any) -> Any:
+    """Convert a value to the type of its field: paths to text, and lists to tuples."""
+    if isinstance(value, PathLike):
+        value = fspath(value)
+    if any(get_origin(kind) is tuple for kind in get_field_types(annotation)) and isinstance(value, list | str):
+        return (value,) if isinstance(value, str) else tuple(value)
+    return value
+
+
+def group_fields(settings: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
+    """Yield the title and the fields of each group. The group of the settings class itself comes first.
+
+    A field belongs to the most general class that declares it, which is the last one in the order of inheritance.
+    """
+    fields = {item.name: item for item in dataclasses.fields(settings)}
+    classes = [base for base in settings.__mro__ if issubclass(base, Settings)]
+    owners = {name: base for base in classes for name in inspect.get_annotations(base)}
+    groups: dict[str, list[dataclasses.Field]] = {}
+    for base in classes:
+        for name in inspect.get_annotations(base):
+            if owners[name] is base and name in fields:
+                groups.setdefault(base.title, []).append(fields[name])
+    yield from groups.items()
+
+
+def check_metric(name: str | None, known: Sequence[str]) -> None:
+    """Check that `--metric_for_best_model`, if it is given, is one of the dev metrics.
+
+    Args:
+        name: The metric, with or without the prefix "eval_".
+        known: The dev metrics, without the prefix.
+
+    Raises:
+        ValueError: If the metric is not one of them.
+    """
+    if name is not None and name.removeprefix("eval_") not in known:
+        raise ValueError(f"--metric_for_best_model must be one of {', '.join(known)}, got {name!r}.")
+
 
 FROM_SCRATCH = "from scratch (without --model_name_or_path)"
 # Types of settings by the kind of the variant field. A setting that is not given is None.
@@ -357,19 +498,6 @@ class OptimizationSettings(Settings):
     def check(self) -> None:
         super().check()
         has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
-        if self.greater_is_better is not None and not self.keeps_best_weights:
-            raise ValueError("--greater_is_better needs --metric_for_best_model or --early_stopping_patience.")
-        if self.num_warmup_steps is not None and self.warmup_ratio:
-            raise ValueError("--num_warmup_steps and --warmup_ratio cannot be used together. Remove one of them.")
-        if (self.adafactor_scale_parameter or self.adafactor_relative_step) and self.optim != "adafactor":
-            raise ValueError("--adafactor_scale_parameter and --adafactor_relative_step need --optim adafactor.")
-        if self.adafactor_relative_step and (has_warmup or self.lr_scheduler_kwargs):
-            raise ValueError(
-                "--adafactor_relative_step has its own schedule and warm-up. Remove the flags of any other schedule "
-                "or warm-up."
-            )
-        if not isinstance(self.lr_scheduler_kwargs, dict):
-            raise ValueError(f"--lr_scheduler_kwargs must be a JSON object, got {self.lr_scheduler_kwargs!r}.")
         # Transformers would ignore both without a warning.
         if self.lr_scheduler_type == "constant" and has_warmup:
             raise ValueError("--lr_scheduler_type constant has no warm-up. Use constant_with_warmup instead.")
@@ -430,14 +558,10 @@ class OutputSettings(Settings):
         steps = self.checkpointing_steps
         if steps not in (None, "epoch") and not (isinstance(steps, int) and steps >= 1):
             raise ValueError(f"--checkpointing_steps must be a positive number or 'epoch', got {steps!r}.")
-        if self.save_total_limit is not None and steps is None:
-            raise ValueError("--save_total_limit needs --checkpointing_steps. Without it no checkpoint is saved.")
         if self.resume_from_checkpoint and self.overwrite_output_dir:
             raise ValueError(
                 "--resume_from_checkpoint and --overwrite_output_dir cannot be used together. Remove one of them."
             )
-        if self.with_tracking and self.report_to == "none":
-            raise ValueError("--with_tracking and --report_to none cannot be used together. Remove one of them.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,11 +576,6 @@ class HubSettings(Settings):
     )
     hub_private_repo: bool = option("Make the repository private.", False)
     hub_token: str | None = option("Access token to use instead of the one that `hf auth login` stored.", None)
-
-    def check(self) -> None:
-        super().check()
-        if (self.hub_model_id or self.hub_private_repo) and not self.push_to_hub:
-            raise ValueError("--hub_model_id and --hub_private_repo need --push_to_hub.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -599,8 +718,15 @@ def count_training_steps(
     return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
 
 
-# Settings that need dev data.
-DEV_SETTINGS = ("metric_for_best_model", "early_stopping_patience", "eval_steps")
+def check_dev_settings(settings: TrainingSettings, has_dev_rows: bool) -> None:
+    """Check that no setting needs dev rows that do not exist.
+
+    Raises:
+        ValueError: If a setting needs them.
+    """
+    for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps") if not has_dev_rows else ():
+        if getattr(settings, name) is not None:
+            raise ValueError(f"--{name} needs dev rows. Give --validation_file, or a data set with a dev split.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -634,27 +760,9 @@ class TableSettings(FineTuningSettings):
                 "Either table files (--train_file, --validation_file, --test_file) or --dataset_name must be given, "
                 f"got {got}."
             )
-        if self.dataset_name is not None:
-            return
-        if self.dataset_config_name is not None:
-            raise ValueError("--dataset_config_name needs --dataset_name.")
-        for split, default in (("train", "train"), ("validation", None), ("test", None)):
-            if getattr(self, f"{split}_split_name") != default:
-                raise ValueError(f"--{split}_split_name needs --dataset_name. For files, use --{split}_file.")
-        if not self.only_evaluates and not files["train"]:
-            raise ValueError("--train_file must be given for training. To only evaluate, use --num_train_epochs 0.")
-        if self.only_evaluates and not (files["validation"] or files["test"]):
-            raise ValueError("--num_train_epochs 0 only evaluates. Give --validation_file or --test_file.")
-        self.check_dev(bool(files["validation"]))
-
-    def check_dev(self, has_dev_rows: bool) -> None:
-        """Check that no setting needs dev rows if they do not exist.
-
-        Raises:
-            ValueError: If a setting needs dev rows that do not exist.
-        """
-        for name in DEV_SETTINGS if not has_dev_rows else ():
-            if getattr(self, name) is not None:
+        if self.dataset_name is None:
+            if not self.only_evaluates and not files["train"]:
                 raise ValueError(
-                    f"--{name} needs dev rows. Give --validation_file, or a --dataset_name that has a dev split."
+                    "--train_file must be given for training. To only evaluate, use --num_train_epochs 0."
                 )
+            check_dev_settings(self, bool(files["validation"]))

@@ -4,32 +4,15 @@ import itertools
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from datasets import ClassLabel, load_dataset, load_dataset_builder
 
-from ...files import RESULTS_NAME, load_json
-from ...input_files import is_unicode, suffix_of
-from ...text_files import TABLE_SUFFIXES, column_value, has_column, missing_column, read_records, row_place
-from .settings import FineTuningSettings, TableSettings
-
-__all__ = [
-    "UNKNOWN_LABELS",
-    "SplitRow",
-    "SplitRows",
-    "apply_recorded_columns",
-    "find_absent_recorded_column",
-    "find_split_files",
-    "get_label_name",
-    "get_text",
-    "load_splits",
-    "make_uneven_column_error",
-    "read_splits",
-    "resolve_label_column",
-    "warn_about_max_length",
-]
+from ...files import RESULTS_NAME, is_unicode, load_json, suffix_of
+from ...text_files import TABLE_SUFFIXES, TableRow, column_value, has_column, missing_column, read_records, row_place
+from .settings import FineTuningSettings, TableSettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -94,24 +77,6 @@ SPLITS = ("train", "validation", "test")
 UNKNOWN_LABELS = {"-1", "-1.0"}
 
 
-@dataclass
-class SplitRow:
-    """A row of a table or of a `datasets` source, without changes.
-
-    Attributes:
-        file: The file or the name of the source.
-        number: The number of the row in it, from 1.
-        place, values, names_place, line: As in `text_files.TableRow`.
-    """
-
-    file: str
-    number: int
-    place: str
-    values: dict[str, Any]
-    names_place: str
-    line: int | None = None
-
-
 class SplitRows:
     """The rows of a split in order, and the features with the names of its labels.
 
@@ -124,9 +89,9 @@ class SplitRows:
         records: An iterator over all rows.
     """
 
-    def __init__(self, records: Iterator[SplitRow], features: dict[str, Any] | None = None):
+    def __init__(self, records: Iterator[TableRow], features: dict[str, Any] | None = None):
         self.first = next(records)
-        self.records: Iterator[SplitRow] = itertools.chain([self.first], records)
+        self.records: Iterator[TableRow] = itertools.chain([self.first], records)
         self.features = features or {}
 
     def class_names(self, label_column: str | None) -> list[str] | None:
@@ -161,20 +126,20 @@ def _list_read_splits(settings: TableSettings) -> list[str]:
     return [name for name in SPLITS if not unread.get(name)]
 
 
-def _read_file_rows(paths: Sequence[str]) -> Iterator[SplitRow]:
+def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
     """Yield the rows of table files."""
     for path in paths:
-        number = 0
-        for number, (place, values, names_place, line) in enumerate(read_records(Path(path)), start=1):
-            yield SplitRow(path, number, place, values, names_place, line)
-        if not number:
+        records = read_records(Path(path))
+        if (first := next(records, None)) is None:
             raise ValueError(f"{path} must have at least one row, but is empty.")
+        yield first
+        yield from records
 
 
-def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[SplitRow]:
+def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
     """Yield the rows of a split of a `datasets` source, which messages call `place`."""
     for number, row in enumerate(rows, start=1):
-        yield SplitRow(place, number, row_place(place, None, number), row, place)
+        yield TableRow(row_place(place, None, number), row, place, None, place, number)
 
 
 def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
@@ -227,7 +192,7 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
     return None
 
 
-def _require_column(column: str, flag: str, records: Iterator[SplitRow]) -> Iterator[SplitRow]:
+def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iterator[TableRow]:
     """Yield rows, and check that the first row of each file has the column."""
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
@@ -235,7 +200,7 @@ def _require_column(column: str, flag: str, records: Iterator[SplitRow]) -> Iter
         yield record
 
 
-def _forbid_column(column: str, first: SplitRow, records: Iterator[SplitRow]) -> Iterator[SplitRow]:
+def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) -> Iterator[TableRow]:
     """Yield rows, and check that no row has the column."""
     for record in records:
         if has_column(record.values, column):
@@ -243,14 +208,14 @@ def _forbid_column(column: str, first: SplitRow, records: Iterator[SplitRow]) ->
         yield record
 
 
-def make_uneven_column_error(column: str, first: SplitRow, record: SplitRow) -> ValueError:
+def make_uneven_column_error(column: str, first: TableRow, record: TableRow) -> ValueError:
     """Return the error for a column that a row has and the first row lacks."""
     return ValueError(
         f"{first.place}: There is no column {column!r}, but {record.place} has it. Add it to all rows, or to none."
     )
 
 
-def get_text(record: SplitRow, column: str, flag: str) -> str:
+def get_text(record: TableRow, column: str, flag: str) -> str:
     """Return the text of a row in a column.
 
     Raises:
@@ -272,8 +237,6 @@ def get_label_name(value: Any, names: Sequence[str]) -> Any:
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
-# Errors that results cause if they are damaged or were written by another program.
-RESULT_ERRORS = (AttributeError, TypeError, ValueError)
 SettingsT = TypeVar("SettingsT", bound=FineTuningSettings)
 
 
@@ -293,13 +256,7 @@ def apply_recorded_columns(
         columns: The settings that name columns, each with the settings that define how this column is read.
         others: Settings that are taken regardless of the columns.
     """
-    if (path := _find_results(settings)) is None:
-        return settings
-    try:
-        recorded = _load_recorded(path)
-    except RESULT_ERRORS as error:
-        logger.warning("The training columns could not be read from %s: %s", path, error)
-        return settings
+    recorded = _load_recorded(settings)
     named_columns = {name for setting in columns for name in _list_names(getattr(settings, setting))}
     new_values: dict[str, Any] = {}
     for setting, reading_settings in columns.items():
@@ -316,7 +273,7 @@ def apply_recorded_columns(
     new_values |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
     if new_values:
         flags = " ".join(f"--{name} {_format_value(value)}" for name, value in new_values.items())
-        logger.info("Settings from %s: %s", path, flags)
+        logger.info("Settings of the training of the model: %s", flags)
     return replace(settings, **new_values)
 
 
@@ -330,12 +287,7 @@ def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, A
         first: The row by column.
         setting: The setting that names the column.
     """
-    if getattr(settings, setting) is not None or (path := _find_results(settings)) is None:
-        return None
-    try:
-        column = _load_recorded(path).get(setting)
-    except RESULT_ERRORS:
-        return None
+    column = None if getattr(settings, setting) is not None else _load_recorded(settings).get(setting)
     return column if isinstance(column, str) and not has_column(first, column) else None
 
 
@@ -344,29 +296,27 @@ def _format_value(value: Any) -> str:
     return " ".join(map(repr, _list_names(value))) if isinstance(value, str | tuple | list) else str(value)
 
 
-def warn_about_max_length(settings: FineTuningSettings) -> None:
+def warn_about_max_length(settings: TrainingSettings) -> None:
     """Warn if a run that only evaluates cuts texts at another length than the training of the model."""
-    if (path := _find_results(settings)) is None:
-        return
-    try:
-        length = _load_recorded(path).get("max_length", settings.max_length)
-    except RESULT_ERRORS:
-        return
+    length = _load_recorded(settings).get("max_length", settings.max_length)
     if length != settings.max_length:
-        message = "Texts are cut at %d tokens, but the model was trained with --max_length %s (%s)."
-        logger.warning(message, settings.max_length, length, path)
+        message = "Texts are cut at %d tokens, but the model was trained with --max_length %s."
+        logger.warning(message, settings.max_length, length)
 
 
-def _find_results(settings: FineTuningSettings) -> Path | None:
-    """Return the path of the training results of a model that is only evaluated, or None if it does not exist."""
-    path = Path(settings.source).expanduser() / RESULTS_NAME if settings.only_evaluates else None
-    return path if path is not None and path.is_file() else None
-
-
-def _load_recorded(path: Path) -> dict[str, Any]:
-    """Return the recorded arguments and results of a training."""
-    results = load_json(path)
-    return {**(results.get("arguments") or {}), **results}
+def _load_recorded(settings: TrainingSettings) -> dict[str, Any]:
+    """Return the recorded arguments and results of the training of a model that is only evaluated, if they exist."""
+    if not settings.only_evaluates or settings.model_name_or_path is None:
+        return {}
+    path = Path(settings.model_name_or_path).expanduser() / RESULTS_NAME
+    if not path.is_file():
+        return {}
+    try:
+        results = load_json(path)
+        return {**(results.get("arguments") or {}), **results}
+    except (AttributeError, TypeError, ValueError) as error:  # damaged, or written by another program
+        logger.warning("The arguments of the training could not be read from %s: %s", path, error)
+        return {}
 
 
 def _list_names(value: Any) -> list[str]:

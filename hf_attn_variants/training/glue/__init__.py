@@ -1,1 +1,37 @@
-"""Fine-tuning on the nine tasks of GLUE."""
+"""Settings of fine-tuning on a GLUE task."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...glue_tasks import TASKS, get_task
+from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueSettings(FineTuningSettings):
+    """The GLUE task and its files.
+
+    Example:
+        ```python
+        settings = GlueSettings(model_name_or_path="bert-gqa4", task_name="sst2", output_dir="out")
+        results = fine_tune(GlueFineTuning, settings)
+        ```
+    """
+
+    title: ClassVar[str] = "task"
+
+    task_name: str = option(f"One of {', '.join(name for name, task in TASKS.items() if task.eval_splits)}.")
+    data_dir: str | None = option(
+        "Folder with the TSV files of the task (train.tsv, dev.tsv, test.tsv). Default: the Hub.", None
+    )
+    train_file: str | None = option("TSV file with training rows. It overrides the file in --data_dir.", None)
+    validation_file: str | None = option(
+        "TSV file with dev rows. It overrides the file in --data_dir.", None, resume=WITH_BEST_WEIGHTS
+    )
+    test_file: str | None = option("TSV file with test rows. It overrides the file in --data_dir.", None)
+    skip_predict: bool = option("Do not predict the test split (and AX, after MNLI).", False)
+
+    def check(self) -> None:
+        """Check the name of the task, in addition to the checks of all tasks."""
+        super().check()
+        get_task(self.task_name)

@@ -1,21 +1,211 @@
-"""Fine-tuning on a GLUE task: metrics, evaluation and the files of a submission."""
+"""Fine-tuning on a GLUE task: data, metrics, evaluation and the files of a submission."""
 
+import io
+import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
+from datasets import Dataset, load_dataset
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
-from torch import nn
 
-from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task
-from ..classification.data import ClassificationSplit
-from ..classification.metrics import pearson, spearman
-from ..classification.task import NO_TRAINING_ROWS, EvalSet, LogitsEvaluator, SequenceClassification
-from .data import load_ax, load_glue
-from .settings import GlueSettings, check_glue_metric
+from ...files import ends_by_returns, is_blank, read_file
+from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task, parse_label
+from ..classification.data import ClassificationSplit, make_rows
+from ..classification.task import NO_TRAINING_ROWS, EvalSet, SequenceClassification, pearson, spearman
+from ..engine.settings import check_metric
+from . import GlueSettings
 
-__all__ = ["METRIC_FUNCTIONS", "GlueEvaluator", "GlueFineTuning", "compute_glue_metrics"]
+logger = logging.getLogger(__name__)
+HUB_DATASET = "nyu-mll/glue"
+
+
+def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Dataset:
+    """Read a GLUE TSV file. A header and a byte-order mark are optional, and quotes are literal characters.
+
+    Args:
+        has_labels: Whether the file has labels. Test files have none.
+
+    Returns:
+        The columns `text1`, `text2` (only for pairs), `index` and, if `has_labels` is true, `label` (int, or float for
+        STS-B).
+
+    Raises:
+        OSError: If the file does not exist.
+        ValueError: If the file is empty, lacks a column, or has an incomplete row, an invalid label, or bytes that are
+            not UTF-8. The message names the file and the line.
+    """
+    path = Path(path)
+    content = read_file(path).removeprefix(b"\xef\xbb\xbf")
+    lines = content.splitlines() if ends_by_returns(io.BytesIO(content)) else content.split(b"\n")
+    # `str.splitlines` would also split at U+0085 and U+2028, which occur inside sentences.
+    rows = [(number, _decode(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")]
+    header, rows = _split_header(path, rows, task, has_labels) if rows else ([], rows)
+    if not rows:
+        raise ValueError(f"{path} must have at least one row, but has none.")
+    # `_split_header` has checked that all text columns exist.
+    text_at = [position for names in task.text_columns if (position := _find_column(header, names)) is not None]
+    label_at = _find_column(header, task.label_columns) if has_labels else None
+    index_at = None if has_labels else _find_column(header, ("index", "id"))
+    names = ["index", *(f"text{i + 1}" for i in range(len(text_at))), *(["label"] if has_labels else [])]
+    columns: dict[str, list] = {name: [] for name in names}
+    broken, empty = 0, []
+    for position, (number, cells) in enumerate(rows):
+        if len(cells) != len(header):
+            if task.may_have_broken_rows:
+                broken += 1
+                continue
+            raise ValueError(
+                f"{path}, line {number}: The row must have {len(header)} columns ({', '.join(header)}), got "
+                f"{len(cells)}."
+            )
+        for i, at in enumerate(text_at):
+            columns[f"text{i + 1}"].append(cells[at])
+        if any(is_blank(cells[at]) for at in text_at):
+            empty.append(number)
+        columns["index"].append(cells[index_at] if index_at is not None else str(position))
+        if label_at is not None:
+            try:
+                columns["label"].append(parse_label(task, cells[label_at].strip()))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if broken:
+        message = "%s: %d of %d rows are cut by a line break. They are left out."
+        logger.warning(message, path, broken, len(rows))
+    if empty:
+        message = "%s: %d of %d rows have an empty cell. It is read as an empty text. The first such row is line %d."
+        logger.warning(message, path, len(empty), len(rows), empty[0])
+    return make_rows(columns)
+
+
+def _decode(path: Path, number: int, line: bytes) -> list[str]:
+    """Return the cells of a line, or raise ValueError if it is not UTF-8."""
+    try:
+        return line.decode("utf-8").rstrip("\r").split("\t")
+    except UnicodeDecodeError as error:
+        problem = f"{error.reason} at byte {error.start}"
+        raise ValueError(f"{path}, line {number}: The line must be UTF-8, got {problem}. Convert the file.") from None
+
+
+def _find_column(header: list[str], names: tuple[str, ...]) -> int | None:
+    """Return the position of the first of these names in a header, ignoring the case, or None."""
+    lowered = [cell.strip().lower() for cell in header]
+    return next((lowered.index(name.lower()) for name in names if name.lower() in lowered), None)
+
+
+def _split_header(
+    path: Path, rows: list[tuple[int, list[str]]], task: GlueTask, has_labels: bool
+) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Return the header and the other rows. Files without a header get the header of the task for their width."""
+    first = rows[0][1]
+    required = [*task.text_columns, *([task.label_columns] if has_labels else [])]
+    missing = [names for names in required if _find_column(first, names) is None]
+    if not missing:
+        lowered = [cell.strip().lower() for cell in first]
+        if repeated := [name for names in required for name in names if lowered.count(name.lower()) > 1]:
+            raise ValueError(f"{path}, line 1: Column names must be different, got {repeated[0]!r} twice. Rename one.")
+        return first, rows[1:]
+    layouts = task.headerless if has_labels else task.headerless_test
+    # A row that names some of the columns is a header that lacks the others, and not a sentence.
+    if len(missing) == len(required) and len(first) in layouts:
+        return list(layouts[len(first)]), rows
+    expected = " and ".join("|".join(names) for names in missing)
+    raise ValueError(
+        f"{path}, line 1: There is no column {expected} in [{', '.join(cell[:30] for cell in first[:16])}]. Add the "
+        f"column. A file of {task.folder} without a header must have one of these numbers of columns: "
+        f"{', '.join(map(str, layouts)) or 'none is known'}."
+    )
+
+
+def _find_split_files(
+    task: GlueTask, data_dir: str | None, files: dict[str, str | None], with_train: bool
+) -> dict[str, Path]:
+    """Return the files of the splits, from the folder and from the file flags."""
+    folder = Path(data_dir) if data_dir is not None else None
+    names = {"train": "train.tsv", **task.eval_splits, **task.test_splits}
+    paths = {split: folder / name for split, name in names.items() if folder is not None and (folder / name).is_file()}
+    first_eval, first_test = next(iter(task.eval_splits)), next(iter(task.test_splits))
+    for split, key in (("train", "train_file"), (first_eval, "validation_file"), (first_test, "test_file")):
+        if file := files.get(key):
+            paths[split] = Path(file)
+    for split in (*(["train"] if with_train else []), first_eval):
+        if split not in paths:
+            path = folder / names[split] if folder is not None else names[split]
+            raise OSError(f"There is no file {path}. Correct --data_dir or the flags of the files.")
+    return {split: path for split, path in paths.items() if with_train or split != "train"}
+
+
+def load_glue(
+    task: GlueTask, data_dir: str | None = None, files: dict[str, str | None] | None = None, with_train: bool = True
+) -> dict[str, ClassificationSplit]:
+    """Read all existing splits of a task, from TSV files if a folder or a file is given, otherwise from the Hub.
+
+    The folder contains `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv` and `dev_mismatched.tsv`) and test files. The
+    test files and `dev_mismatched.tsv` are optional.
+
+    Args:
+        task: The task.
+        data_dir: The folder with the files.
+        files: The paths of `train_file`, `validation_file` and `test_file`. They override the files of the folder.
+        with_train: Whether to read the train split.
+
+    Raises:
+        OSError: If the train or the dev file is missing, or if the Hub cannot be reached.
+        ValueError: If a file has invalid content. See `read_tsv`.
+    """
+    files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
+    if data_dir is not None or any(files.values()):
+        paths = _find_split_files(task, data_dir, files, with_train)
+        is_labelled = {split: split not in task.test_splits for split in paths}
+        rows = {split: read_tsv(path, task, is_labelled[split]) for split, path in paths.items()}
+        return {split: ClassificationSplit(split, data) for split, data in rows.items()}
+    try:
+        loaded = load_dataset(HUB_DATASET, task.name)
+    except Exception as error:  # `datasets` and the Hub raise many types of errors
+        raise OSError(
+            f"{task.name} of {HUB_DATASET} cannot be loaded from the Hub ({type(error).__name__}: {error}). Set "
+            "--data_dir to a folder with the TSV files."
+        ) from error
+    splits = [*(["train"] if with_train else []), *task.eval_splits, *task.test_splits]
+    return {split: _rename_hub_columns(task, split, loaded[split]) for split in splits if split in loaded}
+
+
+def _rename_hub_columns(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
+    """Return a split of the Hub with the column names of `ClassificationSplit`."""
+    renamed = {}
+    for i, names in enumerate(task.text_columns):
+        position = _find_column(data.column_names, names)
+        if position is None:
+            raise ValueError(
+                f"{HUB_DATASET}, {task.name}, {split}: There is no column {'|'.join(names)} in {data.column_names}. "
+                "Set --data_dir to a folder with the TSV files."
+            )
+        renamed[data.column_names[position]] = f"text{i + 1}"
+    data = data.rename_columns(renamed)
+    if "idx" in data.column_names:
+        data = data.rename_column("idx", "index")
+    if split in task.test_splits and "label" in data.column_names:
+        data = data.remove_columns("label")
+    return ClassificationSplit(split, data)
+
+
+def load_ax(data_dir: str | None = None) -> ClassificationSplit | None:
+    """Read the diagnostic set AX from the folder of MNLI, from a sibling folder, or from the Hub.
+
+    Returns:
+        The set, or None if `data_dir` is given and the file does not exist.
+    """
+    task = TASKS["ax"]
+    if data_dir is None:
+        return _rename_hub_columns(task, "test", load_dataset(HUB_DATASET, "ax", split="test"))
+    for folder in (Path(data_dir), Path(data_dir).parent / "AX", Path(data_dir).parent / "diagnostic"):
+        for name in ("AX.tsv", "diagnostic.tsv"):
+            if (folder / name).is_file():
+                return ClassificationSplit("test", read_tsv(folder / name, task, has_labels=False))
+    return None
+
 
 # Map (true values, predictions) to the metric. F1 is the F1 of class 1. If all predictions are equal, the Matthews
 # correlation is 0, and the Pearson and Spearman correlations are NaN.
@@ -39,42 +229,18 @@ def compute_glue_metrics(names: Sequence[str], predictions: np.ndarray, referenc
     Returns:
         The metrics. If there are several, `combined_score` is their mean, with which GLUE ranks such tasks.
 
-    Raises:
-        ValueError: If a metric is unknown.
-
     Example:
         ```python
-        compute_metrics(["accuracy"], np.array([0, 1, 1]), np.array([0, 1, 0]))  # {"accuracy": 0.666...}
+        compute_glue_metrics(["accuracy"], np.array([0, 1, 1]), np.array([0, 1, 0]))  # {"accuracy": 0.666...}
         ```
     """
-    unknown = [name for name in names if name not in METRIC_FUNCTIONS]
-    if unknown:
-        raise ValueError(f"Metrics must be among {', '.join(METRIC_FUNCTIONS)}, got {', '.join(unknown)}.")
     values = {name: float(METRIC_FUNCTIONS[name](references, predictions)) for name in names}
     if len(names) > 1:
         values["combined_score"] = float(np.mean([values[name] for name in names]))
     return values
 
 
-class GlueEvaluator(LogitsEvaluator):
-    """Evaluator of the dev splits. It stores the last predictions, so that they are not computed twice."""
-
-    def __init__(self, task: GlueTask, *args: Any):
-        super().__init__(*args)
-        self.task = task
-        self.predictions: dict[str, np.ndarray] = {}
-
-    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        predictions = self.to_predictions(self.task, logits)
-        self.predictions[eval_set.split.name] = predictions
-        return compute_glue_metrics(self.task.metrics, predictions, eval_set.labels)
-
-    def to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
-        """Return scores, or class ids in the numbering of the task [rows]."""
-        return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
-
-
-class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
+class GlueFineTuning(SequenceClassification[GlueSettings]):
     """Fine-tuning of a classifier on a GLUE task (arXiv 1804.07461), or of a regressor on STS-B.
 
     The results contain `eval_<metric>` of each dev split. Names of the mismatched dev split of MNLI end in `_mm`.
@@ -95,9 +261,12 @@ class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
         splits, self.tests = self._load_splits()
         self.train = splits["train"]
         self.dev_splits = [splits[name] for name in self.task.eval_splits if name in splits]
-        check_glue_metric(settings.metric_for_best_model, self.task, len(self.dev_splits))
         self.name, self.main_metric = self.task.folder, self.task.main_metric
-        metrics = (*self.task.metrics, "combined_score")
+        self.dev_predictions: dict[str, np.ndarray] = {}
+        metrics = (*self.task.metrics, *(["combined_score"] if len(self.task.metrics) > 1 else []))
+        suffixes = ("", "_mm")[: len(self.dev_splits)]
+        known = [f"{name}{suffix}" for suffix in suffixes for name in ("loss", *metrics)]
+        check_metric(settings.metric_for_best_model, known)
         self.shown_metrics = (*metrics, *(f"{name}_mm" for name in metrics))
 
     def _load_splits(self) -> tuple[dict[str, ClassificationSplit], list[tuple[GlueTask, ClassificationSplit]]]:
@@ -117,10 +286,13 @@ class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
             tests += [(TASKS["ax"], ax)] if ax is not None else []
         return splits, tests
 
-    def make_evaluator(self, model: nn.Module) -> GlueEvaluator:
-        sets = [self.make_eval_set(split) for split in self.dev_splits]
-        self.evaluator = GlueEvaluator(self.task, self.accelerator, model, sets, self.label_map, self.settings)
-        return self.evaluator
+    def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
+        predictions = self.dev_predictions[eval_set.split.name] = self._to_predictions(self.task, logits)
+        return compute_glue_metrics(self.task.metrics, predictions, eval_set.labels)
+
+    def _to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
+        """Return scores, or class ids in the numbering of the task [rows]."""
+        return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
 
     def fingerprint(self) -> dict[str, Any]:
         return {"task_name": self.task.name, **super().fingerprint()}
@@ -128,17 +300,16 @@ class GlueFineTuning(SequenceClassification[GlueSettings, GlueEvaluator]):
     def results(self) -> dict[str, Any]:
         return {"task_name": self.task.name}
 
-    def predictions(self, evaluator: GlueEvaluator) -> dict[str, str]:
+    def predictions(self) -> dict[str, str]:
         return dict(
-            _format_submission(self.task, split, evaluator.predictions[split.name], "dev_")
-            for split in self.dev_splits
+            _format_submission(self.task, split, self.dev_predictions[split.name], "dev_") for split in self.dev_splits
         )
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         files: dict[str, str] = {}
         for task, split in self.tests:
-            logits = self.evaluator.predict_logits(self.make_eval_set(split))
-            files |= [_format_submission(task, split, self.evaluator.to_predictions(task, logits))]
+            logits = self.predict_logits(self.make_eval_set(split))
+            files |= [_format_submission(task, split, self._to_predictions(task, logits))]
         return {}, files
 
 

@@ -11,31 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import set_seed
+from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.dataloaders import IGNORED_LABEL
-from ..engine.losses import compute_label_sums, compute_target_logits, make_label_objective
-from ..engine.models import check_end_token, load_or_make_model, load_seq2seq_config
-from ..engine.session import open_session
+from ..engine.finetune import fine_tune
+from ..engine.models import check_end_token, check_max_length, load_or_make_config, load_or_make_model
+from ..engine.optimization import Objective, compute_label_sums, compute_target_logits, make_label_objective
 from ..engine.settings import ModelSettings
-from ..engine.tokenizers import check_max_length
-from .settings import SpanCorruptionSettings
-from .task import PretrainingTask, pretrain
-from .text_stream import open_text_sources
-
-__all__ = [
-    "SpanCorruption",
-    "check_span_corruption",
-    "compute_block_length",
-    "compute_corrupted_lengths",
-    "compute_target_sums",
-    "count_noise",
-    "draw_noise_spans",
-    "get_sentinel_ids",
-    "pretrain_span_corruption",
-]
+from . import SpanCorruptionSettings
+from .task import Pretraining
 
 # The key of the random numbers of this module. No other use shares them (see `text_rows`).
 SPANS_KEY = 4
@@ -55,19 +41,14 @@ def check_span_corruption(
         tokenizer: The tokenizer.
 
     Raises:
-        ValueError: If the model is not an encoder-decoder that starts with its padding token, if the tokenizer has no
-            sentinels or does not append an end token, or if `max_length` does not fit.
+        ValueError: If the model is not an encoder-decoder that starts with its padding token, if the tokenizer does
+            not append an end token, or if `max_length` does not fit.
     """
     name = settings.model_name_or_path or "the new model"
     if not config.is_encoder_decoder or config.decoder_start_token_id != tokenizer.pad_token_id:
         raise ValueError(
             f"{name} ({config.model_type}) must be an encoder-decoder that starts with its padding token, such as T5. "
             "Use another model for span corruption."
-        )
-    if get_sentinel_ids(tokenizer, 1) == [None]:
-        raise ValueError(
-            f"The tokenizer of {settings.tokenizer_name or name} must have sentinels (<extra_id_0>, <extra_id_1>, "
-            "...), but has none. Use a model that was pretrained with span corruption, such as T5, mT5 or UMT5."
         )
     check_end_token(settings, tokenizer)
     check_max_length(max_length, config, tokenizer)
@@ -103,15 +84,8 @@ def compute_block_length(max_length: int, density: float, mean_span: float) -> i
     """Return the length of the longest block whose inputs have at most `max_length` tokens.
 
     With the default noise, 512 input tokens hold a block of 568 tokens with 114 target tokens.
-
-    Raises:
-        ValueError: If `max_length` is too short for any block.
     """
     length = 1
-    if compute_corrupted_lengths(length, density, mean_span)[0] > max_length:
-        raise ValueError(
-            f"--max_length must be long enough for a sentinel, an end token and text, got {max_length}. Increase it."
-        )
     while compute_corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
         length += 1
     return length
@@ -145,7 +119,7 @@ class SpanCorruption:
         mean_span: The mean length of the removed spans in tokens.
 
     Raises:
-        ValueError: If the tokenizer lacks a token or has too few sentinels, or if `max_length` is too short.
+        ValueError: If the tokenizer has too few sentinels.
     """
 
     takes_other_block = False
@@ -159,10 +133,6 @@ class SpanCorruption:
         mean_span: float = 3.0,
     ):
         self.eos_id, self.pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-        if self.eos_id is None or self.pad_id is None:
-            raise ValueError(
-                "The tokenizer must have an end token and a padding token for span corruption. Use another tokenizer."
-            )
         self.separator = self.eos_id
         self.density, self.mean_span, self.seed = density, mean_span, seed
         self.block_length = compute_block_length(max_length, density, mean_span)
@@ -172,7 +142,7 @@ class SpanCorruption:
         if None in sentinels:
             raise ValueError(
                 f"The tokenizer must have {num_spans} sentinels (<extra_id_0>, ...) for --max_length {max_length}, "
-                f"got {sentinels.index(None)}. Reduce --max_length."
+                f"got {sentinels.index(None)}. Reduce --max_length, or use a model such as T5, mT5 or UMT5."
             )
         self.sentinels = np.array(sentinels, dtype=np.int64)
 
@@ -219,22 +189,40 @@ def _pad(ids: np.ndarray, length: int, value: int) -> np.ndarray:
     return np.concatenate([ids, np.full(length - len(ids), value, dtype=np.int64)])
 
 
-def compute_target_sums(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `PretrainingTask.row_sums` over the target tokens."""
-    return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
+class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
+    """Pretraining of a T5 by span corruption. Token counts in the results include inputs and targets."""
+
+    name, items = "span corruption", "target_tokens"
+    prepare: SpanCorruption
+
+    def __init__(self, settings: SpanCorruptionSettings, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config, self.tokenizer = load_or_make_config(settings, seq2seq=True)
+        check_span_corruption(settings, settings.max_length, self.config, self.tokenizer)
+        noise = settings.noise_density, settings.mean_noise_span_length
+        self.prepare = SpanCorruption(self.tokenizer, settings.max_length, settings.seed, *noise)
+
+    def load_model(self) -> PreTrainedModel:
+        return load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
+
+    def objective(self) -> Objective:
+        return make_label_objective(compute_target_logits)
+
+    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
+
+    def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.prepare.shuffle_text(batch)
+
+    def results(self) -> dict[str, Any]:
+        lengths = {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
+        return {**lengths, **super().results()}
 
 
 def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]:
     """Train a T5 model by span corruption, evaluate it, check whether it uses its context, and save it.
 
-    Returns:
-        The first results of `all_results.json`: `eval_loss` (nats per target token), `eval_perplexity`,
-        `eval_accuracy`, `gate_passed` with the losses and costs behind it, and `TrainingLoop.results`. Their token
-        counts include inputs and targets.
-
-    Raises:
-        ValueError, OSError: If a setting, the text or the checkpoint is wrong. Most errors come before training.
-        NonFiniteLossError: If training diverges.
+    The results and errors are those of `fine_tune`.
 
     Example:
         ```python
@@ -244,22 +232,4 @@ def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]
         results = pretrain_span_corruption(settings)
         ```
     """
-    with open_session(settings) as accelerator:
-        config, tokenizer = load_seq2seq_config(settings)
-        check_span_corruption(settings, settings.max_length, config, tokenizer)
-        text = open_text_sources(settings)
-        prepare = SpanCorruption(
-            tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
-        )
-        set_seed(settings.seed)
-        model = load_or_make_model(settings, config, AutoModelForSeq2SeqLM)
-        task = PretrainingTask(
-            "span corruption",
-            prepare,
-            make_label_objective(compute_target_logits),
-            compute_target_sums,
-            "target_tokens",
-            prepare.shuffle_text,
-            {"block_length": prepare.block_length, "target_length": prepare.target_length},
-        )
-        return pretrain(settings, accelerator, model, tokenizer, text, task)
+    return fine_tune(SpanCorruptionPretraining, settings)

@@ -1,43 +1,47 @@
-"""Parts of all pretraining objectives: the run, the evaluation, and the check that a model uses its context."""
+"""Pretraining of masked and causal language models, with the run and the evaluation of all objectives."""
 
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn import functional
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import ModelOutput
 
-from ..engine import outputs
-from ..engine.dataloaders import IGNORED_LABEL, TrainingBatches, create_eval_dataloader, create_stream_dataloader
-from ..engine.finetune import MetricEvaluator, run_rows
+from ...registration import variant_config_class
+from ..engine.dataloaders import (
+    IGNORED_LABEL,
+    MaskedLMPreparation,
+    TrainingBatches,
+    create_eval_dataloader,
+    create_stream_dataloader,
+)
+from ..engine.finetune import FineTuningTask, fine_tune
 from ..engine.loop import TrainingLoop
-from ..engine.losses import Objective
-from ..engine.models import get_model_name, iterate_attentions
-from ..engine.optimization import prepare_training
-from ..engine.session import start_run
-from ..engine.settings import LoopSettings, TrainingSettings, count_training_steps
-from .settings import PretrainingSettings
-from .text_stream import PretrainingText, TextSource, TextStream, read_blocks, stack_rows
-
-__all__ = [
-    "MIN_COST",
-    "BlockPreparation",
-    "PreparedBlocks",
-    "PretrainingTask",
-    "TextEvaluator",
-    "compute_context_results",
-    "make_stream_batches",
-    "pretrain",
-    "shuffle_positions",
-    "zero_attention",
-]
+from ..engine.models import (
+    check_max_length,
+    iterate_attentions,
+    load_or_make_config,
+    load_or_make_model,
+)
+from ..engine.optimization import Objective, compute_label_sums, make_label_objective
+from ..engine.settings import TrainingSettings
+from . import CAUSAL_LM_TYPES, MaskedLMSettings, PretrainingSettings
+from .text_stream import TextSource, TextStream, open_text_sources, read_blocks, stack_rows
 
 logger = logging.getLogger(__name__)
 
@@ -82,32 +86,6 @@ class PreparedBlocks(Dataset):
         return self.prepare(self.blocks[index], (0, index), other)
 
 
-@dataclass(frozen=True)
-class PretrainingTask:
-    """The parts in which a pretraining objective differs from others.
-
-    Attributes:
-        name: The title of the curves.
-        prepare: The preparation of examples.
-        objective: The training loss.
-        row_sums: Maps (model, batch) to sums over the items of each example: the loss, the number of correct items and
-            the number of items [b, 3]. A sentence task adds the same three sums of the pairs [b, 6].
-        items: The name of the number of items among the metrics.
-        shuffle: Maps a batch to the same batch with shuffled words. The order is always the same.
-        results: Additional entries of `all_results.json`.
-        without_context: The name of a model that does not use its context, such as "unigram".
-    """
-
-    name: str
-    prepare: BlockPreparation
-    objective: Objective
-    row_sums: Callable[[nn.Module, dict[str, Tensor]], Tensor]
-    items: str
-    shuffle: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-    results: dict[str, Any] = field(default_factory=dict)
-    without_context: str = "unigram"
-
-
 def make_stream_batches(
     settings: TrainingSettings,
     accelerator: Accelerator,
@@ -141,57 +119,6 @@ def make_stream_batches(
     )
     loader = create_stream_dataloader(accelerator, stream, settings.seed, settings.dataloader_num_workers)
     return TrainingBatches(loader, stream.start_epoch, seek=stream.seek)
-
-
-class TextEvaluator(MetricEvaluator):
-    """Evaluator of held-out text: "loss" (nats per item), "perplexity", "accuracy" and the number of items."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        loader: DataLoader,
-        task: PretrainingTask,
-        settings: PretrainingSettings,
-    ):
-        super().__init__(self._compute_scores)
-        self.accelerator, self.model, self.loader = accelerator, model, loader
-        self.task, self.settings = task, settings
-
-    def _compute_scores(self) -> dict[str, float]:
-        """Return the metrics of the held-out text."""
-        (loss, accuracy, items), *pairs = _compute_means(self._compute_sums())
-        perplexity = float(np.exp(min(loss, 700.0)))  # larger losses would overflow
-        metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, self.task.items: items}
-        if pairs and pairs[0][2]:
-            metrics["sentence_loss"], metrics["sentence_accuracy"], _ = pairs[0]
-        return metrics
-
-    def _compute_sums(
-        self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
-    ) -> list[float]:
-        """Return the sums of `PretrainingTask.row_sums` over all rows, with batches that `change` modifies."""
-
-        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            return (self.task.row_sums(self.model, change(batch)),)
-
-        dataset: Any = self.loader.dataset
-        row_order = range(len(dataset))
-        rows = run_rows(self.accelerator, self.model, self.loader, row_order, outputs, "dev", self.settings)[0]
-        return torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU, because not every device has float64
-
-    def check_context(self) -> dict[str, Any]:
-        """Evaluate the model without word order and without attention. See `compute_context_results`."""
-        shuffled = _compute_means(self._compute_sums(self.task.shuffle))[0][0]
-        with zero_attention(self.accelerator.unwrap_model(self.model)):
-            zeroed = _compute_means(self._compute_sums())[0][0]
-        return compute_context_results(self.metrics["loss"], shuffled, zeroed)
-
-
-def _compute_means(sums: Sequence[float]) -> list[tuple[float, float, int]]:
-    """Return the mean loss, the accuracy and the number of items, and the same of pairs if their sums are present."""
-    triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
-    return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
 
 
 # The minimum increase of the loss in nats without word order, and without attention, if a model uses its context.
@@ -255,94 +182,388 @@ def zero_attention(model: PreTrainedModel) -> Iterator[None]:
             hook.remove()
 
 
-def pretrain(
-    settings: PretrainingSettings,
-    accelerator: Accelerator,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    text: PretrainingText,
-    task: PretrainingTask,
-) -> dict[str, Any]:
-    """Train a model, save and evaluate it, check whether it uses its context, and return the results.
+PretrainingT = TypeVar("PretrainingT", bound=PretrainingSettings)
 
-    Args:
-        model: It must have been made or loaded after the seed of the run was set.
-        text: The text for training and evaluation.
-        task: The objective.
 
-    Raises:
-        ValueError, OSError: If the text is wrong, or if a file cannot be written.
-        NonFiniteLossError: If training diverges.
+class Pretraining(FineTuningTask[PretrainingT]):
+    """Pretraining on a stream of text, with a check that the model uses its context.
+
+    The results contain `eval_loss` (nats per item), `eval_perplexity`, `eval_accuracy`, the number of items, and
+    `gate_passed` with the losses and costs behind it. The `__init__` of a subclass sets the attributes below.
+
+    Attributes:
+        config: The configuration of the model.
+        prepare: The preparation of examples.
+        items: The name of the number of items among the metrics.
+        without_context: The name of a model that does not use its context.
     """
-    packing = tokenizer, task.prepare.block_length, task.prepare.separator
-    if text.train:  # raises an error now if the text has no tokens
-        read_blocks(text.train, *packing, limit=1)
-    set_seed(settings.seed, device_specific=True)  # each process has its own dropout
-    buffer_size, epochs = settings.shuffle_buffer_size, settings.num_train_epochs
-    batches = make_stream_batches(settings, accelerator, text.train, tokenizer, task.prepare, buffer_size)
-    total_steps = count_training_steps(None, settings.gradient_accumulation_steps, epochs, settings.max_train_steps)
-    model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
-    evaluator = None
-    if text.dev:
-        rows = PreparedBlocks(read_blocks(text.dev, *packing, settings.max_eval_samples), task.prepare)
+
+    config: PreTrainedConfig
+    prepare: BlockPreparation
+    items: str
+    main_metric, shown_metrics, without_context = "loss", ("accuracy", "sentence_accuracy"), "unigram"
+
+    def __init__(self, settings: PretrainingT, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.text = open_text_sources(settings)
+
+    @abstractmethod
+    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Return sums over the items of each example: the loss, the correct items and the items [b, 3].
+
+        A sentence task adds the same three sums of the pairs [b, 6].
+        """
+
+    def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch with shuffled words. The order is always the same."""
+        return shuffle_positions(batch)
+
+    def read_blocks(self, sources: Sequence[TextSource], limit: int | None) -> list[np.ndarray]:
+        """Return the first blocks of a text.
+
+        Raises:
+            ValueError: If the text has no tokens.
+        """
+        return read_blocks(sources, self.tokenizer, self.prepare.block_length, self.prepare.separator, limit)
+
+    def training_batches(self) -> TrainingBatches:
+        if self.text.train:
+            self.read_blocks(self.text.train, 1)
+        window = self.settings.shuffle_buffer_size
+        return make_stream_batches(
+            self.settings, self.accelerator, self.text.train, self.tokenizer, self.prepare, window
+        )
+
+    def prepare_evaluation(self) -> bool:
+        if not self.text.dev:
+            return False
+        rows = PreparedBlocks(self.read_blocks(self.text.dev, self.settings.max_eval_samples), self.prepare)
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
-            raise ValueError(f"{text.dev[0].name} must have a masked token to evaluate. Use longer text.")
-        batch_size, workers = settings.per_device_eval_batch_size, settings.dataloader_num_workers
+            raise ValueError(f"{self.text.dev[0].name} must have a masked token to evaluate. Use longer text.")
+        batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
         loader = create_eval_dataloader(rows, batch_size, stack_rows, workers)
-        evaluator = TextEvaluator(accelerator, model, accelerator.prepare(loader), task, settings)
-    loop = TrainingLoop(
-        accelerator,
-        model,
-        optimizer,
-        scheduler,
-        batches.loader,
-        replace(task.objective, examples=lambda batch: int(batch["examples"])),
-        LoopSettings.from_settings(settings, total_steps, "loss", text.train_fingerprint, text.dev_fingerprint),
-        evaluate=evaluator,
-        start_epoch=batches.start_epoch,
-        seek=batches.seek,
-    )
-    history = start_run(settings, accelerator)
-    state = loop.run()
-    outputs.save_model(accelerator, model, tokenizer, settings, history)
-    results = {**loop.results(state.examples), **task.results, "epoch": state.epoch, "seed": settings.seed}
-    if evaluator is not None:
-        if not loop.has_current_scores():
-            evaluator()
-        dev = {f"eval_{key}": value for key, value in evaluator.metrics.items()}
-        dev |= {"eval_samples": len(rows), "eval_runtime": round(evaluator.seconds, 3), **evaluator.check_context()}
-        results = dev | results
-    if accelerator.is_main_process:
-        _write_outputs(settings, results, task)
-    return results
+        self.dev_batches = self.accelerator.prepare(loader), range(len(rows))
+        return True
 
+    def evaluate(self) -> dict[str, float]:
+        """Return "loss" (nats per item), "perplexity", "accuracy" and the number of items of the held-out text."""
+        (loss, accuracy, items), *pairs = self._compute_means()
+        perplexity = float(np.exp(min(loss, 700.0)))  # larger losses would overflow
+        metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, self.items: items}
+        if pairs and pairs[0][2]:
+            metrics["sentence_loss"], metrics["sentence_accuracy"], _ = pairs[0]
+        return metrics
 
-def _write_outputs(settings: PretrainingSettings, results: dict[str, Any], task: PretrainingTask) -> None:
-    """Write the results, and print their summary."""
-    shown_metrics = ["accuracy", *(["sentence_accuracy"] if "eval_sentence_accuracy" in results else [])]
-    outputs.write_results(settings, results, shown_metrics, f"{task.name}: {get_model_name(settings)}")
-    scores = "no held-out text"
-    if "eval_loss" in results:
+    def _compute_means(
+        self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
+    ) -> list[tuple[float, float, int]]:
+        """Return the mean loss, the accuracy and the number of items, and the same of pairs if there are any.
+
+        Args:
+            change: Modifies a batch before the model reads it.
+        """
+
+        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+            return (self.sum_rows(self.model, change(batch)),)
+
+        rows = self.run_rows(self.dev_batches, outputs, "dev")[0]
+        sums = torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU, because not every device has float64
+        triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
+        return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
+
+    def check_context(self) -> dict[str, Any]:
+        """Evaluate the model without word order and without attention. See `compute_context_results`."""
+        shuffled = self._compute_means(self.shuffle)[0][0]
+        with zero_attention(self.accelerator.unwrap_model(self.model)):
+            zeroed = self._compute_means()[0][0]
+        return compute_context_results(self.metrics["loss"], shuffled, zeroed)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.text.train_fingerprint
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        return self.text.dev_fingerprint
+
+    def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
+        self.epoch = loop.state.epoch
+        return model
+
+    def dev_results(self) -> dict[str, Any]:
+        return {"eval_samples": len(self.dev_batches[1]), **self.check_context()}
+
+    def results(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def summary(self, results: dict[str, Any]) -> str:
+        if "eval_loss" not in results:
+            return "no held-out text; "
+        if not results["gate_passed"]:
+            logger.warning(
+                "The model is still a %s model. It does not use its context, so experiments on its attention show "
+                "nothing. Train it longer, or with a higher --learning_rate, a longer warm-up, a shorter --max_length "
+                "or a smaller vocabulary.", self.without_context
+            )  # fmt: skip
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
         scores += f"accuracy {results['eval_accuracy']:.4f}"
-    if "eval_sentence_accuracy" in results:
-        scores += f", accuracy of pairs {results['eval_sentence_accuracy']:.4f}"
-    print(f"{scores}; {results['steps']} steps in {results['train_runtime']:.0f} s; results in {settings.output_dir}")
-    if "gate_passed" in results:
-        _print_context_check(results, task)
+        if "eval_sentence_accuracy" in results:
+            scores += f", accuracy of pairs {results['eval_sentence_accuracy']:.4f}"
+        return (
+            f"context check {'passed' if results['gate_passed'] else 'FAILED'}: shuffled words increase the loss by "
+            f"{results['gate_shuffled_cost']:+.3f} nats, zeroed attention by "
+            f"{results['gate_zeroed_attention_cost']:+.3f}; both must be at least {MIN_COST}\n{scores}; "
+        )
 
 
-def _print_context_check(results: dict[str, Any], task: PretrainingTask) -> None:
-    """Print whether the model uses its context, and warn if it does not."""
-    print(
-        f"context check {'passed' if results['gate_passed'] else 'FAILED'}: shuffled words increase the loss by "
-        f"{results['gate_shuffled_cost']:+.3f} nats, zeroed attention by "
-        f"{results['gate_zeroed_attention_cost']:+.3f}; both must be at least {MIN_COST}"
+class CausalLMPreparation:
+    """Preparation of a block of tokens for causal language modeling.
+
+    The inputs are the begin token and the block without its last token. Each token of the text is predicted once: the
+    first token of a block only from the begin token, and the others from all earlier tokens of the block.
+
+    Args:
+        tokenizer: A tokenizer with a token that begins a text ([CLS], `<s>`), one that ends it ([SEP], `</s>`), and a
+            padding token.
+        length: The length n of inputs and blocks in tokens.
+
+    Raises:
+        ValueError: If the tokenizer lacks a token.
+    """
+
+    takes_other_block = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int):
+        self.begin_id, self.separator, self.pad_id = *get_boundary_tokens(tokenizer), tokenizer.pad_token_id
+        self.length = self.block_length = length
+
+    def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Return "input_ids", "attention_mask" and "labels" [n].
+
+        The label of a position is the next token, or -100 at padding. Nothing is random, so `key` is not used.
+        """
+        ids = np.full(self.length, self.pad_id, dtype=np.int64)
+        labels = np.full(self.length, IGNORED_LABEL, dtype=np.int64)
+        ids[: len(block)] = [self.begin_id, *block[:-1]]
+        labels[: len(block)] = block
+        attention_mask = (np.arange(self.length) < len(block)).astype(np.int64)
+        return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def get_boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the tokens that begin and end a text.
+
+    Raises:
+        ValueError: If the tokenizer lacks one of them.
+    """
+    begin = tokenizer.bos_token_id if tokenizer.cls_token_id is None else tokenizer.cls_token_id
+    end = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
+    if begin is None or end is None:
+        raise ValueError(
+            "The tokenizer must have a token that begins a text ([CLS] or bos_token) and one that ends it ([SEP] or "
+            "eos_token). Use another --tokenizer_name."
+        )
+    return begin, end
+
+
+def compute_causal_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits [b, n, V] of the next token at each position."""
+    return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+
+
+class CausalLMPretraining(Pretraining[MaskedLMSettings]):
+    """Pretraining of a BERT, RoBERTa or ELECTRA as a causal language model."""
+
+    name, items, without_context = "causal LM", "predicted_tokens", "bigram"
+
+    def __init__(self, settings: MaskedLMSettings, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config, self.tokenizer = load_or_make_config(settings)
+        convert_to_decoder(settings, self.config, self.tokenizer)
+        check_max_length(settings.max_length, self.config, self.tokenizer)
+        self.prepare = CausalLMPreparation(self.tokenizer, settings.max_length)
+
+    def load_model(self) -> PreTrainedModel:
+        return load_or_make_model(self.settings, self.config, AutoModelForCausalLM, needs_all=True)
+
+    def objective(self) -> Objective:
+        return make_label_objective(compute_causal_logits)
+
+    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
+
+
+def convert_to_decoder(
+    settings: MaskedLMSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Change a configuration to a causal language model, with the tokens that begin and end a generated text.
+
+    Raises:
+        ValueError: If Transformers has no causal class for the architecture, or if its attention variant cannot be
+            causal.
+    """
+    name = f"{settings.model_name_or_path or 'The new model'} ({config.model_type})"
+    if config.is_encoder_decoder or "AutoModelForCausalLM" not in variant_config_class(config.model_type).auto_classes:
+        raise ValueError(
+            f"{name} has no causal language model. Use --objective clm with one of these model types: "
+            f"{', '.join(CAUSAL_LM_TYPES)}."
+        )
+    if settings.model_name_or_path is not None and not getattr(config, "is_decoder", False):
+        logger.info("%s was an encoder. It becomes a decoder, in which tokens attend only to earlier tokens.", name)
+    config.is_decoder = True
+    config.bos_token_id, config.eos_token_id = get_boundary_tokens(tokenizer)
+    check = getattr(config, "check_variant", None)  # only configurations of this package have it
+    if check is not None:
+        check()  # raises an error now if the attention has no causal form
+
+
+# The model types whose `...ForPreTraining` has a head for pairs of segments.
+PAIR_TYPES = ("albert", "bert")
+MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) -> Objective:
+    """Return the objective that sums the cross-entropy of the masked tokens, and of the sentence task if there is one.
+
+    Args:
+        model: A masked-LM model that is not wrapped yet. The layers after its base model process only the masked
+            positions. The loss is the same, for about a seventh of their work.
+        sentence_weight: The weight of a sentence label, in masked tokens. With the expected number of masked tokens
+            per example, both tasks have the same weight, as in BERT.
+    """
+
+    base_model = model.base_model
+
+    def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
+        loss = functional.cross_entropy(logits, labels, reduction="sum")
+        if sentence_logits is None:
+            return loss
+        return loss + sentence_weight * functional.cross_entropy(
+            sentence_logits, batch["sentence_labels"], ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+    def count(batch: dict[str, Tensor]) -> int:
+        return int((batch["labels"] != IGNORED_LABEL).sum())
+
+    return Objective(loss_sum=loss_sum, count=count, head_of_items=True)
+
+
+def _compute_logits(
+    model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the logits [m, V] and labels [m] of masked tokens, and the sentence logits [b, 2] or None."""
+    chosen = batch["labels"] != IGNORED_LABEL  # [b, n]
+
+    def keep_chosen(_: nn.Module, inputs: tuple, output: ModelOutput) -> ModelOutput:
+        output["last_hidden_state"] = output["last_hidden_state"][chosen]  # [m, hidden size]
+        return output
+
+    # Call the whole model, because DDP and FSDP hook into its forward.
+    hook = base_model.register_forward_hook(keep_chosen)
+    try:
+        output = model(**{name: batch[name] for name in MODEL_INPUTS if name in batch})
+    finally:
+        hook.remove()
+    labels = batch["labels"][chosen]
+    if "sentence_labels" not in batch:
+        return output.logits.float(), labels, None
+    sentence = output.sop_logits if "sop_logits" in output else output.seq_relationship_logits
+    return output.prediction_logits.float(), labels, sentence.float()
+
+
+def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the sums of `Pretraining.sum_rows` over masked tokens, and over pairs if there is a sentence task."""
+    logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
+    losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
+    right = (logits.argmax(-1) == labels).float()
+    sums = torch.zeros(len(batch["labels"]), 3, device=losses.device)
+    rows = (batch["labels"] != IGNORED_LABEL).nonzero()[:, 0]
+    sums.index_add_(0, rows, torch.stack([losses, right, torch.ones_like(losses)], dim=-1).float())
+    if sentence_logits is None:
+        return sums
+    sentence_labels = batch["sentence_labels"]
+    pair_losses = functional.cross_entropy(
+        sentence_logits, sentence_labels, ignore_index=IGNORED_LABEL, reduction="none"
     )
-    if not results["gate_passed"]:
-        logger.warning(
-            "The model is still a %s model. It does not use its context, so experiments on its attention show "
-            "nothing. Train it longer, or with a higher --learning_rate, a longer warm-up, a shorter --max_length or "
-            "a smaller vocabulary.",
-            task.without_context,
+    right = sentence_logits.argmax(-1) == sentence_labels
+    pair_sums = torch.stack([pair_losses, right, sentence_labels != IGNORED_LABEL], dim=-1)
+    return torch.cat([sums, pair_sums], dim=-1)
+
+
+class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
+    """Pretraining of an encoder as a masked language model, with or without a sentence task."""
+
+    name, items = "masked LM", "masked_tokens"
+
+    def __init__(self, settings: MaskedLMSettings, accelerator: Accelerator):
+        super().__init__(settings, accelerator)
+        self.config, self.tokenizer = load_or_make_config(settings)
+        _check_encoder(settings, self.config)
+        check_max_length(settings.max_length, self.config, self.tokenizer)
+        _check_pairs(settings, self.config)
+        masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
+        self.prepare = MaskedLMPreparation(self.tokenizer, settings.max_length, *masking)
+
+    def load_model(self) -> PreTrainedModel:
+        settings = self.settings
+        auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
+        # The head of a sentence task may be new, except if the model is only evaluated.
+        model = load_or_make_model(settings, self.config, auto_class, needs_all=settings.only_evaluates)
+        self.unwrapped_model = model
+        return model
+
+    def objective(self) -> Objective:
+        sentence_weight = self.settings.mlm_probability * self.prepare.block_length
+        return make_masked_lm_objective(self.unwrapped_model, sentence_weight)
+
+    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return compute_masked_lm_sums(model, self.unwrapped_model.base_model, batch)
+
+
+def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
+    """Train a masked language model, evaluate it, check whether it uses its context, and save it.
+
+    With the objective "clm", train a causal language model instead. The results and errors are those of `fine_tune`.
+
+    Example:
+        ```python
+        settings = MaskedLMSettings(
+            model_type="bert", tokenizer_name="bert-base-uncased", train_file=("text.txt",), max_train_steps=1000,
+            output_dir="out",
+        )
+        results = pretrain_masked_lm(settings)
+        ```
+    """
+    return fine_tune(CausalLMPretraining if settings.is_causal else MaskedLMPretraining, settings)
+
+
+def _check_encoder(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
+    """Raise ValueError if the model is not an encoder.
+
+    Auto classes also make masked-LM models of encoder-decoders such as BART, whose decoder would read the masked
+    words.
+    """
+    name = settings.model_name_or_path or f"--model_type {settings.model_type}"
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} ({config.model_type}) must be an encoder, but is an encoder-decoder. Use `attn-variants "
+            "pretrain-t5` for a T5, or `attn-variants seq2seq` for others."
+        )
+    if getattr(config, "is_decoder", False):
+        raise ValueError(f"{name} must be an encoder, but is a decoder (is_decoder). Set --objective clm.")
+
+
+def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
+    """Raise ValueError if the settings or the model do not allow the sentence task."""
+    task = settings.sentence_task
+    if task is None:
+        return
+    if task == "nsp" and settings.shuffle_buffer_size < 2:
+        raise ValueError(
+            f"--shuffle_buffer_size must be at least 2 with --sentence_task nsp, got {settings.shuffle_buffer_size}. "
+            "The task draws the other text from the buffer."
+        )
+    if config.model_type.removeprefix("attn_variant_") not in PAIR_TYPES:
+        raise ValueError(
+            f"--sentence_task {task} needs a model with a head for pairs ({', '.join(PAIR_TYPES)}), got "
+            f"{config.model_type}."
         )

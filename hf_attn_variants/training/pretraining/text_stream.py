@@ -3,9 +3,7 @@
 import hashlib
 import itertools
 import logging
-import os
 import re
-import tempfile
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,28 +19,12 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from ...input_files import check_ordinary, ends_by_returns, is_blank, lines_of, open_file
+from ...files import check_ordinary, ends_by_returns, is_blank, lines_of, open_file
 from ...text_files import is_table, read_records
 from ..engine.dataloaders import IGNORED_LABEL
+from ..engine.settings import check_dev_settings
 from ..engine.tables import find_split_files
-from .settings import PretrainingSettings, TextSettings, check_held_out_flags
-
-__all__ = [
-    "DatasetRows",
-    "FolderFile",
-    "PretrainingText",
-    "TextFile",
-    "TextPosition",
-    "TextSource",
-    "TextStream",
-    "check_text_files",
-    "hash_files",
-    "open_text",
-    "open_text_sources",
-    "pack_blocks",
-    "read_blocks",
-    "stack_rows",
-]
+from . import PretrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -179,9 +161,7 @@ class DatasetRows:
             text = row.get(self.column)
             if isinstance(text, str):
                 yield number, text
-            elif self.column in row and text is None:
-                _warn_about_missing_values(self.name, self.column, number)
-            else:
+            elif self.column not in row or text is not None:
                 raise _make_missing_text_error(self.name, number, self.column, row)
 
 
@@ -221,16 +201,6 @@ def _make_missing_text_error(name: str, number: int, column: str, row: dict[str,
     )
 
 
-_warned: set[tuple[str, str]] = set()
-
-
-def _warn_about_missing_values(name: str, column: str, number: int) -> None:
-    """Warn about rows without a value, once per shard and column."""
-    if (name, column) not in _warned:  # each epoch reads a shard again
-        _warned.add((name, column))
-        logger.warning("%s: Rows without a value in the column %r are left out, such as row %d.", name, column, number)
-
-
 def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False) -> list[TextFile]:
     """Open text files, and read the first article of each.
 
@@ -240,10 +210,6 @@ def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False
     """
     files = [TextFile(Path(path), keeps_whitespace) for path in paths]
     for file in files:
-        if not file.path.exists():
-            raise FileNotFoundError(f"There is no file {file.path}. Correct the path.")
-        if file.path.is_dir():
-            raise OSError(f"{file.path} must be a file, but is a folder. Give files, such as {file.path}/*.txt.gz.")
         if is_table(file.path):
             raise ValueError(
                 f"{file.path} must be a text file, but is a table. Write its texts into a .txt file, or give the "
@@ -294,12 +260,15 @@ def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
     """
     text = open_text(settings)
     if not text.dev and settings.dataset_name is not None:
-        check_held_out_flags(settings, f", but {settings.dataset_name} has no split 'validation'")
+        check_dev_settings(settings, False)
     return text
 
 
-def open_text(settings: TextSettings) -> PretrainingText:
+def open_text(settings: Any) -> PretrainingText:
     """Open the text for training and for the evaluation, from files or from the splits of a dataset.
+
+    Args:
+        settings: Settings with the fields of `TextSettings`.
 
     Raises:
         OSError, ValueError: If a file or a dataset cannot be read, or if it has no text.
@@ -329,51 +298,26 @@ def open_text(settings: TextSettings) -> PretrainingText:
         train = _open_dataset_shards(settings, splits, split_files, "train")
         train_hash = _hash_dataset(split_files.get("train", ()))
         names = {name: getattr(settings, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
-    # The value is None by default, because checkpoints of earlier versions lack it.
-    names |= {"keep_whitespace": keeps or None}
+    names |= {"keep_whitespace": keeps}
     fingerprints = names | {"hash of the training text": train_hash}, {"hash of the held-out text": dev_hash}
     return PretrainingText(train, dev, *fingerprints)
 
 
-def _open_dataset(settings: TextSettings) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
+def _open_dataset(settings: Any) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
     """Return the paths or addresses of the files of each split, if known, and the streamed splits."""
     named = (settings.dataset_name, settings.dataset_config_name)
-    files: Mapping[str, Sequence[str]] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        # Streaming needs a cache only while the dataset is opened.
-        cache = None if _is_writable(Path(datasets.config.HF_DATASETS_CACHE)) else temporary
-        try:
-            files = datasets.load_dataset_builder(*named, cache_dir=cache).config.data_files or {}
-            return files, datasets.load_dataset(*named, streaming=True, cache_dir=cache)
-        except Exception as error:  # `datasets`, the Hub and each file format raise their own types of errors
-            raise _make_opening_error(f"{settings.dataset_name}", files, error) from error
-
-
-def _is_writable(folder: Path) -> bool:
-    """Return whether a folder exists or can be made, and is writable."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
-
-
-def _make_opening_error(name: str, files: Mapping[str, Sequence[str]], error: Exception) -> Exception:
-    """Return the error for a dataset that cannot be opened, with advice."""
-    reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, StopIteration):  # `datasets` raises it when it looks for columns
-        reason = "a file without a row"
-    advice = ""
-    if isinstance(error, PermissionError):
-        advice = " If this is the cache, set HF_HOME to another folder."
-    elif files:
-        advice = f" Check its first file, {next(iter(files.values()))[0]}."
-    kind = OSError if isinstance(error, OSError | EOFError) else ValueError
-    return kind(f"--dataset_name {name} cannot be opened ({reason}).{advice}")
+        files = datasets.load_dataset_builder(*named).config.data_files or {}
+        return files, datasets.load_dataset(*named, streaming=True)
+    except Exception as error:  # `datasets`, the Hub and each file format raise their own types of errors
+        # `datasets` raises StopIteration when it looks for columns.
+        reason = "a file without a row" if isinstance(error, StopIteration) else f"{type(error).__name__}: {error}"
+        kind = OSError if isinstance(error, OSError | EOFError) else ValueError
+        raise kind(f"--dataset_name {settings.dataset_name} cannot be opened ({reason}).") from error
 
 
 def _open_dataset_shards(
-    settings: TextSettings, splits: IterableDatasetDict | None, files: Mapping[str, Sequence[str]], split: str
+    settings: Any, splits: IterableDatasetDict | None, files: Mapping[str, Sequence[str]], split: str
 ) -> Sequence[TextSource]:
     """Return the shards of a split, and check that there is at least one row with text."""
     shards: Sequence[TextSource]

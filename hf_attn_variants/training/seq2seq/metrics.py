@@ -12,18 +12,7 @@ from itertools import zip_longest
 from numbers import Real
 from pathlib import Path
 
-from .settings import check_text_metrics
-
-__all__ = [
-    "TEXT_METRICS",
-    "TextMetric",
-    "UnicodeTokenizer",
-    "choose_tokenizer",
-    "get_text_metric",
-    "is_ascii_writing",
-    "log_tokenizer",
-    "score_texts",
-]
+from . import check_text_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +252,7 @@ def score_texts(
         The values of the metrics.
 
     Raises:
-        ValueError: If a metric is unknown, if its package is missing, or if the numbers of rows differ.
+        ValueError: If a metric is unknown, or if its package is missing.
 
     Example:
         ```python
@@ -271,11 +260,6 @@ def score_texts(
         ```
     """
     check_text_metrics(names, trust_remote_code)
-    if not predictions or len(predictions) != len(references) or not all(references):
-        raise ValueError(
-            f"There must be equally many predictions and references, and at least one, got {len(predictions)} and "
-            f"{len(references)}."
-        )
     values: dict[str, float] = {}
     for name in names:
         options = {"tokenize": tokenize} if name == "bleu" else {}

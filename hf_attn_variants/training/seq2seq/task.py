@@ -1,45 +1,424 @@
-"""Fine-tuning of encoder-decoders on pairs of texts, and their evaluation by generation."""
+"""Fine-tuning of encoder-decoders on pairs of texts, with GLUE and SQuAD as text, and evaluation by generation."""
 
 import json
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...languages import set_languages
-from ...model_properties import ignore_saved_length_limits
+from ...files import is_blank
+from ...glue_tasks import GlueTask, get_task
+from ...model_properties import ignore_saved_length_limits, set_languages
 from ...modeling.fields.variant_config import can_cache
-from ..engine.dataloaders import prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask, run_rows
-from ..engine.loop import TrainingLoop
-from ..engine.losses import Objective, compute_target_logits, make_label_objective, token_cross_entropy
-from ..engine.models import check_end_token, load_or_make_model, load_seq2seq_config
-from ..engine.options import check_metric
-from ..engine.outputs import progress_bar
-from ..engine.settings import is_greater_better
-from ..engine.text_rows import TextRows, hash_texts, make_pair_collator
-from .data import (
-    Seq2SeqSplit,
-    apply_recorded_texts,
-    check_encoder_decoder,
-    check_seq2seq_lengths,
-    load_seq2seq_data,
-    load_task,
-    warn_about_long_texts,
+from ...text_files import (
+    PlacedRows,
+    check_unused,
+    column_names,
+    column_value,
+    filled_rows,
+    has_texts,
+    read_columns,
+    read_lines,
+    read_pairs,
+    read_records,
+    row_place,
 )
-from .metrics import TEXT_METRICS
-from .settings import Seq2SeqSettings
-
-__all__ = ["Decoded", "Decoder", "GenerationSet", "Seq2SeqEvaluator", "Seq2SeqFineTuning", "get_beam_suffix"]
+from ..classification.data import ClassificationSplit
+from ..engine.dataloaders import EvalBatches, TextRows, hash_texts, make_pair_collator
+from ..engine.finetune import FineTuningTask
+from ..engine.loop import TrainingLoop
+from ..engine.models import (
+    check_end_token,
+    check_max_length,
+    load_or_make_config,
+    load_or_make_model,
+    warn_about_truncation,
+)
+from ..engine.optimization import Objective, compute_target_logits, make_label_objective, token_cross_entropy
+from ..engine.session import progress_bar
+from ..engine.settings import check_dev_settings, check_metric, is_greater_better
+from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
+from ..glue.task import compute_glue_metrics, load_glue
+from ..squad import METRIC_NAMES
+from ..squad.data import Question, load_squad, score_answer
+from . import DEFAULT_COLUMNS, SPLITS, SQUAD, Seq2SeqSettings
+from .metrics import TEXT_METRICS, choose_tokenizer, get_text_metric, log_tokenizer, score_texts
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Seq2SeqSplit:
+    """The rows of one split.
+
+    Attributes:
+        name: The name of the split: "train", "dev" or "test".
+        sources: The texts that the encoder reads, including the prefix.
+        references: The correct texts of each source. The first one is the training target. None: unknown.
+        keys: The keys of each row in the predictions, such as {"row": 3}. Empty for training.
+    """
+
+    name: str
+    sources: list[str]
+    references: list[tuple[str, ...]] | None
+    keys: list[dict[str, Any]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def take(self, count: int | None) -> "Seq2SeqSplit":
+        """Return the split with its first `count` rows, or with all rows if `count` is None."""
+        references = self.references[:count] if self.references is not None else None
+        return Seq2SeqSplit(self.name, self.sources[:count], references, self.keys[:count])
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return the source and the target of each row. Unknown targets are empty."""
+        if self.references is None:
+            return [(source, "") for source in self.sources]
+        return [(source, row[0]) for source, row in zip(self.sources, self.references, strict=True)]
+
+
+@dataclass(frozen=True)
+class Seq2SeqData:
+    """The splits of a run and their metrics.
+
+    Attributes:
+        splits: Maps "train", "dev" and "test" to the splits that exist.
+        score: Maps (predictions, references) to the metrics of a split.
+        metric_names: The names of the metrics.
+        main_metric: The metric that selects the best weights by default.
+        results: Additional entries of the results.
+    """
+
+    splits: dict[str, Seq2SeqSplit]
+    score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]]
+    metric_names: tuple[str, ...]
+    main_metric: str
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
+    """Read the splits that the flags name: parallel text, tables, or a `datasets` source.
+
+    Args:
+        settings: The settings of the run, after `apply_recorded_texts`.
+
+    Raises:
+        OSError: If a file or a dataset of the Hub cannot be read.
+        ValueError: If a file has invalid content, has no row, or lacks a column.
+    """
+    metrics, names = _resolve_metrics(settings)  # comes first, because the code of a foreign metric may fail
+    splits = {}
+    for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
+        if (name == "train" and settings.only_evaluates) or (name == "test" and settings.skip_predict):
+            continue
+        rows = _read_split(settings, name, prefix)
+        if rows is not None:
+            sources = [(settings.source_prefix or "") + row[0] for row in rows.texts]
+            references = [row[1:] for row in rows.texts] if len(rows.texts[0]) > 1 else None
+            splits[name] = Seq2SeqSplit(name, sources, references, [] if name == "train" else _make_row_keys(rows))
+    if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
+        logger.warning(
+            "test: Column %r has no text, so the split is predicted and not scored.", _get_columns(settings)[1]
+        )
+    reads_columns = settings.dataset_name is not None or any(getattr(settings, f"{name}_file") for name in SPLITS)
+    results: dict[str, Any] = dict(zip(DEFAULT_COLUMNS, _get_columns(settings), strict=True)) if reads_columns else {}
+    if settings.source_prefix:
+        results["source_prefix"] = settings.source_prefix
+    tokenize = settings.tokenize
+    if "bleu" in metrics:
+        references_by_row = (row for split in reversed(splits.values()) for row in split.references or ())
+        texts = (text for row in references_by_row for text in row)
+        tokenize = tokenize or choose_tokenizer(texts, settings.target_lang)
+        log_tokenizer(tokenize, settings.tokenize is not None)
+        results["bleu_tokenizer"] = tokenize
+    score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code, tokenize=tokenize)
+    return Seq2SeqData(splits, score, names, names[0], results)
+
+
+def _make_row_keys(rows: PlacedRows) -> list[dict[str, Any]]:
+    """Return the keys of rows in the predictions: the number from 1 and, if there are several files, the file."""
+    if len({*rows.files}) == 1:
+        return [{"row": number} for number in rows.numbers]
+    return [{"file": file, "row": number} for file, number in zip(rows.files, rows.numbers, strict=True)]
+
+
+def _resolve_metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the metrics and the names of their values.
+
+    Raises:
+        ValueError: If a metric cannot be computed, or if two values have the same name.
+    """
+    settings_metrics: Any = settings.metrics  # `Seq2SeqSettings.__post_init__` has set the default
+    metrics: tuple[str, ...] = tuple(settings_metrics)
+    names = tuple(value for name in metrics for value in get_text_metric(name).names)
+    for name in ("loss", *names):
+        if ("loss", *names).count(name) > 1:
+            raise ValueError(
+                f"--metrics must have values with different names, but two values of {' '.join(metrics)} are called "
+                f"{name!r}. Give only one of these metrics."
+            )
+    return metrics, names
+
+
+def apply_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
+    """Return the settings of a run that only evaluates, with the columns and the prefix of the training of the model.
+
+    Settings that the user gives do not change, and neither do the settings of other runs.
+    """
+    if not settings.only_evaluates:
+        return settings
+    return apply_recorded_columns(
+        settings, _read_first_row(settings), dict.fromkeys(DEFAULT_COLUMNS, ()), ("source_prefix",)
+    )
+
+
+def _read_first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
+    """Return the first row of the columns that are read, or None if no columns are read."""
+    if settings.task_name is not None:
+        return None
+    files = find_split_files(settings)
+    if settings.dataset_name is not None and files is None:
+        return next((split[0] for split in load_splits(settings).values() if len(split)), None)
+    tables = settings.validation_file or settings.test_file
+    if files is not None:
+        tables = files.get("validation") or files.get("test")
+    record = next(read_records(Path(tables[0])), None) if tables else None
+    return None if record is None else record.values
+
+
+def _get_columns(settings: Seq2SeqSettings) -> tuple[str, str]:
+    """Return the source column and the target column."""
+    source, target = (getattr(settings, name) or default for name, default in DEFAULT_COLUMNS.items())
+    return source, target
+
+
+def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows | None:
+    """Read a split, or return None if it does not exist.
+
+    Args:
+        settings: The settings of the run.
+        name: "train", "dev" or "test".
+        prefix: The prefix of the flags of the split.
+    """
+    source, target = getattr(settings, f"{prefix}source_file"), getattr(settings, f"{prefix}target_file")
+    table = getattr(settings, f"{prefix or 'train_'}file")
+    if (files := find_split_files(settings)) is not None:
+        table = files.get({"dev": "validation"}.get(name, name))
+        if table is None:
+            return None
+    columns: tuple[str, ...] = _get_columns(settings)
+    if source is not None and target is not None:
+        return read_pairs(source, target)
+    # Blank sources without targets are rows too, so that the predictions have the same row numbers.
+    if source is not None:
+        lines: list[tuple[str, ...]] = [(line,) for line in read_lines([source], keep_blank=True)]
+        return PlacedRows(lines, [source] * len(lines), [*range(1, len(lines) + 1)])
+    if table is not None:
+        flags = "--source_column and --target_column"
+        if name == "test" and not has_texts(_read_table_rows(table), columns[1]):
+            return read_columns(table, columns[:1], flags, keep_blank=True, unused=columns[1])
+        return read_columns(table, columns, flags)
+    return _read_dataset(settings, name, columns) if settings.dataset_name is not None else None
+
+
+def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> PlacedRows | None:
+    """Read a split of a `datasets` source, or return None if it does not exist."""
+    splits = load_splits(settings)
+    split = {"dev": "validation"}.get(name, name)
+    if split not in splits:
+        return None
+    unused = None
+    if name == "test" and not has_texts(splits[split], columns[1]):
+        columns, unused = columns[:1], columns[1]  # many test splits have no public targets
+    rows = []
+    for number, row in enumerate(splits[split], start=1):
+        check_unused(row, unused, row_place(f"{settings.dataset_name} ({split})", None, number))
+        texts = tuple(column_value(row, column) for column in columns)
+        if not all(isinstance(text, str) for text in texts):
+            missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
+            raise ValueError(
+                f"{settings.dataset_name} ({split}), row {number}: There is no text in column {missing!r}; its "
+                f"columns are {', '.join(column_names(row))}. Name others with --source_column and --target_column."
+            )
+        rows.append(texts)
+    place, indices = f"{settings.dataset_name} ({split})", [*range(len(rows))]
+    if len(columns) > 1:
+        indices = filled_rows(place, "row", rows, lambda i: row_place(place, None, i + 1))
+    filled_texts = [rows[i] for i in indices]
+    if all(is_blank(text) for texts in filled_texts for text in texts):
+        raise ValueError(f"{place} must have at least one row with text, but has none.")
+    return PlacedRows(filled_texts, [place] * len(indices), [i + 1 for i in indices])
+
+
+def _read_table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of tables."""
+    return (record.values for path in paths for record in read_records(Path(path)))
+
+
+def check_seq2seq_lengths(
+    settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that the maximum lengths of sources and targets fit the model.
+
+    Raises:
+        ValueError: If a length is too long or too short, or if the decoder has no start token.
+    """
+    if config.decoder_start_token_id is None:
+        raise ValueError(f"{settings.model_name_or_path} must have a decoder_start_token_id, but has none.")
+    for name in ("max_length", "max_target_length"):
+        check_max_length(getattr(settings, name), config, tokenizer, flag=name, multiple=settings.pad_to_multiple_of)
+
+
+def warn_about_long_texts(
+    split: Seq2SeqSplit, tokenizer: PreTrainedTokenizerBase, max_length: int, max_target_length: int
+) -> dict[str, int]:
+    """Warn about sources and targets that are longer than the maximum lengths.
+
+    Returns:
+        The numbers of truncated "sources" and "targets" among the first 10,000 rows of the split.
+    """
+    sources, targets = map(list, zip(*split.pairs(), strict=True))
+    sides = {
+        "sources": ({"text": sources}, "max_length", max_length),
+        "targets": ({"text_target": targets}, "max_target_length", max_target_length),
+    }
+    return {side: warn_about_truncation(tokenizer, split.name, side, *limited) for side, limited in sides.items()}
+
+
+# The names and the order of the texts of a task in T5 (MNLI has the second text first). Other tasks use the columns.
+T5_TEXT_NAMES: dict[str, tuple[tuple[int, str], ...]] = {
+    "mnli": ((1, "hypothesis"), (0, "premise")),
+    "mrpc": ((0, "sentence1"), (1, "sentence2")),
+}
+# T5 rounds scores to fifths. Each score then occurs often enough to be learned as a text.
+SCORE_STEPS = 5
+
+
+def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
+    """Format a GLUE example as text: "qnli question: ... sentence: ..."."""
+    words = T5_TEXT_NAMES.get(task.name) or tuple((i, names[0]) for i, names in enumerate(task.text_columns))
+    return " ".join([task.name, *(f"{word}: {texts[i]}" for i, word in words)])
+
+
+def format_label(task: GlueTask, label: float) -> str:
+    """Format a label as text: the name of a class, or a score that is rounded to 0.2."""
+    if task.labels is None:
+        return f"{round(label * SCORE_STEPS) / SCORE_STEPS:.1f}"
+    return task.labels[int(label)]
+
+
+def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
+    """Parse generated texts as class ids, or as scores.
+
+    Args:
+        task: The task.
+        texts: The generated texts.
+        labels: The true class ids. A text that is not a class name counts as a wrong class.
+
+    Returns:
+        The class ids or the scores [rows]. The score is -1 if a text is not a number.
+    """
+    if task.labels is None:
+        return np.array([_parse_score(text) for text in texts])
+    names = {name: i for i, name in enumerate(task.labels)}
+    wrong = (np.asarray(labels) + 1) % len(names)
+    return np.array([names.get(text.strip(), other) for text, other in zip(texts, wrong, strict=True)])
+
+
+def _parse_score(text: str) -> float:
+    """Parse a score, or return -1 if the text is not a finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        return -1.0
+    return value if math.isfinite(value) else -1.0
+
+
+def format_squad(question: Question) -> str:
+    """Format a SQuAD question as text: "question: ... context: ..."."""
+    return f"question: {question.question} context: {question.context}"
+
+
+def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
+    """Read the task of --task_name.
+
+    Raises:
+        OSError: If a file or a dataset of the Hub cannot be read.
+        ValueError: If there is no such task, or if a file has invalid content.
+    """
+    files = {f"{name}_file": _get_only_file(settings, name) for name in ("train", "validation", "test")}
+    data = _load_squad(settings, files) if (settings.task_name or "").lower() == SQUAD else _load_glue(settings, files)
+    if settings.source_prefix:
+        data.results["source_prefix"] = settings.source_prefix
+        for name, split in data.splits.items():
+            data.splits[name] = replace(split, sources=[settings.source_prefix + source for source in split.sources])
+    return data
+
+
+def _get_only_file(settings: Seq2SeqSettings, name: str) -> str | None:
+    """Return the only file of a split, or None."""
+    files = getattr(settings, f"{name}_file") or [None]
+    if len(files) > 1:
+        raise ValueError(f"--{name}_file must be one file with --task_name {settings.task_name}, got {len(files)}.")
+    return files[0]
+
+
+def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
+    """Read a GLUE task as text."""
+    task = get_task(settings.task_name or "")
+    loaded = load_glue(task, settings.data_dir, files, with_train=not settings.only_evaluates)
+    dev, test = next(iter(task.eval_splits)), next(iter(task.test_splits))
+    sources = {"train": "train", "dev": dev, "test": test}
+    splits = {
+        name: _format_glue_split(task, name, loaded[split]) for name, split in sources.items() if split in loaded
+    }
+    labels = np.asarray(loaded[dev].data["label"])
+
+    def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        # Compare with the exact score, and not with the rounded score of the text.
+        true = labels[: len(texts)]
+        return compute_glue_metrics(task.metrics, parse_texts(task, texts, true), true)
+
+    names = (*task.metrics, *(["combined_score"] if len(task.metrics) > 1 else []))
+    return Seq2SeqData(splits, score, names, task.main_metric, {"task_name": task.name})
+
+
+def _format_glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
+    """Return a split of a GLUE task as text."""
+    columns = [split.data[f"text{i + 1}"] for i in range(len(task.text_columns))]
+    sources = [format_glue(task, texts) for texts in zip(*columns, strict=True)]
+    keys = [] if name == "train" else [{"index": index} for index in split.data["index"]]
+    if "label" not in split.data.column_names:
+        return Seq2SeqSplit(name, sources, None, keys)
+    return Seq2SeqSplit(name, sources, [(format_label(task, label),) for label in split.data["label"]], keys)
+
+
+def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2SeqData:
+    """Read SQuAD v1.1 as text."""
+    splits = {}
+    questions_by_split = load_squad(files, from_hub=not any(files.values()), with_train=not settings.only_evaluates)
+    for name, questions in questions_by_split.items():
+        sources = list(map(format_squad, questions))
+        answers = [tuple(answer.text for answer in question.answers) for question in questions]
+        keys = [] if name == "train" else [{"id": question.id} for question in questions]
+        splits[name] = Seq2SeqSplit(name, sources, answers if name != "test" else None, keys)
+
+    def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+        scores = np.array([score_answer(text, row) for text, row in zip(texts, references, strict=True)])
+        return dict(zip(METRIC_NAMES[False], (100 * scores.mean(0)).tolist(), strict=True))
+
+    return Seq2SeqData(splits, score, METRIC_NAMES[False], "f1", {"task_name": SQUAD})
 
 
 @dataclass(frozen=True)
@@ -48,97 +427,11 @@ class GenerationSet:
 
     Attributes:
         split: The rows.
-        loader: The batches. The longest rows come first.
-        order: The index of the row that comes at each position.
+        batches: The batches, and the order of the rows in them.
     """
 
     split: Seq2SeqSplit
-    loader: DataLoader
-    order: list[int]
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """The generated texts of a split.
-
-    Attributes:
-        texts: One text per row.
-        tokens: The number of generated tokens on all processes, including end tokens and excluding padding.
-        seconds: The time in `generate` on the slowest process.
-    """
-
-    texts: list[str]
-    tokens: int
-    seconds: float
-
-
-class Decoder:
-    """Generator of texts for a split, with greedy search or beam search."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, float]],
-        settings: Seq2SeqSettings,
-    ):
-        self.accelerator, self.model, self.tokenizer = accelerator, model, tokenizer
-        self.score, self.settings = score, settings
-
-    @torch.no_grad()
-    def decode(self, data: GenerationSet, num_beams: int = 1) -> Decoded:
-        """Generate one text per row, with beam search if there is more than one beam."""
-        accelerator, tokenizer = self.accelerator, self.tokenizer
-        model = accelerator.unwrap_model(self.model).eval()
-        options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
-        if self.settings.no_repeat_ngram_size is not None:
-            options["no_repeat_ngram_size"] = self.settings.no_repeat_ngram_size
-        if num_beams > 1:
-            options["length_penalty"] = self.settings.length_penalty
-        texts, tokens, seconds = [], 0, 0.0
-        name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
-        for batch in progress_bar(
-            accelerator, self.settings.disable_tqdm, iterable=data.loader, desc=name, leave=False
-        ):
-            start = time.perf_counter()
-            with (
-                accelerator.autocast(),
-                ignore_saved_length_limits(model),
-            ):  # `generate` calls the encoder by itself, so the autocast of the prepared model does not cover it
-                ids = model.generate(
-                    input_ids=batch["input_ids"],
-                    attention_mask=batch["attention_mask"],
-                    max_new_tokens=self.settings.max_target_length,
-                    num_beams=num_beams,
-                    do_sample=False,
-                    **options,
-                )[:, 1:]  # without the start token of the decoder
-            lengths = _count_text_tokens(ids, model.generation_config.eos_token_id)
-            seconds += time.perf_counter() - start
-            ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
-            # Drop the rows that were repeated to fill the last batch of each process.
-            ids, lengths = accelerator.gather_for_metrics((ids, lengths))
-            texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
-            tokens += int(lengths.sum())
-        slowest = accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max()
-        ordered_texts = [text for _, text in sorted(zip(data.order, texts, strict=True))]
-        return Decoded(ordered_texts, tokens, float(slowest))
-
-    def decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
-        """Decode a split, and compare the texts with the references if there are any.
-
-        Returns:
-            The metrics with "decode_tokens", "decode_seconds" and "decode_tokens_per_second", and the texts.
-        """
-        decoded, references = self.decode(data, num_beams), data.split.references
-        values = self.score(decoded.texts, references) if references is not None else {}
-        values |= {
-            "decode_tokens": decoded.tokens,
-            "decode_seconds": round(decoded.seconds, 3),
-            "decode_tokens_per_second": round(decoded.tokens / max(decoded.seconds, 1e-9), 1),
-        }
-        return values, decoded.texts
+    batches: EvalBatches
 
 
 def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
@@ -148,70 +441,12 @@ def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
     return before.sum(-1) + ends.any(-1)
 
 
-class Seq2SeqEvaluator:
-    """Evaluator of the dev split. It stores the last metrics and texts, so that they are not computed twice."""
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        data: GenerationSet,
-        decoder: Decoder,
-        settings: Seq2SeqSettings,
-    ):
-        self.accelerator, self.model, self.data = accelerator, model, data
-        self.decoder, self.settings = decoder, settings
-        self.metrics: dict[str, float] = {}
-        self.texts: dict[int, list[str]] = {}
-        self.seconds = 0.0
-
-    def __call__(self) -> dict[str, float]:
-        """Return the metrics during training: "loss" and, unless `eval_loss_only` is set, those of the first beams."""
-        self.evaluate(() if self.settings.eval_loss_only else self.settings.num_beams[:1])
-        return dict(self.metrics)
-
-    def evaluate(self, beams: Sequence[int], afresh: bool = True) -> None:
-        """Compute the loss, and decode with each number of beams.
-
-        `metrics` gets "loss" and the metrics of each number of beams. From the second number on, their names end in
-        `_beam<number>`. `texts` gets the texts by number of beams.
-
-        Args:
-            beams: The numbers of beams: the first of `num_beams`, or all of them.
-            afresh: Whether the weights have changed since the last evaluation. If false, only compute what is missing.
-        """
-        if afresh:
-            self.metrics, self.texts, self.seconds = {}, {}, 0.0
-        start = time.perf_counter()
-        if "loss" not in self.metrics:
-            self.metrics["loss"] = self.compute_loss()
-        for i, num_beams in enumerate(beams):
-            if num_beams not in self.texts:
-                values, self.texts[num_beams] = self.decoder.decode_and_score(self.data, num_beams)
-                suffix = get_beam_suffix(i, num_beams)
-                self.metrics |= {f"{key}{suffix}": value for key, value in values.items()}
-        self.seconds += time.perf_counter() - start
-
-    def compute_loss(self) -> float:
-        """Return the mean cross-entropy of the target tokens in nats, without label smoothing."""
-
-        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            term = token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
-            return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
-
-        loader, order = self.data.loader, self.data.order
-        rows = run_rows(self.accelerator, self.model, loader, order, outputs, "dev loss", self.settings)[0]
-        # Sum in the order of the batches, because a sum of floats depends on the order.
-        total, tokens = torch.from_numpy(rows[order]).double().sum(0).tolist()
-        return total / max(tokens, 1)
-
-
 def get_beam_suffix(position: int, num_beams: int) -> str:
     """Return the suffix of metric names: empty for the first number of beams, and `_beam<number>` for the others."""
     return f"_beam{num_beams}" if position else ""
 
 
-class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
+class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
     """Fine-tuning on translation, summarization, tables, and GLUE or SQuAD as text.
 
     The model comes from a checkpoint or, with `model_type`, is trained from scratch. The results contain `eval_loss`
@@ -233,8 +468,11 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
 
     def __init__(self, settings: Seq2SeqSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
-        self.config, self.tokenizer = load_seq2seq_config(settings)
-        check_encoder_decoder(settings, self.config)
+        self.config, self.tokenizer = load_or_make_config(settings, seq2seq=True)
+        if not self.config.is_encoder_decoder:
+            raise ValueError(
+                f"{settings.model_name_or_path} must be an encoder-decoder, got {self.config.model_type}."
+            )
         languages = settings.source_lang, settings.target_lang, settings.forced_bos_token
         self.target_start = set_languages(self.tokenizer, self.config, *languages)
         if self.target_start is not None:
@@ -246,7 +484,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         self._choose_splits()
         metrics = () if settings.eval_loss_only else self.data.metric_names
         check_metric(settings.metric_for_best_model, ("loss", *metrics))
-        self._check_dev_flags()
+        check_dev_settings(settings, "dev" in self.data.splits)
         longest_target = settings.max_target_length or settings.max_length  # for the type: it is always set
         for split in self.data.splits.values():
             warn_about_long_texts(split, self.tokenizer, settings.max_length, longest_target)
@@ -273,14 +511,6 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
             raise ValueError("There is no training split. Add one, or set --num_train_epochs 0 to evaluate only.")
         if settings.only_evaluates and not splits.keys() & {"dev", "test"}:
             raise ValueError("There is neither a dev nor a test split to evaluate. Add one of them.")
-
-    def _check_dev_flags(self) -> None:
-        """Check that there is a dev split if a flag needs it."""
-        for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps"):
-            if getattr(self.settings, name) is not None and "dev" not in self.data.splits:
-                raise ValueError(
-                    f"--{name} needs a dev split. Set --validation_source_file or --validation_file, or remove it."
-                )
 
     def _warn_about_metric_direction(self) -> None:
         """Warn which weights are the best if the direction of a foreign metric is unknown."""
@@ -311,17 +541,101 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
     def start_epoch(self, epoch: int) -> None:
         self.rows.start_epoch(epoch)
 
-    def make_evaluator(self, model: nn.Module) -> Seq2SeqEvaluator | None:
-        settings, splits = self.settings, self.data.splits
-        self.decoder = Decoder(self.accelerator, model, self.tokenizer, self.data.score, settings)
-        sets = {name: self._make_generation_set(splits[name]) for name in ("dev", "test") if name in splits}
-        self.test = sets.get("test")
-        if "dev" not in sets:
-            return None
-        return Seq2SeqEvaluator(self.accelerator, model, sets["dev"], self.decoder, settings)
+    def prepare_evaluation(self) -> bool:
+        splits = {name: split for name, split in self.data.splits.items() if name != "train"}
+        self.sets = {
+            name: GenerationSet(split, self.make_eval_batches(TextRows(split.pairs()), list(map(len, split.sources))))
+            for name, split in splits.items()
+        }
+        return "dev" in self.sets
 
-    def last_evaluation(self, loop: TrainingLoop, evaluator: Seq2SeqEvaluator) -> None:
-        evaluator.evaluate(self.settings.num_beams, afresh=not loop.has_current_scores())
+    def evaluate(self) -> dict[str, float]:
+        """Return "loss" and, unless `eval_loss_only` is set, the metrics of the first number of beams."""
+        self.dev_texts: dict[int, list[str]] = {}
+        metrics = {"loss": self.compute_loss()}
+        return metrics if self.settings.eval_loss_only else metrics | self._decode_dev(self.settings.num_beams[:1])
+
+    def last_evaluation(self, loop: TrainingLoop) -> None:
+        """Also decode with the other numbers of beams. The names of their metrics end in `_beam<number>`."""
+        super().last_evaluation(loop)
+        start = time.perf_counter()
+        self.metrics |= self._decode_dev(self.settings.num_beams)
+        self.eval_seconds += time.perf_counter() - start
+
+    def _decode_dev(self, beams: Sequence[int]) -> dict[str, float]:
+        """Decode the dev split with each number of beams that is missing in `dev_texts`, and return the metrics."""
+        metrics: dict[str, float] = {}
+        for i, num_beams in enumerate(beams):
+            if num_beams not in self.dev_texts:
+                values, self.dev_texts[num_beams] = self._decode_and_score(self.sets["dev"], num_beams)
+                metrics |= {f"{key}{get_beam_suffix(i, num_beams)}": value for key, value in values.items()}
+        return metrics
+
+    def compute_loss(self) -> float:
+        """Return the mean cross-entropy of the target tokens of the dev split in nats, without label smoothing."""
+
+        def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
+            term = token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
+            return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
+
+        batches = self.sets["dev"].batches
+        rows = self.run_rows(batches, outputs, "dev loss")[0]
+        # Sum in the order of the batches, because a sum of floats depends on the order.
+        total, tokens = torch.from_numpy(rows[list(batches[1])]).double().sum(0).tolist()
+        return total / max(tokens, 1)
+
+    @torch.no_grad()
+    def decode(self, data: GenerationSet, num_beams: int) -> tuple[list[str], dict[str, float]]:
+        """Generate one text per row of a split, with beam search if there is more than one beam.
+
+        Returns:
+            The texts, and "decode_tokens" (on all processes, with end tokens and without padding), "decode_seconds"
+            (in `generate` on the slowest process) and "decode_tokens_per_second".
+        """
+        accelerator, tokenizer = self.accelerator, self.tokenizer
+        model = accelerator.unwrap_model(self.model).eval()
+        options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
+        if self.settings.no_repeat_ngram_size is not None:
+            options["no_repeat_ngram_size"] = self.settings.no_repeat_ngram_size
+        if num_beams > 1:
+            options["length_penalty"] = self.settings.length_penalty
+        texts, tokens, seconds = [], 0, 0.0
+        name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
+        loader, order = data.batches
+        for batch in progress_bar(accelerator, self.settings.disable_tqdm, iterable=loader, desc=name, leave=False):
+            start = time.perf_counter()
+            with (
+                accelerator.autocast(),
+                ignore_saved_length_limits(model),
+            ):  # `generate` calls the encoder by itself, so the autocast of the prepared model does not cover it
+                ids = model.generate(
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    max_new_tokens=self.settings.max_target_length,
+                    num_beams=num_beams,
+                    do_sample=False,
+                    **options,
+                )[:, 1:]  # without the start token of the decoder
+            lengths = _count_text_tokens(ids, model.generation_config.eos_token_id)
+            seconds += time.perf_counter() - start
+            ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
+            # Drop the rows that were repeated to fill the last batch of each process.
+            ids, lengths = accelerator.gather_for_metrics((ids, lengths))
+            texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
+            tokens += int(lengths.sum())
+        slowest = float(accelerator.gather(torch.tensor([seconds], device=accelerator.device)).max())
+        ordered_texts = [text for _, text in sorted(zip(order, texts, strict=True))]
+        return ordered_texts, {
+            "decode_tokens": tokens,
+            "decode_seconds": round(slowest, 3),
+            "decode_tokens_per_second": round(tokens / max(slowest, 1e-9), 1),
+        }
+
+    def _decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
+        """Decode a split, and return the metrics and the texts. Without references, there are only times."""
+        texts, times = self.decode(data, num_beams)
+        scores = {} if data.split.references is None else self.data.score(texts, data.split.references)
+        return {**scores, **times}, texts
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.rows), "hash of the training data": hash_texts(self.rows.texts)}
@@ -334,24 +648,24 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
         # Evaluations in training decode with the first number of beams.
         return {"hash of the dev data": hash_texts(rows), "num_beams": self.settings.num_beams[0]}
 
-    def dev_results(self, evaluator: Seq2SeqEvaluator) -> dict[str, Any]:
-        return {"eval_samples": len(evaluator.data.split)}
+    def dev_results(self) -> dict[str, Any]:
+        return {"eval_samples": len(self.sets["dev"].split)}
 
     def results(self) -> dict[str, Any]:
         return self.data.results
 
-    def predictions(self, evaluator: Seq2SeqEvaluator) -> dict[str, str]:
-        return dict([_format_predictions(evaluator.data.split, evaluator.texts)])
+    def predictions(self) -> dict[str, str]:
+        return dict([_format_predictions(self.sets["dev"].split, self.dev_texts)])
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        if self.test is None:
+        if (test := self.sets.get("test")) is None:
             return {}, {}
         results: dict[str, Any] = {}
         texts = {}
         for i, num_beams in enumerate(self.settings.num_beams):
-            metrics, texts[num_beams] = self.decoder.decode_and_score(self.test, num_beams)
+            metrics, texts[num_beams] = self._decode_and_score(test, num_beams)
             results |= {f"test_{key}{get_beam_suffix(i, num_beams)}": value for key, value in metrics.items()}
-        return {**results, "test_samples": len(self.test.split)}, dict([_format_predictions(self.test.split, texts)])
+        return {**results, "test_samples": len(test.split)}, dict([_format_predictions(test.split, texts)])
 
     def summary(self, results: dict[str, Any]) -> str:
         lines = [
@@ -371,14 +685,6 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings, Seq2SeqEvaluator]):
             speed = f"{results[f'{prefix}decode_tokens_per_second{suffix}']:.0f} tokens/s"
             parts.append(f"{'greedy' if num_beams == 1 else f'{num_beams} beams'}: {', '.join([*values, speed])}")
         return "; ".join(parts)
-
-    def _make_generation_set(self, split: Seq2SeqSplit) -> GenerationSet:
-        """Return a split with its batches."""
-        lengths = [len(source) for source in split.sources]
-        loader, order = prepare_eval_dataloader(
-            self.settings, self.accelerator, TextRows(split.pairs()), lengths, self.collate
-        )
-        return GenerationSet(split, loader, order)
 
 
 def _format_predictions(split: Seq2SeqSplit, texts: dict[int, list[str]]) -> tuple[str, str]:

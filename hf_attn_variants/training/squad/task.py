@@ -7,22 +7,29 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
 from ...modeling.mechanisms.patterns.pattern_table import takes_global_mask
-from ..engine.dataloaders import prepare_eval_dataloader
-from ..engine.finetune import FineTuningTask, MetricEvaluator, list_shown_metrics, run_rows
-from ..engine.losses import Objective
-from ..engine.models import check_trained_head, load_config, load_model
-from ..engine.tokenizers import fit_token_types, load_tokenizer
-from .data import Question, Window, compute_stride, hash_questions, load_squad, make_window_collator, make_windows
-from .metrics import Prediction, compute_squad, find_predictions, make_nbest_entries
-from .settings import SquadSettings
-
-__all__ = ["QuestionSet", "SquadEvaluator", "SquadFineTuning", "make_span_objective"]
+from ..engine.dataloaders import EvalBatches
+from ..engine.finetune import FineTuningTask, list_shown_metrics
+from ..engine.models import check_trained_head, fit_token_types, load_config, load_model, load_tokenizer
+from ..engine.optimization import Objective
+from . import SquadSettings
+from .data import (
+    Prediction,
+    Question,
+    Window,
+    compute_squad,
+    compute_stride,
+    find_predictions,
+    hash_questions,
+    load_squad,
+    make_nbest_entries,
+    make_window_collator,
+    make_windows,
+)
 
 POSITIONS = ("start_positions", "end_positions")
 
@@ -35,15 +42,13 @@ class QuestionSet:
         name: The name of the split.
         questions: The questions.
         windows: Their windows.
-        loader: The batches. The longest windows come first.
-        order: The index of the window that comes at each position.
+        batches: The batches of windows, and the order of the windows in them.
     """
 
     name: str
     questions: list[Question]
     windows: list[Window]
-    loader: DataLoader
-    order: list[int]
+    batches: EvalBatches
 
 
 def make_span_objective() -> Objective:
@@ -70,40 +75,7 @@ def _compute_losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
 
 
-class SquadEvaluator(MetricEvaluator):
-    """Evaluator of the dev split. It stores the last predictions, so that they are not computed twice."""
-
-    def __init__(self, accelerator: Accelerator, model: nn.Module, data: QuestionSet, settings: SquadSettings):
-        super().__init__(self._compute_scores)
-        self.accelerator, self.model, self.data, self.settings = accelerator, model, data, settings
-        self.predictions: list[Prediction] = []
-
-    def _compute_scores(self) -> dict[str, float]:
-        """Return the official metrics of the dev split, and the "loss" of its windows for the first answers."""
-        self.predictions, loss = self.predict(self.data)
-        threshold, texts = self.settings.threshold, {p.id: p.text for p in self.predictions}
-        null_options = () if threshold is None else ({p.id: p.null_odds for p in self.predictions}, threshold)
-        return {**compute_squad(self.data.questions, texts, *null_options), "loss": loss}
-
-    def predict(self, data: QuestionSet) -> tuple[list[Prediction], float]:
-        """Return the predictions of a split, in the order of its questions, and the mean loss of its windows."""
-        logits, losses = run_rows(
-            self.accelerator, self.model, data.loader, data.order, self._compute_outputs, data.name, self.settings
-        )
-        limits = self.settings.n_best_size, self.settings.max_answer_length
-        predictions = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
-        # Sum in the order of the batches, because a sum of floats depends on the order.
-        return predictions, float(torch.from_numpy(losses[data.order]).mean())
-
-    def _compute_outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the logits of a batch, padded to the maximum length, and the losses of its windows."""
-        logits = _compute_span_logits(self.model, batch)  # [b, n, 2]
-        padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
-        padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
-        return padded, _compute_losses(logits, batch)
-
-
-class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
+class SquadFineTuning(FineTuningTask[SquadSettings]):
     """Fine-tuning on extractive question answering, v1.1 (arXiv 1606.05250) or v2.0 (arXiv 1806.03822).
 
     The results contain `eval_exact_match` and `eval_f1`. For v2.0, they contain `eval_exact`, `eval_f1`, the metrics
@@ -131,7 +103,6 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         fit_token_types(self.tokenizer, self.config)
         self.stride = compute_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
-        self._check_metric()
         marks_questions = takes_global_mask(self.config)
         self.collate = make_window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
         self.train = self.splits.get("train", [])
@@ -146,17 +117,6 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
         return {name: questions[: limits.get(name)] for name, questions in splits.items()}
 
-    def _check_metric(self) -> None:
-        """Check that the dev split has questions for --metric_for_best_model."""
-        metric = (self.settings.metric_for_best_model or "").removeprefix("eval_")
-        for prefix, answered in (("HasAns_", True), ("NoAns_", False)):
-            if metric.startswith(prefix) and not any(bool(q.answers) == answered for q in self.splits["dev"]):
-                kind = "an answer" if answered else "no answer"
-                raise ValueError(
-                    f"--metric_for_best_model {metric!r} cannot be computed, because no dev question has {kind}. Use "
-                    "another metric."
-                )
-
     def load_model(self) -> PreTrainedModel:
         self.config.num_labels = 2  # the start and the end, regardless of the classes of the checkpoint
         model = load_model(self.settings, self.config, AutoModelForQuestionAnswering)
@@ -169,10 +129,32 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
     def objective(self) -> Objective:
         return make_span_objective()
 
-    def make_evaluator(self, model: nn.Module) -> SquadEvaluator:
-        self.evaluator = SquadEvaluator(self.accelerator, model, self._make_question_set("dev"), self.settings)
+    def prepare_evaluation(self) -> bool:
+        self.dev = self._make_question_set("dev")
         self.test = self._make_question_set("test") if "test" in self.splits else None
-        return self.evaluator
+        return True
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the official metrics of the dev split, and the "loss" of its windows for the first answers."""
+        self.dev_predictions, loss = self._predict_answers(self.dev)
+        threshold, texts = self.settings.threshold, {p.id: p.text for p in self.dev_predictions}
+        null_options = () if threshold is None else ({p.id: p.null_odds for p in self.dev_predictions}, threshold)
+        return {**compute_squad(self.dev.questions, texts, *null_options), "loss": loss}
+
+    def _predict_answers(self, data: QuestionSet) -> tuple[list[Prediction], float]:
+        """Return the predictions of a split, in the order of its questions, and the mean loss of its windows."""
+        logits, losses = self.run_rows(data.batches, self._compute_outputs, data.name)
+        limits = self.settings.n_best_size, self.settings.max_answer_length
+        predictions = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
+        # Sum in the order of the batches, because a sum of floats depends on the order.
+        return predictions, float(torch.from_numpy(losses[list(data.batches[1])]).mean())
+
+    def _compute_outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the logits of a batch, padded to the maximum length, and the losses of its windows."""
+        logits = _compute_span_logits(self.model, batch)  # [b, n, 2]
+        padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
+        padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
+        return padded, _compute_losses(logits, batch)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_questions(self.train)}
@@ -180,17 +162,17 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return {"hash of the dev data": hash_questions(self.splits["dev"])}
 
-    def dev_results(self, evaluator: SquadEvaluator) -> dict[str, Any]:
-        return {"eval_samples": len(evaluator.data.questions), "eval_windows": len(evaluator.data.windows)}
+    def dev_results(self) -> dict[str, Any]:
+        return {"eval_samples": len(self.dev.questions), "eval_windows": len(self.dev.windows)}
 
     def results(self) -> dict[str, Any]:
         return {"train_samples": len(self.train), "train_windows": len(self.rows)}
 
-    def predictions(self, evaluator: SquadEvaluator) -> dict[str, str]:
-        return self._format_files("dev", evaluator.predictions)
+    def predictions(self) -> dict[str, str]:
+        return self._format_files("dev", self.dev_predictions)
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        return {}, self._format_files("test", self.evaluator.predict(self.test)[0]) if self.test is not None else {}
+        return {}, self._format_files("test", self._predict_answers(self.test)[0]) if self.test is not None else {}
 
     def summary(self, results: dict[str, Any]) -> str:
         scores = ", ".join(f"{name} {results[f'eval_{name}']:.2f}" for name in list_shown_metrics(self, results))
@@ -206,10 +188,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
     def _make_question_set(self, name: str) -> QuestionSet:
         """Return a split with its windows and batches."""
         rows = self._make_windows(self.splits[name])
-        loader, order = prepare_eval_dataloader(
-            self.settings, self.accelerator, rows, _count_tokens(rows), self.collate
-        )
-        return QuestionSet(name, self.splits[name], rows, loader, order)
+        return QuestionSet(name, self.splits[name], rows, self.make_eval_batches(rows, _count_tokens(rows)))
 
     def _format_files(self, split: str, predictions: list[Prediction]) -> dict[str, str]:
         """Return the JSON files of a split: predictions, n-best answers and, for v2.0, null odds."""

@@ -1,1 +1,328 @@
-"""Uptraining of converted models on their pretraining objective, on tables, or with a teacher."""
+"""Settings of uptraining."""
+
+import importlib.util
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from ..engine.settings import (
+    ABOVE_0,
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BETWEEN_0_AND_1,
+    SCHEDULES,
+    WITH_BEST_WEIGHTS,
+    FineTuningSettings,
+    LanguageSettings,
+    option,
+    redefault,
+)
+from ..pretraining import NoiseSettings, TextSettings, check_stream_workers
+from ..seq2seq import BleuSettings
+
+SPAN_CORRUPTION = "span_corruption"
+OBJECTIVES = ("distill", "mlm", "seq2seq", "embedding", SPAN_CORRUPTION)
+# The values of `trainable`.
+TRAINABLE = ("attention", "all", "lora")
+TERM_FLAGS = ("hidden_states_weight", "attention_outputs_weight", "logits_weight")
+WARMUP_RATIO = 0.05
+# The pretraining of T5 (arXiv 1910.10683): 512 tokens (section 3.1.2), 2^11 sequences per step for the released
+# checkpoints (section 3.7), and a learning rate of 1 / sqrt(max(step, 10^4)). After their million steps, it is 1e-3.
+T5_LENGTH, T5_SEQUENCES, T5_FLAT_STEPS, T5_LAST_RATE = 512, 2048, 10_000, 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class UptrainingTextSettings(BleuSettings):
+    """The texts and their preparation."""
+
+    title: ClassVar[str] = "text"
+
+    train_file: tuple[str, ...] | None = option(
+        "Text files with one example per line (.txt, .gz), or tables (.csv, .tsv, .json, .jsonl). Tables for an "
+        "encoder-decoder have two columns, unless --source_file is set. With --objective span_corruption: text files "
+        "in which empty lines separate articles.",
+        None,
+    )
+    validation_file: tuple[str, ...] | None = option(
+        "Held-out text in the same format (see --max_eval_samples).", None, resume=WITH_BEST_WEIGHTS
+    )
+    text_columns: tuple[str, ...] | None = option(
+        "For encoders: the column of a table with the texts, or two columns with pairs of texts. With --dataset_name: "
+        "the column with the articles (default: text).",
+        None,
+        resume=WITH_BEST_WEIGHTS,
+        metavar="COLUMN",
+    )
+    dataset_name: str | None = redefault(
+        help="Folder or Hub id of a `datasets` source that is streamed, instead of --train_file (span_corruption).",
+        owner=TextSettings,
+    )
+    dataset_config_name: str | None = redefault(owner=TextSettings)
+    keep_whitespace: bool = redefault(owner=TextSettings)
+    # `UptrainingStream.fingerprint` contains the settings of a stream that a resumed run must share.
+    shuffle_buffer_size: int = redefault(
+        help="Number of blocks of a stream that are held in memory and shuffled.",
+        resume=None,
+        owner=TextSettings,
+    )
+    source_file: str | None = option("File with the source texts, one per line (.txt, .gz).", None)
+    validation_source_file: str | None = option(
+        "File with the held-out source texts, in the same format.", None, resume=WITH_BEST_WEIGHTS
+    )
+    source_column: str = option(
+        "Column of a table with the source texts, for encoder-decoders (default: %(default)s).",
+        "source",
+        resume=WITH_BEST_WEIGHTS,
+    )
+    target_file: str | None = option("File with the target texts, one per line (.txt, .gz).", None)
+    validation_target_file: str | None = option(
+        "File with the held-out target texts, in the same format.", None, resume=WITH_BEST_WEIGHTS
+    )
+    target_column: str = option(
+        "Column of a table with the target texts, for encoder-decoders (default: %(default)s).",
+        "target",
+        resume=WITH_BEST_WEIGHTS,
+    )
+    source_prefix: str = option("Text before each source.", "")
+    max_target_length: int | None = option(
+        "Maximum length of a target in tokens (default: --max_length).", None, range=AT_LEAST_1
+    )
+    mlm_probability: float = option(
+        "Probability that a token is masked. Every epoch masks other tokens.", 0.15, range=BETWEEN_0_AND_1
+    )
+    predict_with_generate: bool = option(
+        "Generate texts with greedy search in every evaluation, and compute BLEU (sacrebleu).", False
+    )
+
+    @property
+    def text_column(self) -> str:
+        """The column of a text stream with the articles."""
+        return self.text_columns[0] if self.text_columns else TextSettings.text_column
+
+
+@dataclass(frozen=True, kw_only=True)
+class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings, FineTuningSettings):
+    """The objective, the teacher, and the trained parameters.
+
+    Some defaults depend on the objective. Those of "span_corruption" are the pretraining of T5, as in the uptraining
+    of arXiv 2305.13245.
+
+    Example:
+        ```python
+        settings = UptrainingSettings(
+            model_name_or_path="bert-gqa4", objective="mlm", train_file=("text.txt",), output_dir="out"
+        )
+        results = fine_tune(Uptraining, settings)
+        ```
+    """
+
+    title: ClassVar[str] = "objective"
+
+    objective: str = option("Training objective (see below).", choices=OBJECTIVES)
+    teacher: str | None = option(
+        "Folder or Hub id of the model to reproduce, usually the original model of the conversion.", None
+    )
+    teacher_max_length: int | None = option(
+        "For encoders: the teacher reads longer texts in pieces of this many tokens. Use it if the teacher has fewer "
+        "positions, or is better with shorter texts (default: no pieces).",
+        None,
+        range=AT_LEAST_1,
+    )
+    hidden_states_weight: float | None = option(
+        "Weight of the error of each layer's output, relative to its variance (default with a teacher: 1; with "
+        "--objective embedding: 0).",
+        None,
+        range=AT_LEAST_0,
+    )
+    attention_outputs_weight: float | None = option(
+        "Weight of the error of each attention's output (default: as for --hidden_states_weight).",
+        None,
+        range=AT_LEAST_0,
+    )
+    logits_weight: float | None = option(
+        "Weight of the divergence of the output distribution, in nats (default with a teacher: 1 for mlm, for seq2seq "
+        "and for encoder-decoders, otherwise 0).",
+        None,
+        range=AT_LEAST_0,
+    )
+    temperature: float = option("Temperature: the logits are divided by it for --logits_weight.", 1.0, range=ABOVE_0)
+    trainable: str = option(
+        "Trained parameters: those of the attention modules, all parameters, or low-rank updates of the attention "
+        "projections that are merged at the end (default: attention; span_corruption: all).",
+        None,
+        choices=TRAINABLE,
+    )
+    lora_rank: int = option("Rank of the low-rank updates (default: %(default)s).", 32, range=AT_LEAST_1)
+    lora_alpha: float = option(
+        "Scale of the low-rank updates, which is divided by their rank (default: %(default)s).",
+        32.0,
+        range=AT_LEAST_0,
+    )
+    alpha: float | None = option(
+        "Train for this share of --pretraining_steps, rounded up (arXiv 2305.13245 uses 0.05).",
+        None,
+        range=AT_LEAST_0,
+    )
+    pretraining_steps: int | None = option(
+        "Number of steps that the checkpoint was pretrained for (released T5 checkpoints: 1000000). With "
+        "span_corruption, the learning rate continues from there.",
+        None,
+        range=AT_LEAST_1,
+    )
+    total_train_batch_size: int | None = option(
+        "Number of examples per step on all devices, instead of --gradient_accumulation_steps (default with "
+        f"span_corruption: {T5_SEQUENCES}, as for T5).",
+        None,
+        range=AT_LEAST_1,
+    )
+    noise_density: float = redefault(resume=None)
+    mean_noise_span_length: float = redefault(resume=None)
+    max_length: int = redefault(
+        None,
+        help="Maximum length of an example in tokens, including special tokens. Longer examples are cut (default: 64; "
+        f"span_corruption: {T5_LENGTH} input tokens).",
+    )
+    optim: str = redefault(
+        None,
+        help="Optimizer. Adafactor stores no moments of whole matrices (default: adamw; span_corruption: adafactor).",
+    )
+    adafactor_scale_parameter: bool = redefault(
+        None,
+        help="Scale the steps by the root mean square of each parameter (default: no; span_corruption with Adafactor: "
+        "yes, as for T5).",
+    )
+    learning_rate: float = redefault(
+        None,
+        help="Peak learning rate (default: 0.001). With span_corruption, --pretraining_steps N and Adafactor: that of "
+        f"T5 at this step, 1 / sqrt(max(N, {T5_FLAT_STEPS})).",
+    )
+    lr_scheduler_type: str = redefault(
+        None,
+        help=f"One of {', '.join(SCHEDULES)} (default: linear; span_corruption: inverse_sqrt, continued from "
+        "--pretraining_steps, or constant without it).",
+    )
+    lr_scheduler_kwargs: dict[str, Any] = redefault(None)  # noqa: RUF009 (None, until it is filled in)
+    max_grad_norm: float = redefault(
+        None,
+        help="Maximum gradient norm; 0 disables clipping (default: 1.0; span_corruption: 0, because Adafactor clips "
+        "each update).",
+    )
+    gradient_accumulation_steps: int = redefault(None)
+    num_train_epochs: float | None = redefault(
+        None, help="Number of epochs. 0: evaluate only (default: --max_train_steps, or 300 steps)."
+    )
+    warmup_ratio: float = redefault(
+        None,
+        help=f"Share of the steps for warm-up (default: {WARMUP_RATIO} without --num_warmup_steps; span_corruption: "
+        "no warm-up).",
+    )
+    eval_steps: int | None = redefault(help="Evaluate every N optimizer steps (default: five times in the run).")
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the text is a stream of unknown length that is packed into blocks, instead of rows."""
+        return self.objective == SPAN_CORRUPTION
+
+    @property
+    def alpha_steps(self) -> int | None:
+        """The number of steps for `alpha`, rounded up, or None without it."""
+        if self.alpha is None or self.pretraining_steps is None:
+            return None
+        return math.ceil(Fraction(str(self.alpha)) * self.pretraining_steps)
+
+    def __post_init__(self) -> None:
+        """Set the defaults of the objective, and check the settings."""
+        if self.total_train_batch_size is not None and self.gradient_accumulation_steps not in (None, 1):
+            raise ValueError("Set either --total_train_batch_size or --gradient_accumulation_steps, but not both.")
+        defaults = self._t5_defaults() if self.is_stream else self._defaults()
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        super().__post_init__()
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return the defaults of all objectives except span corruption."""
+        has_no_warmup = self.lr_scheduler_type == "constant" or self.adafactor_relative_step
+        warmup_is_set = has_no_warmup or self.num_warmup_steps is not None
+        return {
+            "max_length": 64,
+            "trainable": "attention",
+            "optim": "adamw",
+            "adafactor_scale_parameter": False,
+            "learning_rate": 1e-3,
+            "lr_scheduler_type": "linear",
+            "lr_scheduler_kwargs": {},
+            "max_grad_norm": 1.0,
+            "warmup_ratio": 0.0 if warmup_is_set else WARMUP_RATIO,
+            "gradient_accumulation_steps": 1,
+        }
+
+    def _t5_defaults(self) -> dict[str, Any]:
+        """Return the defaults of span corruption, which continue the pretraining of T5."""
+        is_adafactor = self.optim in (None, "adafactor")
+        # The schedule of Transformers falls as 1 / sqrt(timescale + step), like that of T5 after pretraining. If
+        # pretraining ended during the steps with a constant rate, it counts as if it had just left them.
+        timescale = None if self.pretraining_steps is None else max(self.pretraining_steps, T5_FLAT_STEPS)
+        has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
+        schedule = self.lr_scheduler_type or ("inverse_sqrt" if timescale else "constant")
+        if self.lr_scheduler_type is None and has_warmup and not timescale:
+            schedule = "constant_with_warmup"
+        continues = timescale and schedule == "inverse_sqrt" and not self.adafactor_relative_step
+        return {
+            "total_train_batch_size": T5_SEQUENCES if self.gradient_accumulation_steps is None else None,
+            "max_length": T5_LENGTH,
+            "trainable": "all",
+            "optim": "adafactor",
+            "adafactor_scale_parameter": is_adafactor,
+            "learning_rate": timescale**-0.5 if timescale and is_adafactor else T5_LAST_RATE,
+            "lr_scheduler_type": schedule,
+            "lr_scheduler_kwargs": {"timescale": timescale} if continues else {},
+            "max_grad_norm": 0.0 if is_adafactor else 1.0,
+            "warmup_ratio": 0.0,
+            "gradient_accumulation_steps": 1,
+        }
+
+    def check(self) -> None:
+        """Check the settings, in addition to the checks of all tasks."""
+        super().check()
+        if self.teacher is None:
+            flags = [f"--objective {self.objective}"] if self.objective in ("distill", "embedding") else []
+            flags += [f"--{name}" for name in TERM_FLAGS if getattr(self, name)]
+            if flags:
+                raise ValueError(f"{flags[0]} needs --teacher. Set it to the original model.")
+        self._check_length()
+        if self.is_stream:
+            self._check_stream()
+        if self.predict_with_generate and importlib.util.find_spec("sacrebleu") is None:
+            raise ValueError("--predict_with_generate needs sacrebleu. Run `pip install sacrebleu`.")
+        if self.trainable == "lora" and importlib.util.find_spec("peft") is None:
+            raise ValueError("--trainable lora needs peft. Run `pip install peft`.")
+
+    def _check_length(self) -> None:
+        """Check the settings about the number of steps."""
+        if self.alpha is None:
+            # A stream needs only --pretraining_steps, because its schedule continues from there.
+            return
+        if self.pretraining_steps is None:
+            raise ValueError("--alpha needs --pretraining_steps. Set both, or neither.")
+        if self.max_train_steps is not None or self.num_train_epochs is not None:
+            raise ValueError(
+                f"--alpha {self.alpha} of --pretraining_steps {self.pretraining_steps} sets {self.alpha_steps} steps. "
+                "Remove --alpha, or --max_train_steps and --num_train_epochs."
+            )
+
+    def _check_stream(self) -> None:
+        """Check the settings of a text stream."""
+        if (self.train_file is None) == (self.dataset_name is None):
+            raise ValueError(f"Set either --train_file or --dataset_name for --objective {self.objective}.")
+        if self.train_file is not None and self.validation_file is None:
+            raise ValueError(
+                f"--objective {self.objective} needs --validation_file, because it holds out no text of a stream."
+            )
+        if self.alpha is None and self.max_train_steps is None and self.num_train_epochs != 0:
+            raise ValueError(
+                "--max_train_steps, or --alpha and --pretraining_steps, must be set, because a text stream has no "
+                "length."
+            )
+        check_stream_workers(self)

@@ -4,50 +4,26 @@ Shapes use these letters: b is the number of texts, n the number of tokens, and 
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...inspection.sentence_similarity import mean_pooled
 from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
 from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
-from ..engine.finetune import MetricEvaluator
-from ..engine.losses import Term, sum_by_example, token_cross_entropy
 from ..engine.models import iterate_attentions
-from ..engine.outputs import progress_bar
+from ..engine.optimization import Term, sum_by_example, token_cross_entropy
+from ..engine.session import progress_bar
 from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
-from .data import cut_into_pieces
-from .settings import SPAN_CORRUPTION, UptrainingSettings
-
-__all__ = [
-    "ActivationRecorder",
-    "Activations",
-    "Teacher",
-    "TermWeights",
-    "UptrainingEvaluator",
-    "UptrainingObjective",
-    "check_architecture",
-    "check_teacher",
-    "check_teacher_length",
-    "check_teacher_types",
-    "compute_embedding_distance",
-    "compute_held_out_gain",
-    "compute_labels_divergence",
-    "compute_layer_error",
-    "compute_logits_divergence",
-    "compute_scores_error",
-    "get_model_inputs",
-    "resolve_term_weights",
-]
+from . import SPAN_CORRUPTION, UptrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +111,43 @@ def _get_span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
     # This value leaves padding no weight at usual temperatures, and fits into half precision.
     return logits.masked_fill(inputs["attention_mask"][:, None] == 0, PADDING_LOGIT)
+
+
+class TextPieces(NamedTuple):
+    """The origin of the pieces of a batch of texts.
+
+    Attributes:
+        real: Whether each piece has a token [b * p]. Pieces without tokens are not read.
+        texts: The number b of texts.
+        length: The number n of tokens per text.
+    """
+
+    real: Tensor
+    texts: int
+    length: int
+
+    def join(self, states: Tensor) -> Tensor:
+        """Join the results of the pieces [pieces, l, ...] to those of the texts [b, n, ...], with zeros at padding."""
+        whole = states.new_zeros(len(self.real), *states.shape[1:])
+        whole[self.real] = states
+        return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
+
+
+def cut_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], TextPieces]:
+    """Cut texts into pieces of equal length. The model reads each piece as a text without special tokens around it.
+
+    Args:
+        inputs: The inputs of the model [b, n], padded on the right, including `attention_mask`.
+        length: The length l of a piece in tokens.
+
+    Returns:
+        The inputs of all pieces that have a token [pieces, l], and their origin.
+    """
+    texts, tokens = inputs["attention_mask"].shape
+    filled = -tokens % length
+    cut = {name: functional.pad(tensor, (0, filled)).reshape(-1, length) for name, tensor in inputs.items()}
+    real = cut["attention_mask"].any(1)
+    return {name: tensor[real] for name, tensor in cut.items()}, TextPieces(real, texts, tokens)
 
 
 class Teacher:
@@ -457,11 +470,6 @@ class UptrainingObjective:
     ) -> dict[str, Term]:
         """Compute the term that compares logits."""
         temperature, answer = self.weights.temperature, self.recorder.answer
-        if (student.span_logits is None) != (teacher.span_logits is None):
-            raise ValueError(
-                "--logits_weight needs the same kind of logits, but only one of the model and its teacher answers "
-                "questions. Use another --teacher, or set --logits_weight 0."
-            )
         if student.span_logits is not None and teacher.span_logits is not None:
             mask = torch.ones_like(batch["attention_mask"][:, :2])  # one distribution for the start, one for the end
             spans = student.span_logits, teacher.span_logits
@@ -495,48 +503,34 @@ def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: Logits
     return student, teacher
 
 
-class UptrainingEvaluator(MetricEvaluator):
+class UptrainingEvaluator:
     """Evaluator of held-out rows: "loss", its terms, "embedding_cosine" and, if there are references, "bleu".
 
     Args:
-        accelerator: The accelerator.
-        model: The model.
-        objective: The objective.
+        task: The `Uptraining`, with its prepared model.
         loader: The held-out batches, prepared by the accelerator.
-        tokenizer: The tokenizer.
         references: The targets in the order of the loader. None: generate no texts.
-        settings: The settings of the run.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        objective: UptrainingObjective,
-        loader: DataLoader,
-        tokenizer: PreTrainedTokenizerBase,
-        references: list[str] | None,
-        settings: UptrainingSettings,
-    ):
-        super().__init__(self._compute_scores)
-        self.accelerator, self.model, self.objective, self.loader = accelerator, model, objective, loader
-        self.tokenizer, self.references, self.settings = tokenizer, references, settings
+    def __init__(self, task: Any, loader: DataLoader, references: list[str] | None):
+        self.task, self.loader, self.references = task, loader, references
+        self.accelerator, self.settings = task.accelerator, task.settings
         self.bleu_tokenizer: str | None = None
         self.metric_options: dict[str, str] = {}
         if references is not None:
-            self.bleu_tokenizer = settings.tokenize or choose_tokenizer(references, settings.target_lang)
+            self.bleu_tokenizer = self.settings.tokenize or choose_tokenizer(references, self.settings.target_lang)
             self.metric_options["bleu_tokenizer"] = self.bleu_tokenizer
-            log_tokenizer(self.bleu_tokenizer, settings.tokenize is not None)
+            log_tokenizer(self.bleu_tokenizer, self.settings.tokenize is not None)
 
     @torch.no_grad()
-    def _compute_scores(self) -> dict[str, float]:
+    def compute_scores(self) -> dict[str, float]:
         """Return the metrics of the held-out rows."""
-        self.model.eval()
+        model, objective = self.task.model.eval(), self.task.uptraining_objective
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
         disable = self.settings.disable_tqdm
         for batch in progress_bar(self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False):
-            terms = self.objective.compute_terms(self.model, batch, evaluating=True)
+            terms = objective.compute_terms(model, batch, evaluating=True)
             # Drop the rows that were repeated to fill the last batch of each process.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():
                 sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
@@ -548,7 +542,7 @@ class UptrainingEvaluator(MetricEvaluator):
                 "The held-out text must have tokens that the loss counts, but none is masked or each row is empty. "
                 "Give more text to --validation_file."
             )
-        metrics = {"loss": float(self.objective.sum_terms(totals))}
+        metrics = {"loss": float(objective.sum_terms(totals))}
         for name, (total, items) in totals.items():
             value = float(total / items)
             metrics |= {"embedding_cosine": 1 - value} if name == "embedding_distance" else {name: value}
@@ -559,7 +553,7 @@ class UptrainingEvaluator(MetricEvaluator):
 
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:
         """Generate the texts of a batch with greedy search."""
-        model = self.accelerator.unwrap_model(self.model)
+        model = self.accelerator.unwrap_model(self.task.model)
         with ignore_saved_length_limits(model):
             ids = model.generate(
                 input_ids=batch["input_ids"],
@@ -569,9 +563,9 @@ class UptrainingEvaluator(MetricEvaluator):
                 num_beams=1,
                 **({} if can_cache(model.config) else {"use_cache": False}),
             )
-        ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.tokenizer.pad_token_id)
+        ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.task.tokenizer.pad_token_id)
         ids = self.accelerator.gather_for_metrics(ids)
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return self.task.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:
@@ -580,22 +574,14 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
     Raises:
         ValueError: If it does not.
     """
-    architecture = (config.architectures or [""])[0]
-    if architecture.endswith("ForMultipleChoice"):
-        raise ValueError(
-            f"{settings.model_name_or_path} must not be a {architecture}, because uptraining does not support several "
-            "choices. Convert and uptrain the model that it was fine-tuned from."
-        )
     pairs = {"mlm": False, "embedding": False, "seq2seq": True, SPAN_CORRUPTION: True}
-    rules = [(f"--objective {settings.objective}", pairs[settings.objective])] if settings.objective in pairs else []
-    rules += [("--predict_with_generate", True)] if settings.predict_with_generate else []
-    for flag, is_encoder_decoder in rules:
-        if config.is_encoder_decoder != is_encoder_decoder:
-            rule, got = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
-            raise ValueError(
-                f"{flag} needs {rule}, but {settings.model_name_or_path} ({config.model_type}) is {got}. Use another "
-                "model."
-            )
+    is_encoder_decoder = pairs.get(settings.objective, config.is_encoder_decoder)
+    if config.is_encoder_decoder != is_encoder_decoder:
+        rule, got = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
+        raise ValueError(
+            f"--objective {settings.objective} needs {rule}, but {settings.model_name_or_path} ({config.model_type}) "
+            f"is {got}. Use another model."
+        )
 
 
 def compute_held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
@@ -624,13 +610,9 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
         input_kind: The kind of input of the decoder of the model.
 
     Raises:
-        ValueError: If there is a teacher but all its terms have weight 0, or if the model lacks a head.
+        ValueError: If there is a teacher but all its terms have weight 0, or if texts cannot be generated.
     """
     has_task, embeds = settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION), settings.objective == "embedding"
-    if settings.logits_weight and input_kind is DecoderInput.TARGETS:
-        raise ValueError(
-            f"--logits_weight needs a model with a head, but {settings.model_name_or_path} has none. Set it to 0."
-        )
     if settings.predict_with_generate and input_kind is not DecoderInput.OWN_TARGETS:
         raise ValueError(
             f"--predict_with_generate needs a model that generates text, but {settings.model_name_or_path} does not. "
@@ -638,21 +620,19 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
         )
     if settings.teacher is None:
         return TermWeights(cross_entropy=1.0)
-    weights = TermWeights(
-        cross_entropy=float(has_task),
-        embedding_distance=float(embeds),
-        hidden_states=_value_or_default(settings.hidden_states_weight, float(not embeds)),
-        attention_outputs=_value_or_default(settings.attention_outputs_weight, float(not embeds)),
-        logits=_value_or_default(settings.logits_weight, float(has_task or input_kind is DecoderInput.OWN_TARGETS)),
-        temperature=settings.temperature,
-    )
-    teacher_weights = asdict(weights) | {"cross_entropy": 0.0, "temperature": 0.0}
-    if not any(teacher_weights.values()):
+    compares_logits = has_task or input_kind is DecoderInput.OWN_TARGETS
+    weights = {
+        "embedding_distance": float(embeds),
+        "hidden_states": _value_or_default(settings.hidden_states_weight, float(not embeds)),
+        "attention_outputs": _value_or_default(settings.attention_outputs_weight, float(not embeds)),
+        "logits": _value_or_default(settings.logits_weight, float(compares_logits)),
+    }
+    if not any(weights.values()):
         raise ValueError(
             "--teacher needs a weight above 0, but --hidden_states_weight, --attention_outputs_weight and "
             "--logits_weight are 0. Set one of them, or remove --teacher."
         )
-    return weights
+    return TermWeights(cross_entropy=float(has_task), temperature=settings.temperature, **weights)
 
 
 def check_teacher_length(
@@ -670,48 +650,18 @@ def check_teacher_length(
         ValueError: If the teacher has too few positions, or if pieces of a text cannot be compared.
     """
     piece_length, positions = settings.teacher_max_length, longest_input(teacher)
-    if piece_length is not None and input_kind is not DecoderInput.NOTHING:
+    has_pieces = piece_length is not None
+    if has_pieces and (input_kind is not DecoderInput.NOTHING or (weights.logits and settings.objective != "mlm")):
         raise ValueError(
-            f"--teacher_max_length needs an encoder, but {settings.model_name_or_path} has a decoder. Remove it."
+            "--teacher_max_length needs an encoder without --logits_weight, because the pieces of a text have no "
+            "common output. Remove one of the flags."
         )
-    if piece_length is not None and weights.logits and settings.objective != "mlm":
+    lengths = [min(piece_length or settings.max_length, settings.max_length)]
+    lengths += [settings.max_target_length or settings.max_length] if input_kind.is_target else []
+    if positions is not None and max(lengths) > positions:
         raise ValueError(
-            "--teacher_max_length must not be set with --logits_weight, because the pieces of a text have no common "
-            "output. Set one of them to 0 or remove it."
-        )
-    if positions is not None and min(piece_length or settings.max_length, settings.max_length) > positions:
-        raise ValueError(
-            f"--teacher {settings.teacher} has {positions} positions, but --max_length is {settings.max_length}. "
-            f"Set --teacher_max_length to at most {positions}"
-            + ("." if piece_length is None else f", not {piece_length}.")
-        )
-    targets = settings.max_target_length or settings.max_length
-    if positions is not None and input_kind.is_target and targets > positions:
-        raise ValueError(
-            f"--max_target_length must be at most {positions}, the number of positions of --teacher "
-            f"{settings.teacher}, got {targets}."
-        )
-
-
-def check_teacher_types(
-    settings: UptrainingSettings, teacher: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, pairs: bool
-) -> None:
-    """Check that the teacher distinguishes the two texts of a pair if the model does.
-
-    Args:
-        settings: The settings of the run.
-        teacher: The configuration of the teacher.
-        tokenizer: The tokenizer of the model.
-        pairs: Whether a row is a pair of texts.
-
-    Raises:
-        ValueError: If the teacher has an embedding only for tokens of the first text.
-    """
-    token_types = getattr(teacher, "type_vocab_size", None)  # None: the teacher reads no token types
-    if pairs and "token_type_ids" in tokenizer.model_input_names and token_types is not None and token_types < 2:
-        raise ValueError(
-            f"--teacher {settings.teacher} must have at least 2 token types for pairs of texts, got type_vocab_size "
-            f"{token_types}. Use another teacher, or single texts."
+            f"--teacher {settings.teacher} has {positions} positions, but --max_length, --max_target_length or "
+            f"--teacher_max_length is {max(lengths)}. Set it to at most {positions}."
         )
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,13 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, send_to_device
 from torch import Tensor, nn
-from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -19,33 +25,46 @@ from ...conversion.checkpoint.source import copy_side_files, resolve_source, sid
 from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
-from ...languages import set_languages
-from ...model_history import ModelHistory
-from ...model_properties import DecoderInput, LogitsKind, decoder_input
+from ...model_folder import ModelHistory
+from ...model_properties import DecoderInput, LogitsKind, decoder_input, set_languages
 from ...registration import variant_config_class, variant_model_class
-from ..engine import outputs
-from ..engine.dataloaders import TrainingBatches, create_eval_dataloader
+from ...text_files import read_columns, read_lines, read_pairs, text_columns
+from ..engine.dataloaders import (
+    Collator,
+    TextRows,
+    TrainingBatches,
+    create_eval_dataloader,
+    hash_texts,
+    make_masked_text_collator,
+    make_pair_collator,
+    make_text_collator,
+)
 from ..engine.finetune import FineTuningTask
 from ..engine.loop import TrainingLoop
-from ..engine.losses import Objective
 from ..engine.models import (
     DROPOUT_FIELDS,
     add_lora,
+    append_end_tokens,
+    check_end_token,
+    check_max_length,
+    fit_token_types,
     freeze_unused,
     load_config,
     load_model,
     load_model_and_unexpected_keys,
+    load_tokenizer,
     resolve_architecture,
     select_trainable,
     set_dropout,
+    warn_about_truncation,
 )
-from ..engine.outputs import read_log
-from ..engine.session import configure_deepspeed
+from ..engine.optimization import Objective
+from ..engine.session import configure_deepspeed, is_trained_in_place, read_log, save_model
 from ..engine.settings import ModelSettings, count_training_steps
-from ..engine.text_rows import TextRows
-from ..engine.tokenizers import append_end_tokens, check_max_length, fit_token_types, load_tokenizer
-from ..pretraining.span_corruption import SpanCorruption
-from .data import UptrainingData, UptrainingStream, load_uptraining_data
+from ..pretraining.span_corruption import SpanCorruption, check_span_corruption
+from ..pretraining.task import PreparedBlocks, make_stream_batches
+from ..pretraining.text_stream import open_text, read_blocks, stack_rows
+from . import SPAN_CORRUPTION, UptrainingSettings
 from .objective import (
     WEIGHT_BY_TERM,
     Teacher,
@@ -54,16 +73,252 @@ from .objective import (
     check_architecture,
     check_teacher,
     check_teacher_length,
-    check_teacher_types,
     compute_held_out_gain,
     get_model_inputs,
     resolve_term_weights,
 )
-from .settings import SPAN_CORRUPTION, UptrainingSettings
-
-__all__ = ["Uptraining", "compute_mean_step_size", "count_sequences_per_step", "describe_step_size", "fit_batch_size"]
 
 logger = logging.getLogger(__name__)
+
+
+class UptrainingStream:
+    """Blocks of text for span corruption (arXiv 1910.10683, section 3.1.4), to train on and to evaluate.
+
+    With the same text, seed and noise, the batches are those of `pretrain-t5`.
+
+    Args:
+        settings: The settings of the run.
+        config: The configuration of the model.
+        tokenizer: The tokenizer.
+
+    Attributes:
+        held_out: The prepared blocks for the evaluation.
+        collate: Maps a list of prepared blocks to a batch.
+
+    Raises:
+        OSError, ValueError: If the text cannot be read or has no held-out part, or if the model or its tokenizer does
+            not support span corruption.
+    """
+
+    pairs = False
+
+    def __init__(self, settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase):
+        check_span_corruption(settings, settings.max_length, config, tokenizer)
+        self.settings, self.tokenizer, self.collate = settings, tokenizer, stack_rows
+        self.prepare = SpanCorruption(
+            tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
+        )
+        self.packing = tokenizer, self.prepare.block_length, self.prepare.separator
+        self.text = open_text(settings)
+        if not self.text.dev:
+            raise ValueError(
+                f"--dataset_name must have a split 'validation', but {settings.dataset_name} has none. Set "
+                "--validation_file."
+            )
+        self.get_first(1)  # raises an error now if the text has no tokens
+        self.held_out = PreparedBlocks(
+            read_blocks(self.text.dev, *self.packing, settings.max_eval_samples), self.prepare
+        )
+
+    def get_first(self, count: int) -> list[Any]:
+        """Return the first training examples, at most `count`."""
+        blocks = read_blocks(self.text.train, *self.packing, count)
+        return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
+
+    def warn_about_short_steps(self, sequences: int) -> None:
+        """Warn if the text has fewer sequences than a step. A step ends at the end of the text."""
+        count = len(read_blocks(self.text.train, *self.packing, sequences)) if self.text.train else sequences
+        if count < sequences:
+            logger.warning(
+                "The text has only %d sequences, but a step needs %d. Each step reads only those. Use more text or a "
+                "smaller --total_train_batch_size.", count, sequences,
+            )  # fmt: skip
+
+    def training_batches(self, accelerator: Accelerator) -> TrainingBatches:
+        """Return the training batches."""
+        settings = self.settings
+        return make_stream_batches(
+            settings, accelerator, self.text.train, self.tokenizer, self.prepare, settings.shuffle_buffer_size
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return values that identify the training text and its preparation."""
+        settings = self.settings
+        noise = {"noise": [settings.noise_density, settings.mean_noise_span_length]}
+        return {**self.text.train_fingerprint, **noise, "shuffle_buffer_size": settings.shuffle_buffer_size}
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        """Return values that identify the held-out text."""
+        return self.text.dev_fingerprint
+
+    def results(self) -> dict[str, Any]:
+        """Return the numbers of tokens of a block and of its targets."""
+        return {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
+
+
+# The share of the training text that is held out if there is no validation file, and the maximum number of rows.
+HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
+
+
+def hold_out(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:
+    """Split off the last rows for the evaluation, because neighboring rows often come from the same article.
+
+    Args:
+        texts: The rows.
+        max_rows: The maximum number of held-out rows. None: 512.
+
+    Returns:
+        The training rows, and the held-out rows (5 % of all rows, but at least one).
+
+    Raises:
+        ValueError: If there are fewer than two rows.
+    """
+    if len(texts) < 2:
+        raise ValueError(
+            f"The training text must have at least 2 rows to hold one out, got {len(texts)}. Give a validation file."
+        )
+    count = min(max_rows or MAX_HELD_OUT, max(1, int(HELD_OUT_SHARE * len(texts))))
+    return texts[:-count], texts[-count:]
+
+
+@dataclass(frozen=True)
+class UptrainingData:
+    """Rows for training and evaluation, and their collator.
+
+    Attributes:
+        train: The training rows.
+        held_out: The rows for the evaluation.
+        collate: Maps a list of rows to a batch.
+    """
+
+    train: TextRows
+    held_out: TextRows
+    collate: Collator
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a row is a pair of texts."""
+        return isinstance(self.train.texts[0], tuple)
+
+    def get_first(self, count: int) -> list[Any]:
+        """Return the first training rows, at most `count`."""
+        return [self.train[i] for i in range(min(count, len(self.train)))]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return values that identify the training rows."""
+        return {"training examples": len(self.train), "hash of the training data": hash_texts(self.train.texts)}
+
+    def dev_fingerprint(self) -> dict[str, Any]:
+        """Return values that identify the held-out rows."""
+        return {"hash of the held-out data": hash_texts(self.held_out.texts)}
+
+
+def load_uptraining_data(
+    settings: UptrainingSettings,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    input_kind: DecoderInput,
+) -> UptrainingData:
+    """Read the text of the run: sources and targets, or texts or pairs of texts that the model reads as one input.
+
+    Args:
+        settings: The settings of the run.
+        config: The configuration of the model.
+        tokenizer: The tokenizer.
+        input_kind: The kind of input of the decoder of the model.
+
+    Raises:
+        OSError: If a file cannot be read.
+        ValueError: If a file has invalid content, if a flag is missing, if targets are longer than the model allows,
+            or if the tokenizer appends no end token to targets.
+    """
+    if input_kind.is_target:
+        multiple = settings.pad_to_multiple_of
+        check_max_length(_get_target_length(settings), config, tokenizer, flag="max_target_length", multiple=multiple)
+    if input_kind is DecoderInput.OWN_TARGETS:
+        check_end_token(settings, tokenizer)
+    collate = _make_collator(settings, config, tokenizer, input_kind.is_target)
+    train, held_out = (_read_pairs if input_kind.is_target else _read_texts)(settings)
+    if not held_out:
+        train, held_out = hold_out(train, settings.max_eval_samples)
+    train, held_out = train[: settings.max_train_samples], held_out[: settings.max_eval_samples]
+    for split, rows in (("train", train), ("held out", held_out)):
+        _warn_about_long_rows(settings, tokenizer, split, rows, input_kind.is_target)
+    return UptrainingData(TextRows(train), TextRows(held_out).longest_first(), collate)
+
+
+def _get_target_length(settings: UptrainingSettings) -> int:
+    """Return the maximum length of targets in tokens."""
+    return settings.max_target_length or settings.max_length
+
+
+def _warn_about_long_rows(
+    settings: UptrainingSettings, tokenizer: PreTrainedTokenizerBase, split: str, rows: list[Any], has_targets: bool
+) -> None:
+    """Warn about rows that are longer than the maximum lengths."""
+    columns = [list(column) for column in zip(*rows, strict=True)] if isinstance(rows[0], tuple) else [rows]
+    if has_targets:
+        sources, targets = [settings.source_prefix + source for source in columns[0]], columns[1]
+        warn_about_truncation(tokenizer, split, "sources", {"text": sources}, "max_length", settings.max_length)
+        limit = _get_target_length(settings)
+        warn_about_truncation(tokenizer, split, "targets", {"text_target": targets}, "max_target_length", limit)
+        return
+    texts = dict(zip(("text", "text_pair"), columns, strict=False))
+    warn_about_truncation(
+        tokenizer, split, "texts" if len(columns) == 1 else "pairs", texts, "max_length", settings.max_length
+    )
+
+
+def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
+    """Read the training and held-out rows of a model without targets."""
+    if not settings.train_file:
+        raise ValueError(f"--objective {settings.objective} needs --train_file for this model. Set it.")
+    columns = text_columns(
+        [*settings.train_file, *(settings.validation_file or [])], settings.text_columns, "--text_columns"
+    )
+    if not columns:
+        return read_lines(settings.train_file), read_lines(settings.validation_file or [])
+    train, held_out = (
+        read_columns(paths or [], columns, "--text_columns").texts
+        for paths in (settings.train_file, settings.validation_file)
+    )
+    if len(columns) == 1:
+        return [text for (text,) in train], [text for (text,) in held_out]
+    return train, held_out
+
+
+def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
+    """Read the training and held-out pairs of a model with targets."""
+    sources = (settings.source_file, settings.validation_source_file)
+    targets = (settings.target_file, settings.validation_target_file)
+    if any((source is None) != (target is None) for source, target in zip(sources, targets, strict=True)):
+        raise ValueError(
+            "--source_file and --target_file must be set together, and so must --validation_source_file and "
+            "--validation_target_file."
+        )
+    if (settings.source_file is None) == (settings.train_file is None):
+        raise ValueError("Set either --source_file and --target_file, or a table as --train_file.")
+    columns = (settings.source_column, settings.target_column), "--source_column and --target_column"
+    train, held_out = (
+        (read_pairs(source, target) if source and target else read_columns(table or [], *columns)).texts
+        for source, target, table in zip(
+            sources, targets, (settings.train_file, settings.validation_file), strict=True
+        )
+    )
+    return train, held_out
+
+
+def _make_collator(
+    settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_targets: bool
+) -> Collator:
+    """Return the function that makes batches of rows."""
+    shape = settings.max_length, settings.pad_to_multiple_of
+    if settings.objective == "mlm":
+        return make_masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
+    if not has_targets:
+        return make_text_collator(tokenizer, *shape)
+    start: Any = config.decoder_start_token_id
+    return make_pair_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)
 
 
 def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
@@ -124,7 +379,7 @@ RISING_METRIC_NAMES = ("embedding_cosine", "bleu")
 WITHOUT_DROPOUT = ("distill", "embedding", SPAN_CORRUPTION)
 
 
-class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
+class Uptraining(FineTuningTask[UptrainingSettings]):
     """Uptraining of a converted checkpoint (arXiv 2305.13245, section 2.1), with or without a teacher.
 
     The results contain `eval_loss`, the terms of the loss and other dev metrics after training. The metrics before
@@ -168,7 +423,6 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
             check_teacher_length(settings, self.teacher_config, self.input_kind, self.weights)
-            check_teacher_types(settings, self.teacher_config, self.tokenizer, pairs)
 
     def _load_data(self) -> UptrainingData | UptrainingStream:
         """Read the text of the run."""
@@ -245,7 +499,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         )
         if self.target_start is not None:
             self.target_start.apply_to(model)
-        self.model, self.extra_tensors = model, _read_tensors(settings.source, rest)
+        self.student, self.extra_tensors = model, _read_tensors(settings.source, rest)
         select_trainable(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
@@ -290,7 +544,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
 
     def _freeze_unused(self) -> None:
         """Freeze the parameters that the loss does not depend on."""
-        objective, model = self.uptraining_objective, self.model
+        objective, model = self.uptraining_objective, self.student
         batch = next(self._make_first_batches(2, 2))
         unused = freeze_unused(model.eval(), lambda: objective.sum_terms(objective.compute_terms(model, batch)))
         if unused:
@@ -298,10 +552,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
             logger.info(message, ", ".join(unused))
 
     def objective(self) -> Objective:
-        uptraining = self.uptraining_objective
-        if isinstance(self.data, UptrainingStream):
-            return Objective(uptraining.loss_sum, uptraining.count, lambda batch: int(batch["examples"]))
-        return Objective(uptraining.loss_sum, uptraining.count)
+        return Objective(self.uptraining_objective.loss_sum, self.uptraining_objective.count)
 
     def lengths(self) -> list[int]:
         return self.rows.lengths()
@@ -340,7 +591,7 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def loop_options(self, total_steps: int) -> dict[str, Any]:
         return {"eval_steps": self.settings.eval_steps or max(1, math.ceil(total_steps / EVALUATIONS))}
 
-    def make_evaluator(self, model: nn.Module) -> UptrainingEvaluator:
+    def prepare_evaluation(self) -> bool:
         settings, held_out = self.settings, self.data.held_out
         loader = create_eval_dataloader(
             held_out, settings.per_device_eval_batch_size, self.collate, settings.dataloader_num_workers
@@ -349,8 +600,11 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         references = None
         if settings.predict_with_generate and isinstance(held_out, TextRows):
             references = [target for _, target in held_out.texts]
-        objective = self.uptraining_objective
-        return UptrainingEvaluator(self.accelerator, model, objective, loader, self.tokenizer, references, settings)
+        self.evaluator = UptrainingEvaluator(self, loader, references)
+        return True
+
+    def evaluate(self) -> dict[str, float]:
+        return self.evaluator.compute_scores()
 
     def fingerprint(self) -> dict[str, Any]:
         settings = self.settings
@@ -372,8 +626,8 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
     def dev_fingerprint(self) -> dict[str, Any]:
         return self.data.dev_fingerprint()
 
-    def before_training(self, loop: TrainingLoop, evaluator: Any) -> None:
-        metrics = evaluator()
+    def before_training(self, loop: TrainingLoop) -> None:
+        metrics = self.run_evaluation()
         best_metric = loop.settings.metric_for_best_model
         if loop.settings.keep_best and best_metric not in metrics:
             raise ValueError(f"--metric_for_best_model must be one of {', '.join(metrics)}, got {best_metric!r}.")
@@ -385,14 +639,14 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         loop.evaluated_step = 0
         loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
-    def after_training(self, loop: TrainingLoop, evaluator: Any, model: nn.Module) -> nn.Module:
+    def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
         # Evaluate before the low-rank updates are merged into the weights, because merging rounds differently.
-        super().last_evaluation(loop, evaluator)
+        super().last_evaluation(loop)
         self.log_path = loop.log.path
         for name, value in self.saved_dropout.items():
-            setattr(self.model.config, name, value)
-        rising = [name for name in RISING_METRIC_NAMES if name in evaluator.metrics]
-        self.shown_metrics = rising or [name for name in WEIGHT_BY_TERM if name in evaluator.metrics]
+            setattr(self.student.config, name, value)
+        rising = [name for name in RISING_METRIC_NAMES if name in self.metrics]
+        self.shown_metrics = rising or [name for name in WEIGHT_BY_TERM if name in self.metrics]
         self.examples_and_steps = loop.state.examples, loop.state.step
         if self.peft_model is None:
             return model
@@ -405,18 +659,18 @@ class Uptraining(FineTuningTask[UptrainingSettings, UptrainingEvaluator]):
         new_files = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer or self.target_start is not None else []
         new_files += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
         add_files = partial(_copy_side_files, self.settings, new_files)
-        outputs.save_model(
+        save_model(
             self.accelerator, model, self.tokenizer, self.settings, history, self.extra_tensors, add_files=add_files
         )
 
-    def last_evaluation(self, loop: TrainingLoop, evaluator: UptrainingEvaluator) -> None:
+    def last_evaluation(self, loop: TrainingLoop) -> None:
         """Do nothing, because `after_training` has evaluated the model."""
 
-    def dev_results(self, evaluator: UptrainingEvaluator) -> dict[str, Any]:
+    def dev_results(self) -> dict[str, Any]:
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
         initial = {f"initial_{key}": value for key, value in before.items() if key.startswith("eval_")}
-        gain = compute_held_out_gain(before, evaluator.metrics, self.examples_and_steps[1])
-        return {**initial, **gain, **evaluator.metric_options, "eval_samples": len(self.data.held_out)}
+        gain = compute_held_out_gain(before, self.metrics, self.examples_and_steps[1])
+        return {**initial, **gain, **self.evaluator.metric_options, "eval_samples": len(self.data.held_out)}
 
     def results(self) -> dict[str, Any]:
         settings = self.settings
@@ -465,7 +719,7 @@ def _copy_side_files(settings: UptrainingSettings, new_files: Sequence[str], out
     Files that the training has written are not copied: `new_files`, code, and the files of another tokenizer. The
     model card is not copied either, because it describes the original model. The history contains its license.
     """
-    if outputs.is_trained_in_place(settings):
+    if is_trained_in_place(settings):
         return
     folder = resolve_source(settings.source, weights=False)
     copied, _ = side_files(folder, [])
