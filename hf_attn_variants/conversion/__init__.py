@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 # Names are imported at their first use, because reading a checkpoint folder needs none of the code that fits weights.
 # No module here may be called `convert`, because it would replace the function of that name.
 _MODULES = {
-    "METHODS": "request",
+    "METHODS": "conversions",
     "AttentionTensors": "attention_tensors",
     "Calibration": "calibration_settings",
-    "ConversionMethod": "methods",
+    "ConversionMethod": "attention_tensors",
     "ConversionReport": "report",
-    "LayerContext": "methods",
+    "LayerContext": "attention_tensors",
     "LayerReport": "report",
     "convert": "conversions",
     "convert_checkpoint": "conversions",
@@ -57,13 +57,11 @@ def _load_attribute(name: str) -> Any:
 
 # Type checkers would accept any attribute if they saw `__getattr__`.
 if TYPE_CHECKING:
-    from .attention_tensors import AttentionTensors
+    from .attention_tensors import AttentionTensors, ConversionMethod, LayerContext
     from .calibration.examples import read_audio_calibration, read_calibration
     from .calibration_settings import Calibration
-    from .conversions import convert, convert_checkpoint, convert_model, load_converted
-    from .methods import ConversionMethod, LayerContext
+    from .conversions import METHODS, convert, convert_checkpoint, convert_model, load_converted
     from .report import ConversionReport, LayerReport
-    from .request import METHODS
 else:
     __getattr__ = _load_attribute
 

@@ -19,8 +19,6 @@ from ..modeling.mechanisms.talking_heads import dynamic_terms
 from .attention_tensors import LATENT, AttentionTensors, HeadCounts
 from .checkpoint.tensor_files import TensorEntry
 
-__all__ = ["AttentionModule", "attention_modules", "check_nothing_missing", "check_other_shapes"]
-
 logger = logging.getLogger(__name__)
 
 

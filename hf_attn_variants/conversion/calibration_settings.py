@@ -14,22 +14,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import FeatureExtractionMixin, PreTrainedTokenizerBase
 
-__all__ = [
-    "AUDIO_CALIBRATION_SIZE",
-    "CALIBRATION_SIZE",
-    "FIT_DEFAULTS",
-    "FIT_TOKENS",
-    "LONGEST",
-    "MAX_AUDIO_LENGTH",
-    "MAX_LENGTH",
-    "MIN_TEXTS",
-    "PASSAGE_LENGTH",
-    "QUICK_AUDIO_SIZE",
-    "QUICK_SIZE",
-    "Calibration",
-    "CalibrationLike",
-]
-
 # Number of examples drawn from a file, and from a folder of audio. Whisper encodes each recording as 1,500 positions.
 CALIBRATION_SIZE, AUDIO_CALIBRATION_SIZE = 2048, 64
 # The same numbers for `convert --quick`.

@@ -32,29 +32,16 @@ from ..modeling.mechanisms.talking_heads import (
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules, check_nothing_missing, check_other_shapes
 from .attention_tensors import (
-    POSITION_FIELDS,
     AttentionTensors,
+    ConversionMethod,
+    LayerContext,
     best_latent,
     on_latent,
     pool_key_value,
     repeat_heads,
     weight_forms,
 )
-from .checkpoint.tensor_files import TensorEntry
-from .methods import ConversionMethod, LayerContext
-
-__all__ = [
-    "ConversionPlan",
-    "check_no_talking_heads",
-    "check_talking_fields_used",
-    "check_talking_heads_unchanged",
-    "explain_not_calibrated",
-    "explain_not_fittable",
-    "initialize_projections",
-    "initializer_std",
-    "make_plan",
-    "seeded_generator",
-]
+from .checkpoint.tensor_files import POSITION_FIELDS, TensorEntry
 
 # Fields that a conversion can change in addition to heads and latents.
 OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")

@@ -49,29 +49,12 @@ from ..files import REPORT_NAME, atomic_write
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, HeadCounts, reorder_heads
-from .cache_budget import cache_bytes_per_token, cached_numbers
 from .checkpoint.tensor_files import TensorEntry, element_size
+from .layer_choice import cache_bytes_per_token, cached_numbers
 from .plan import ConversionPlan
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "BOUNDS",
-    "SHARES",
-    "ConversionReport",
-    "LayerReport",
-    "ModelNotKeptError",
-    "Quality",
-    "attention_errors",
-    "bilinear_error",
-    "check_kept",
-    "conversion_report",
-    "edit_distance",
-    "layer_report",
-    "package_versions",
-    "ratio_interval",
-]
 
 logger = logging.getLogger(__name__)
 

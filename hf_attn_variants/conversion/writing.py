@@ -27,15 +27,6 @@ from .checkpoint.tensor_files import CheckpointReader, SafetensorsWriter, Tensor
 from .plan import ConversionPlan
 from .report import LayerReport, layer_report
 
-__all__ = [
-    "CheckpointFolder",
-    "converted_tensors",
-    "generation_config",
-    "plan_entries",
-    "plan_folder",
-    "write_class_names",
-    "write_weights",
-]
 # Prefixes of the names of tokenizer files.
 TOKENIZER_PREFIXES = ("tokenizer", "vocab", "spiece", "sentencepiece")
 

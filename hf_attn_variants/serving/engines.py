@@ -16,22 +16,7 @@ from ..model_properties import ignore_saved_length_limits
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
 from ..shared_memory.share import share_memory
-from .ctranslate2_engine import ExportedModel, token_text
-
-__all__ = [
-    "CTRANSLATE2",
-    "Engine",
-    "Load",
-    "build_model",
-    "ctranslate2_problem",
-    "is_generative",
-    "list_engines",
-    "make_torch_call",
-    "random_inputs",
-    "served_auto_class",
-    "served_model_class",
-    "write_ctranslate2_folder",
-]
+from .peak_memory import ExportedModel, token_text
 
 CTRANSLATE2 = "CTranslate2"
 # Tokens that CTranslate2 needs in the vocabulary of a Whisper.
@@ -67,8 +52,8 @@ def write_ctranslate2_folder(
     Raises:
         ValueError: if the start token of the decoder or the end token is unknown.
     """
+    from ..export.ctranslate2 import model_specification
     from ..export.ctranslate2_check import Tokens
-    from ..export.ctranslate2_specs import model_specification
 
     vocabulary = [token_text(number) for number in range(model.config.vocab_size)]
     start, end = (_get_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))

@@ -1,7 +1,7 @@
-"""Peak memory of an engine, measured in a separate process that serves one batch.
+"""Calls of CTranslate2, and the peak memory of an engine, measured in a separate process that serves one batch.
 
 The process of a CTranslate2 engine must not import torch, which would count as memory of the engine. Therefore this
-module and `ctranslate2_engine` import neither torch nor Transformers at their tops.
+module imports neither torch nor Transformers at its top.
 """
 
 import json
@@ -10,17 +10,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .ctranslate2_engine import ExportedModel, make_ctranslate2_call
-
 if TYPE_CHECKING:
     from .engines import Engine, Load
-
-__all__ = ["peak_bytes"]
 
 # The file that contains the peak memory of a process, and the file that resets the peak if "5" is written (proc(5)).
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -31,6 +27,60 @@ PROGRAM = (
     "peak_memory.main()"
 )
 FEATURES_FILE = "features.npy"
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """Model of CTranslate2 with its inputs.
+
+    Args:
+        folder: the folder of the model.
+        int8: whether the weights are int8.
+        inputs: rows of token ids, or audio features as a numpy array [b, mel bins, frames].
+        prompt: the first tokens of the decoder of a Whisper. Empty for other models.
+    """
+
+    folder: str
+    int8: bool
+    inputs: Any
+    prompt: list[int]
+
+
+def token_text(number: int) -> str:
+    """Return the text of a token in the vocabulary of an exported model."""
+    return f"<{number}>"
+
+
+def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int) -> Callable[[int], None]:
+    """Return a function that serves a batch with CTranslate2. Its argument is the number of new tokens.
+
+    Args:
+        exported: the model and its inputs.
+        num_beams: the number of beams.
+        threads: the number of threads of a call.
+    """
+    import ctranslate2
+
+    compute_type = "int8_float32" if exported.int8 else "float32"
+    options = {"device": "cpu", "compute_type": compute_type, "intra_threads": threads}
+    if exported.prompt:
+        whisper = ctranslate2.models.Whisper(exported.folder, **options)
+        prompts = [exported.prompt] * len(exported.inputs)
+
+        def transcribe(tokens: int) -> None:
+            features = ctranslate2.StorageView.from_array(exported.inputs)
+            # CTranslate2 generates half as many tokens as `max_length`.
+            whisper.generate(features, prompts, beam_size=num_beams, max_length=2 * tokens)
+
+        return transcribe
+    translator = ctranslate2.Translator(exported.folder, **options)
+    rows = [[token_text(number) for number in row] for row in exported.inputs]
+
+    def translate(tokens: int) -> None:
+        limits = {"min_decoding_length": tokens, "max_decoding_length": tokens, "max_input_length": 0}
+        translator.translate_batch(rows, beam_size=num_beams, **limits)
+
+    return translate
 
 
 def peak_bytes(

@@ -24,8 +24,6 @@ from .attention import (
     shared_class,
 )
 
-__all__ = ["EXPANSION", "SharedExpansion", "share_memory"]
-
 # The Transformers method that repeats the inputs for each beam, which `SharedExpansion` replaces.
 EXPANSION = "_expand_inputs_for_generation"
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 from hf_attn_variants import cli, convert
 from hf_attn_variants.conversion import Calibration
 from hf_attn_variants.conversion.attention_tensors import LatentForm, best_latent, lost_by_rank, preserved_energy
-from hf_attn_variants.conversion.cache_budget import ranks_within
+from hf_attn_variants.conversion.layer_choice import ranks_within
 
 ROBERTA = next(row for row in ENCODERS if row.name == "roberta")
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 import hf_attn_variants
 from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.methods import mean_heads
+from hf_attn_variants.conversion.attention_tensors import mean_heads
 from hf_attn_variants.conversion.plan import seeded_generator
 from hf_attn_variants.files import REPORT_NAME
 from hf_attn_variants.modeling.mechanisms.talking_heads import projection_std

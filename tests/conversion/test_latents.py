@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.conversion import convert_checkpoint, convert_model, load_converted
 from hf_attn_variants.conversion.attention_tensors import (
+    AttentionInputs,
     AttentionTensors,
     HeadCounts,
     LatentForm,
@@ -23,7 +24,7 @@ from hf_attn_variants.conversion.attention_tensors import (
     weight_forms,
 )
 from hf_attn_variants.conversion.calibration.methods import latent_forms
-from hf_attn_variants.conversion.calibration.recording import AttentionInputs, attention_weights, compute_attention
+from hf_attn_variants.conversion.calibration.recording import attention_weights, compute_attention
 
 pytestmark = pytest.mark.cross_product
 

@@ -14,10 +14,10 @@ from transformers import BertConfig, BertModel
 
 from hf_attn_variants import cli
 from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
-from hf_attn_variants.conversion.calibration.matching_layers import matching_shares
 from hf_attn_variants.conversion.checkpoint.models import ModelReader
+from hf_attn_variants.conversion.conversions import resolve_method
+from hf_attn_variants.conversion.layer_choice import matching_shares
 from hf_attn_variants.conversion.plan import make_plan
-from hf_attn_variants.conversion.request import resolve_method
 
 
 def small(**changes):

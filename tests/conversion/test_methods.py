@@ -7,14 +7,16 @@ from torch import nn
 from hf_attn_variants.conversion.attention_tensors import (
     AttentionTensors,
     HeadCounts,
+    LayerContext,
+    first_heads,
     group_heads,
+    mean_heads,
     relation,
     repeat_heads,
     split_heads,
 )
-from hf_attn_variants.conversion.methods import LayerContext, first_heads, mean_heads
+from hf_attn_variants.conversion.conversions import resolve_method
 from hf_attn_variants.conversion.plan import seeded_generator
-from hf_attn_variants.conversion.request import resolve_method
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 12, 4, 3, 20
 

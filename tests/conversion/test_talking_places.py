@@ -14,8 +14,7 @@ from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.conversion.plan import explain_not_calibrated
 from hf_attn_variants.export.plain import export_transformers
-from hf_attn_variants.hub.card import model_card
-from hf_attn_variants.hub.heads_diagram import heads_diagram
+from hf_attn_variants.hub.card import heads_diagram, model_card
 from hf_attn_variants.inspection.costs import variant_name
 
 BART = ENCODER_DECODERS[0]

@@ -340,17 +340,17 @@ def test_the_names_of_quantisations_are_ctranslate2s():
 @needs_engine
 def test_a_model_that_writes_other_tokens_is_an_error(tmp_path, monkeypatch):
     """The file has the tensors of another model."""
-    from hf_attn_variants.export import ctranslate2_specs
+    from hf_attn_variants.export import ctranslate2
 
     folder = save_writer(tmp_path / "model", "t5", "gqa")
-    made = ctranslate2_specs.model_specification
+    made = ctranslate2.model_specification
 
     def with_other_weights(*args):
         spec = made(*args)
         spec.decoder.layer[0].attention.linear[1].weight.tensor.neg_()
         return spec
 
-    monkeypatch.setattr(ctranslate2_specs, "model_specification", with_other_weights)
+    monkeypatch.setattr(ctranslate2, "model_specification", with_other_weights)
     with pytest.raises(ValueError, match="other tokens"):
         export_ctranslate2(folder, tmp_path / "ct2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]

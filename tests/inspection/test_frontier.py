@@ -23,8 +23,7 @@ from hf_attn_variants.conversion import Calibration, convert_model, read_audio_c
 from hf_attn_variants.conversion.calibration.batches import IGNORED, make_batches
 from hf_attn_variants.conversion.calibration.examples import generate_transcripts, load_audio
 from hf_attn_variants.conversion.plan import seeded_generator
-from hf_attn_variants.inspection.frontier.held_out import held_out_text
-from hf_attn_variants.inspection.frontier.measure import (
+from hf_attn_variants.inspection.frontier import (
     ConvertedAttentions,
     Frontier,
     FrontierRow,
@@ -38,6 +37,7 @@ from hf_attn_variants.inspection.frontier.measure import (
     split_text,
     variants_to_try,
 )
+from hf_attn_variants.inspection.held_out import held_out_text
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCau
 
 import hf_attn_variants
 from hf_attn_variants import quantize, share_memory
-from hf_attn_variants.quantization import bfloat16, int8_weight, packed_linear
+from hf_attn_variants.quantization import int8_weight, packed_linear
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_fast_bfloat16
 from hf_attn_variants.shared_memory.attention import cross_attentions
+
+# The package has a function of this name.
+in_place = importlib.import_module("hf_attn_variants.quantization.quantize")
 
 T5 = next(row for row in ARCHITECTURES if row.name == "t5")
 GENERATES = "T5ForConditionalGeneration"
@@ -39,14 +42,13 @@ def kinds_of(model):
 @pytest.fixture
 def outliers(monkeypatch):
     """As if the inputs of T5's `wo` and of its output layer had outliers."""
-    module = importlib.import_module("hf_attn_variants.quantization.quantize")
-    measured = module.rounding_errors
+    measured = in_place.rounding_errors
 
     def errors(model, linears, inputs):
         found = measured(model, linears, inputs)
         return found | {path: 2.0 for path in found if path.endswith((".wo", "lm_head"))}
 
-    monkeypatch.setattr(module, "rounding_errors", errors)
+    monkeypatch.setattr(in_place, "rounding_errors", errors)
 
 
 def test_it_is_in_place_and_the_model_stays_its_class(outliers):
@@ -63,8 +65,7 @@ def test_it_is_in_place_and_the_model_stays_its_class(outliers):
 
 
 def test_without_bfloat16_layers_with_outliers_stay_in_float32(outliers, monkeypatch):
-    module = importlib.import_module("hf_attn_variants.quantization.quantize")
-    monkeypatch.setattr(module, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(in_place, "has_fast_bfloat16", lambda: False)
     model = quantize(tiny_model("t5"))
     for block in (*model.encoder.block, *model.decoder.block):
         assert type(block.layer[-1].DenseReluDense.wo) is torch.nn.Linear
@@ -214,7 +215,7 @@ def test_it_is_not_trained():
 
 
 def test_bfloat16_is_upstreams_cast(monkeypatch, tmp_path):
-    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
+    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0))
     for model in (tiny_model("t5"), T5.model(GENERATES, "latent"), T5.model(GENERATES, "talking")):
         expected = logits_of(copy.deepcopy(model).to(torch.bfloat16))
         assert quantize(model, "bfloat16") is model and model.dtype == torch.bfloat16
@@ -223,7 +224,7 @@ def test_bfloat16_is_upstreams_cast(monkeypatch, tmp_path):
 
 
 def test_bfloat16_keeps_what_upstream_keeps(monkeypatch):
-    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 1.0))
+    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0))
     model = tiny_model("t5")
     model._keep_in_fp32_modules_strict = {"wo"}
     wo = model.encoder.block[0].layer[1].DenseReluDense.wo
@@ -236,7 +237,7 @@ def test_bfloat16_keeps_what_upstream_keeps(monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "m2m_100"])
 def test_bfloat16_keeps_the_tables_that_upstream_keeps(kind, monkeypatch, tmp_path):
     """RoPE's frequencies stay in float32, as `from_pretrained` makes them; sinusoids become bfloat16."""
-    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: {"all": 1.0})
+    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: {"all": 1.0})
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)) if kind == "llama" else tiny_model(kind)
     model.eval().save_pretrained(tmp_path)
@@ -374,10 +375,9 @@ def test_outliers_are_measured():
 
 
 def test_int8_that_is_slower_is_warned_about(monkeypatch, caplog):
-    module = importlib.import_module("hf_attn_variants.quantization.quantize")
     transformers.logging.enable_propagation()
     for int8, words in ((3.0, "3.0 times as long"), (0.5, "")):
-        monkeypatch.setattr(module, "least_seconds", lambda *calls, int8=int8: [1.0, int8])
+        monkeypatch.setattr(in_place, "least_seconds", lambda *calls, int8=int8: [1.0, int8])
         caplog.clear()
         with caplog.at_level(logging.INFO, "transformers"):
             quantize(tiny_model("bart"))
@@ -416,14 +416,14 @@ def test_what_it_counts_and_where_it_may_go():
 
 
 def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):
-    ratios = dict(zip(bfloat16.TIMED_ROWS, (0.9, 7.3), strict=True))
-    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: ratios)
+    ratios = dict(zip(in_place.TIMED_ROWS, (0.9, 7.3), strict=True))
+    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: ratios)
     transformers.logging.enable_propagation()
     with caplog.at_level(logging.WARNING, "transformers"):
         quantize(tiny_model("t5"), "bfloat16")
     assert "7.3 times as long" in caplog.text and "0.9 times" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(bfloat16, "bfloat16_slowdowns", lambda threads: dict.fromkeys(bfloat16.TIMED_ROWS, 0.5))
+    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 0.5))
     with caplog.at_level(logging.WARNING, "transformers"):
         quantize(tiny_model("t5"), "bfloat16")
     transformers.logging.disable_propagation()
@@ -431,8 +431,8 @@ def test_bfloat16_that_is_slower_is_told(monkeypatch, caplog):
 
 
 def test_what_is_measured_of_bfloat16():
-    found = bfloat16.bfloat16_slowdowns.__wrapped__(1)
-    assert found.keys() == bfloat16.TIMED_ROWS.keys() and all(0.05 < ratio < 200 for ratio in found.values())
+    found = in_place.bfloat16_slowdowns.__wrapped__(1)
+    assert found.keys() == in_place.TIMED_ROWS.keys() and all(0.05 < ratio < 200 for ratio in found.values())
 
 
 def compiled():

@@ -22,7 +22,7 @@ from hf_attn_variants import cli, files
 from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.input_files import is_unicode
-from hf_attn_variants.inspection.frontier import measure
+from hf_attn_variants.inspection import frontier
 from hf_attn_variants.modeling.architectures.configuration_attn_variants import AttnVariantT5Config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -224,19 +224,19 @@ def test_a_frontier_goes_on_where_it_was_stopped(sources, tmp_path, capsys, monk
     out = tmp_path / "out"
     *_, argv = converts(sources["bert"], out, sources["text"])
     argv = [*argv, "--kv_lora_rank", 8, 4, "--disable_tqdm"]
-    whole = measure.SavedFrontier.save
+    whole = frontier.SavedFrontier.save
 
     def stopped(self, frontier, left):
         whole(self, frontier, left)
         if left == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure.SavedFrontier, "save", stopped)
+    monkeypatch.setattr(frontier.SavedFrontier, "save", stopped)
     assert cli.main([str(each) for each in argv]) == 130
     assert "frontier.json contains the finished measurements" in capsys.readouterr().err
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
-    monkeypatch.setattr(measure.SavedFrontier, "save", whole)
+    monkeypatch.setattr(frontier.SavedFrontier, "save", whole)
     assert "belongs to an interrupted call with another" in one_line(capsys, *argv, "--seed", 4)
     assert json.loads((out / "frontier.json").read_text()) == before
     assert run(capsys, *argv)[0] == 0

@@ -17,33 +17,6 @@ from ...progress import progress_bar
 from ...registration import longest_input
 from ..calibration_settings import FIT_TOKENS, LONGEST, Calibration
 
-__all__ = [
-    "ENCODER_OUTPUTS",
-    "IGNORED",
-    "MIN_TOKENS",
-    "Batch",
-    "add_text_lengths",
-    "check_amount",
-    "check_audio",
-    "check_source_loss",
-    "check_targets",
-    "check_texts",
-    "drop_encoder_outputs",
-    "generate_targets",
-    "get_generated_tokens",
-    "group_by_length",
-    "join_passages",
-    "make_batches",
-    "make_decoder_arguments",
-    "make_next_token_labels",
-    "make_untruncated_batches",
-    "pad_rows",
-    "reads_passages",
-    "reuse_encoder_outputs",
-    "split_examples",
-    "tokenize_texts",
-]
-
 logger = logging.getLogger(__name__)
 
 # Number of tokens to fit to per element of a hidden state. A regression of the outputs has one unknown per element.

@@ -15,10 +15,19 @@ from ...model_properties import DecoderInput, decoder_input
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
-from ..attention_tensors import AttentionTensors, HeadCounts, LatentForms, best_latent
+from ..attention_tensors import (
+    AttentionInputs,
+    AttentionTensors,
+    CalibratedMethod,
+    HeadCounts,
+    LatentForms,
+    LatentInText,
+    LayerContext,
+    MeanPooling,
+    best_latent,
+)
 from ..calibration_settings import Calibration
 from ..checkpoint.models import TensorSource
-from ..methods import CalibratedMethod, LatentInText, LayerContext, MeanPooling
 from ..plan import ConversionPlan, explain_not_calibrated, seeded_generator
 from .batches import (
     Batch,
@@ -33,10 +42,8 @@ from .batches import (
 from .examples import make_audio_batches
 from .fitting import error_compared_with, round_error
 from .methods import latent_forms
-from .recording import AttentionInputs, compute_attention, group_modules, record_inputs
+from .recording import compute_attention, group_modules, record_inputs
 from .source_outputs import SourceModel, SourceOutputs
-
-__all__ = ["CalibrationResult", "calibrate", "calibration_settings", "forms_on_text", "is_calibrated"]
 
 # Cost of the work on an attention, in calls of it: for the closed form of a batch, and for a step of the fit.
 CLOSED_FORM_CALLS, STEP_CALLS = 12.0, 4.0

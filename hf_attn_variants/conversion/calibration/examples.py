@@ -27,18 +27,6 @@ from .batches import (
     split_examples,
 )
 
-__all__ = [
-    "AUDIO_FILES",
-    "as_calibration",
-    "generate_transcripts",
-    "load_audio",
-    "make_audio_batch",
-    "make_audio_batches",
-    "read_audio_calibration",
-    "read_calibration",
-    "read_features",
-]
-
 # Suffixes of audio files. All except the first need the package soundfile.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 # The first bytes of wav files.

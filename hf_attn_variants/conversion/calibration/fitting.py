@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention_tensors import AttentionTensors, HeadCounts
+from ..attention_tensors import AttentionInputs, AttentionTensors, HeadCounts
 from ..calibration_settings import Calibration
-from .recording import AttentionInputs, compute_attention
-
-__all__ = ["error_compared_with", "fit", "refit_output", "refits_of_output", "relative_error", "round_error"]
+from .recording import compute_attention
 
 # Share of the mean second moment that is added to each direction before whitening, so that rare directions are not
 # amplified.

@@ -33,15 +33,6 @@ from .batches import (
 )
 from .examples import make_audio_batch
 
-__all__ = [
-    "SourceModel",
-    "SourceOutputs",
-    "check_has_processor",
-    "load_processor",
-    "source_in_memory",
-    "source_of_folder",
-]
-
 # Function that loads the original model of a plan in float32, and its tokenizer or feature extractor if there is one.
 SourceModel = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 

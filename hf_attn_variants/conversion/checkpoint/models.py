@@ -20,18 +20,6 @@ from ...modeling.variant_names import plain_implementation
 from .source import learned_tokens, local_folder
 from .tensor_files import CheckpointReader, TensorEntry, dtype_name, require_finite
 
-__all__ = [
-    "TOKENIZER_FILES",
-    "ModelReader",
-    "TensorSource",
-    "assemble",
-    "check_learned_tokens",
-    "check_tokenizer_files",
-    "load_tokenizer_of",
-    "model_of_tensors",
-    "reading_checkpoint",
-]
-
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 # JSON files of a tokenizer that must be objects.

@@ -27,23 +27,6 @@ from ...files import (
 )
 from ...model_folder import ADAPTER_FILES, unfinished_model_advice
 
-__all__ = [
-    "cached_folder",
-    "check_files",
-    "check_no_adapter",
-    "check_no_pickle",
-    "check_source",
-    "check_whole_model",
-    "copy_side_files",
-    "explain_unsafe_path",
-    "learned_tokens",
-    "local_folder",
-    "read_config",
-    "resolve_source",
-    "side_files",
-    "warn_about_remote_code",
-]
-
 logger = logging.getLogger(__name__)
 
 # Patterns of files that Transformers, peft and this package read by their names.
