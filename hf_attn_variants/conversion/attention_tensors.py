@@ -449,7 +449,6 @@ class LayerContext:
         held_out: Calls of the module on held-out text, to measure what improves it. Empty outside a calibration.
         held_out_error: Function that returns the relative error of the outputs of projections on held-out text, or
             None if the error is not finite.
-        on_step: Function to call after each of `CalibratedMethod.steps`, to show the progress.
     """
 
     module: str
@@ -459,7 +458,6 @@ class LayerContext:
     uses: int = 1
     held_out: Sequence[AttentionInputs] = ()
     held_out_error: Callable[[AttentionTensors], float | None] = lambda tensors: None
-    on_step: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -526,10 +524,6 @@ class CalibratedMethod(ABC):
 
     name: str
     options: tuple[str, ...] = ()
-
-    def steps(self, calibration: Calibration) -> int:
-        """Return the number of steps per attention after which the method calls `LayerContext.on_step`."""
-        return 0
 
     @abstractmethod
     def convert_module(

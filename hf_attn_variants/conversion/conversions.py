@@ -2,13 +2,14 @@
 
 Each of the three functions works in this order:
 
-1. Read the configuration and the tensors (`checkpoint`).
-2. Check the arguments (`request`) and determine the heads, names and shapes of each attention (`plan`).
+1. Check the arguments (`ConversionRequest`), and read the configuration and the tensors (`checkpoint`).
+2. Determine the heads, names and shapes of each attention (`plan`).
 3. Compute the new weights. With a calibration, the attentions are fitted to it before anything is written
-   (`calibration`). Without one, a method pools the weights of each attention when it is written (`methods`).
+   (`calibration`). Without one, a method pools the weights of each attention when it is written (`attention_tensors`).
 4. Write one attention after the other (`writing`), then the report (`report`).
 """
 
+import importlib
 import logging
 import os
 import time
@@ -24,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
-from ..model_history import ModelHistory, read_history, write_history
+from ..model_history import read_history, write_history
 from .attention_modules import AttentionModule
 from .attention_tensors import (
     CalibratedMethod,
@@ -35,7 +36,7 @@ from .attention_tensors import (
     lost_by_rank,
     weight_forms,
 )
-from .calibration_settings import FIT_DEFAULTS, CalibrationLike
+from .calibration_settings import FIT_DEFAULTS, Calibration, CalibrationLike
 from .checkpoint.models import ModelReader, TensorSource, assemble, model_of_tensors
 from .checkpoint.source import read_config, resolve_source, warn_about_remote_code
 from .checkpoint.tensor_files import (
@@ -46,18 +47,21 @@ from .checkpoint.tensor_files import (
     lengthen_tokenizer,
     open_checkpoint,
 )
+from .layer_choice import (
+    PROBE,
+    check_cache_bytes,
+    check_has_cache,
+    check_matching_layers,
+    fields_keeping,
+    fields_within,
+    matching_shares,
+)
 from .plan import ConversionPlan, explain_not_calibrated, make_plan
-from .report import ConversionReport, Quality, check_kept, conversion_report
+from .report import CalibrationResult, ConversionReport, Quality, check_kept, conversion_report
 from .writing import converted_tensors, generation_config, plan_folder
 
 if TYPE_CHECKING:
     from .calibration.source_outputs import SourceModel
-    from .calibration_settings import Calibration
-
-if TYPE_CHECKING:
-    from .calibration.calibrate import CalibrationResult
-    from .calibration.source_outputs import SourceModel
-    from .calibration_settings import Calibration
 
 logger = logging.getLogger(__name__)
 
@@ -193,12 +197,12 @@ def convert_model(
 
         check_has_processor(request.calibration)
         source = source_in_memory(reader, model)
-    plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader, source)
-    result = _calibrate(plan, reader, source, request.calibration)
-    tensors = converted_tensors(plan, reader, result.attentions if result else {})
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    plan = request.plan(config, reader.entries, None, reader, source)
+    result = request.fit(plan, reader, source)
+    tensors = converted_tensors(plan, reader, result.attentions)
     converted = assemble(plan.model_class, plan.config, tensors, model, copy)
-    if result is not None:
-        check_kept(_measure_quality(result, converted), request.strict)
+    check_kept(result.quality_of(converted), request.strict)
     return converted
 
 
@@ -225,13 +229,12 @@ def load_converted(
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
-        source = _make_source_loader(reader, folder, request.calibration)
-        plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        result = _calibrate(plan, reader, source, request.calibration)
-        tensors = converted_tensors(plan, reader, result.attentions if result else {})
+        source = request.source_of(reader, folder)
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
+        result = request.fit(plan, reader, source)
+        tensors = converted_tensors(plan, reader, result.attentions)
         model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
-    if result is not None:
-        check_kept(_measure_quality(result, model), request.strict)
+    check_kept(result.quality_of(model), request.strict)
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._generate_as_configured()
@@ -270,12 +273,14 @@ def convert_checkpoint(
         logger.warning("The history of the model is incomplete: %s", problem)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
-        source = _make_source_loader(reader, folder, request.calibration)
-        plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        new = plan_folder(plan, reader, folder, config, output, allow_pickle, partial(_is_copied, history))
-        result = _calibrate(plan, reader, source, request.calibration)
-        quality = None if result is None else _measure_quality_of_folder(plan, reader, result, folder)
-        with new.write(result.attentions if result else {}) as (stage, layers):
+        source = request.source_of(reader, folder)
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
+        # The history replaces the old model card, unless it lacks some of its license terms.
+        skipped = (CARD_NAME,) if history.has_all_terms else ()
+        new = plan_folder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
+        result = request.fit(plan, reader, source)
+        quality = _measure_quality(plan, reader, result, folder)
+        with new.write(result.attentions) as (stage, layers):
             plan.config.save_pretrained(stage)
             lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
@@ -288,16 +293,28 @@ def convert_checkpoint(
                 output_dir=os.path.expanduser(output_dir),
                 files_copied=new.copied,
                 files_left_out=new.left_out,
-                calibration=_describe_calibration(plan, result),
+                calibration=result.settings,
                 matching_shares=request.matching_shares,
                 quality=quality,
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
             write_history(stage, history)
-            if quality is not None:
-                check_kept(quality, request.strict, report)
+            check_kept(quality, request.strict, report)
     return report
+
+
+def _measure_quality(
+    plan: ConversionPlan, reader: CheckpointReader, result: CalibrationResult, folder: Path
+) -> Quality | None:
+    """Return the quality of the model that will be written into a folder, or None if nothing was fitted."""
+    if result.source_outputs is None:
+        return None
+    tensors = converted_tensors(plan, reader, result.attentions)
+    # The tensors are already rounded to the dtype of the files. The computation in float32 adds no further error.
+    config = deepcopy(plan.config)
+    model: Any = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
+    return result.quality_of(model.to(result.source_outputs.device))
 
 
 def check_conversion(
@@ -322,113 +339,48 @@ def check_conversion(
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(read_config(folder), stored, fields)
-        plan = request.check(config, reader.entries, folder / CONFIG_NAME)
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
     if plan.reduced and request.calibration is not None and request.calibration.processor is None:
         from .calibration.source_outputs import load_processor
 
         load_processor(folder, request.calibration)
 
 
-def _is_copied(history: ModelHistory, name: str) -> bool:
-    """Return whether a file is copied. The model card is left out if the history contains all its license terms."""
-    return name != CARD_NAME or not history.has_all_terms
+def _calibrated_method(name: str) -> ConversionMethod:
+    """Return a method of `calibration.methods`, which is only imported when it is used."""
+    method: ConversionMethod = getattr(importlib.import_module(".calibration.methods", __package__), name)()
+    return method
 
 
-def _make_source_loader(
-    reader: CheckpointReader, folder: Path, calibration: "Calibration | None"
-) -> "SourceModel | None":
-    """Return the function that loads the original model for a calibration, or None without a calibration."""
-    if calibration is None:
-        return None
-    from .calibration.source_outputs import source_of_folder
-
-    return source_of_folder(reader, folder, calibration)
-
-
-def _calibrate(
-    plan: ConversionPlan, reader: TensorSource, source: "SourceModel | None", calibration: "Calibration | None"
-) -> "CalibrationResult | None":
-    """Fit the attentions to the calibration. Return None without a calibration."""
-    if calibration is None or source is None:
-        return None
-    from .calibration.calibrate import calibrate
-
-    return calibrate(plan, reader, source, calibration)
-
-
-def _describe_calibration(plan: ConversionPlan, result: "CalibrationResult | None") -> dict[str, Any] | None:
-    """Return the settings of the calibration for the report, or None if nothing was fitted."""
-    if result is None or result.calibration is None:
-        return None
-    from .calibration.calibrate import calibration_settings
-
-    return calibration_settings(plan, result.calibration)
-
-
-def _measure_quality(result: "CalibrationResult", model: PreTrainedModel) -> Quality | None:
-    """Return the quality of a converted model compared with the original one, or None if nothing was fitted."""
-    return None if result.source_outputs is None else result.source_outputs.compared_with(model)
-
-
-def _measure_quality_of_folder(
-    plan: ConversionPlan, reader: TensorSource, result: "CalibrationResult", folder: Path
-) -> Quality | None:
-    """Return the quality of the model that will be written into a folder, or None if nothing was fitted."""
-    if result.source_outputs is None:
-        return None
-    tensors = converted_tensors(plan, reader, result.attentions)
-    # The tensors are already rounded to the dtype of the files. The computation in float32 adds no further error.
-    config = deepcopy(plan.config)
-    model: Any = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
-    return _measure_quality(result, model.to(result.source_outputs.device))
-
-
-# For each change: the loss without text, the result with text, and how to select the change without text explicitly.
-# The numbers are from benchmarks/convert/README.md and, for latents, benchmarks/convert/calibration_experiments.md.
-POOLED = (
-    "The conversion averages heads, so the model loses quality until it is trained again. Measured: Spearman "
-    "0.867 to 0.804 (MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter).",
-    "With text, `calibration` (--calibration_file), the same models keep 0.867 and 36.4.",
-    'To average heads without this message, give method="mean" (--method mean).',
-)
-COMPRESSED = (
-    "The conversion computes latents from the weights alone, so the model loses quality until it is trained again. "
-    "Measured: Spearman 0.867 to 0.846 (MiniLM, 128 of 384 numbers), BLEU 36.8 to 33.4 (a T5, 64 of 256).",
-    "With text, `calibration` (--calibration_file), the same models keep 0.868 and 35.3.",
-    'To use the weights alone without this message, give method="mean" (--method mean).',
-)
-REPLACED = (
-    "A kernel replaces the softmax, so the model loses much of its quality until it is trained again. "
-    "Measured: Spearman 0.867 to 0.70 (MiniLM, elu).",
-    "With text, `calibration` (--calibration_file), hedgehog keeps 0.860.",
-    'To use the weights alone without this message, give method="mean" (--method mean).',
-)
-CALIBRATE_ON_AUDIO = (
-    "With audio, `calibration` (--calibration_audio_dir), new heads are fitted to the outputs of the old ones."
-)
-
-
-def _make_aligned() -> ConversionMethod:
-    """Return the method "aligned". The import needs the code of the calibration."""
-    from .calibration.methods import Aligned
-
-    return Aligned()
-
-
-def _make_calibrated() -> ConversionMethod:
-    """Return the method "calibrated". The import needs the code of the calibration."""
-    from .calibration.methods import Calibrated
-
-    return Calibrated()
-
-
-# The names of the methods. The last two import the code of the calibration when they are used.
 METHODS: dict[str, Callable[[], ConversionMethod]] = {
     **{method.name: method for method in (MeanPooling, FirstHead, RandomHeads)},
-    "aligned": _make_aligned,
-    "calibrated": _make_calibrated,
+    "aligned": partial(_calibrated_method, "Aligned"),
+    "calibrated": partial(_calibrated_method, "Calibrated"),
 }
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+# For each change: the loss without text, and the result with text.
+# The numbers are from benchmarks/convert/README.md and, for latents, benchmarks/convert/calibration_experiments.md.
+LOSSES = {
+    "pool": (
+        "The conversion averages heads, so the model loses quality until it is trained again. Measured: Spearman "
+        "0.867 to 0.804 (MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter).",
+        "the same models keep 0.867 and 36.4.",
+    ),
+    "compress": (
+        "The conversion computes latents from the weights alone, so the model loses quality until it is trained "
+        "again. Measured: Spearman 0.867 to 0.846 (MiniLM, 128 of 384 numbers), BLEU 36.8 to 33.4 (a T5, 64 of 256).",
+        "the same models keep 0.868 and 35.3.",
+    ),
+    "kernel": (
+        "A kernel replaces the softmax, so the model loses much of its quality until it is trained again. "
+        "Measured: Spearman 0.867 to 0.70 (MiniLM, elu).",
+        "hedgehog keeps 0.860.",
+    ),
+}
+WITHOUT_TEXT = 'To use the weights alone without this message, give method="mean" (--method mean).'
+WITH_AUDIO = (
+    "With audio, `calibration` (--calibration_audio_dir), new heads are fitted to the outputs of the old ones."
+)
 
 
 @dataclass
@@ -455,11 +407,13 @@ class ConversionRequest:
         """Separate the options from the configuration fields and check them."""
         self.kv_cache_bytes = self.fields.pop("kv_cache_bytes", None)
         if self.kv_cache_bytes is not None:
-            from .layer_choice import check_cache_bytes
-
             fields = self.fields | {"num_key_value_heads": self.num_key_value_heads}
             self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, fields)
-        self.calibration = _read_calibration(self.requested_calibration, self.seed)
+        self.calibration = None
+        if self.requested_calibration is not None:
+            from .calibration.examples import as_calibration
+
+            self.calibration = as_calibration(self.requested_calibration, self.seed)
         self.matching_layers = self.fields.pop("keep_matching_layers", None)
         self.matching_shares: list[float] | None = None
         self.strict = bool(self.fields.pop("strict", False))
@@ -473,31 +427,73 @@ class ConversionRequest:
         self.method = resolve_method(self.requested_method, self.calibration)
         self.dtype = resolve_dtype(self.requested_dtype)
 
+    def source_of(self, reader: CheckpointReader, folder: Path) -> "SourceModel | None":
+        """Return the function that loads the original model for the calibration, or None without a calibration."""
+        if self.calibration is None:
+            return None
+        from .calibration.source_outputs import source_of_folder
+
+        return source_of_folder(reader, folder, self.calibration)
+
+    def fit(self, plan: ConversionPlan, reader: TensorSource, source: "SourceModel | None") -> CalibrationResult:
+        """Fit the attentions to the calibration. The result is empty without a calibration."""
+        if self.calibration is None or source is None:
+            return CalibrationResult({})
+        from .calibration.calibrate import calibrate
+
+        return calibrate(plan, reader, source, self.calibration)
+
     def plan(
         self,
         config: dict[str, Any],
-        reader: TensorSource,
-        source: "SourceModel | None",
-        config_file: Path | None = None,
+        entries: Mapping[str, TensorEntry],
+        config_file: Path | None,
+        reader: TensorSource | None = None,
+        source: "SourceModel | None" = None,
     ) -> ConversionPlan:
         """Return the checked plan. Warn if heads are averaged and the user did not select a method.
 
         Args:
             config: The config.json of the original model.
-            reader: Its tensors.
+            entries: The dtypes and shapes of its tensors.
+            config_file: Path of `config` for messages, or None.
+            reader: Its tensors. None: only check, without weights and text. Ranks and layers that depend on these are
+                placeholders.
             source: Function that loads the original model for the calibration. None: there is no calibration.
-            config_file: Path of `config`, for messages.
+
+        Raises:
+            ValueError: if the conversion is not possible.
         """
-        warn_about_remote_code(config)
-        entries = reader.entries
-        fields = self._add_ranks(config, entries, config_file, partial(self._measure_losses, reader, source))
+        if reader is not None:
+            warn_about_remote_code(config)
+        make = partial(make_plan, config, entries, self.method, seed=self.seed, dtype=self.dtype)
+        make = partial(make, config_file=config_file)
+        fields: dict[str, Any] = {"num_key_value_heads": self.num_key_value_heads} | self.fields
+        if self.kv_cache_bytes is not None:
+            check_has_cache(config)
+            probe = make(fields=fields | PROBE)
+            budget = fields_within(probe, self.kv_cache_bytes, entries, partial(self._losses, probe, reader, source))
+            by_layer = {**(fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
+            fields |= budget | {"per_layer_values": by_layer or None}
         if self.matching_layers is not None:
-            probe = self._make_plan(config, entries, fields, config_file)
-            fields = self._exclude_matching_layers(probe, fields, source)
-        plan = self._make_plan(config, entries, fields, config_file)
-        if (warning := self._describe_loss_without_examples(plan)) is not None:
+            probe = make(fields=fields)
+            check_matching_layers(probe, fields, self.matching_layers, self.calibration)
+            if source is not None:
+                fields = self._exclude_matching_layers(probe, fields, source)
+        plan = make(fields=fields)
+        if (warning := self._describe_loss_without_examples(plan)) is not None and reader is not None:
             logger.warning(warning)
+        if reader is None:
+            self._is_calibrated(plan)  # raises an error if a calibration is not possible
         return plan
+
+    def _is_calibrated(self, plan: ConversionPlan) -> bool:
+        """Return whether there is a calibration and attentions to fit to it. Errors as for `is_calibrated`."""
+        if self.calibration is None:
+            return False
+        from .calibration.calibrate import is_calibrated
+
+        return is_calibrated(plan, self.calibration)
 
     def _describe_loss_without_examples(self, plan: ConversionPlan) -> str | None:
         """Return a warning about lost quality if there are no examples, or None if a method or examples are given.
@@ -508,76 +504,22 @@ class ConversionRequest:
         if self.requested_method is not None or not plan.reduced or self.calibration is not None:
             return None
         pools = any(module.heads.relation == "pool" for module in plan.reduced)
-        loss, result_with_text, how_to_confirm = POOLED if pools else COMPRESSED
         gets_kernel = any(module.gets_kernel for module in plan.reduced)
-        if gets_kernel:
-            loss, result_with_text, how_to_confirm = REPLACED
-        advice, examples = (CALIBRATE_ON_AUDIO, "audio") if plan.reads_audio else (result_with_text, "text")
-        if (reason := explain_not_calibrated(plan)) is None:
-            message = f"There is no {examples} to calibrate on. {loss} {advice} {how_to_confirm}"
+        loss, result = LOSSES["kernel" if gets_kernel else "pool" if pools else "compress"]
+        if (reason := explain_not_calibrated(plan)) is not None:
+            message = f"{loss} A calibration is not possible: {reason}. {WITHOUT_TEXT}"
         else:
-            message = f"{loss} A calibration is not possible: {reason}. {how_to_confirm}"
+            advice = WITH_AUDIO if plan.reads_audio else f"With text, `calibration` (--calibration_file), {result}"
+            examples = "audio" if plan.reads_audio else "text"
+            message = f"There is no {examples} to calibrate on. {loss} {advice} {WITHOUT_TEXT}"
         has_decoder = any(module.site.stack_of(plan.config) == "decoder" for module in plan.reduced)
         if self.needs_method and has_decoder and (pools or gets_kernel):
             raise ValueError(message)
         return message
 
-    def check(
-        self, config: dict[str, Any], entries: Mapping[str, TensorEntry], config_file: Path | None = None
-    ) -> ConversionPlan:
-        """Return the plan without reading weights or text. Ranks and layers that depend on them are placeholders.
-
-        Args:
-            config: The config.json of the original model.
-            entries: The dtypes and shapes of its tensors.
-            config_file: Path of `config`, for messages.
-
-        Raises:
-            ValueError: if the conversion is not possible.
-        """
-        fields = self._add_ranks(config, entries, config_file, lambda _, modules: [torch.zeros(1) for _ in modules])
-        plan = self._make_plan(config, entries, fields, config_file)
-        if self.matching_layers is not None:
-            from .layer_choice import check_matching_layers
-
-            check_matching_layers(plan, fields, self.matching_layers, self.calibration)
-        self._describe_loss_without_examples(plan)  # raises an error for the command
-        if self.calibration is not None:
-            from .calibration.calibrate import is_calibrated
-
-            is_calibrated(plan, self.calibration)  # raises an error if a calibration is not possible
-        return plan
-
-    def _make_plan(
-        self,
-        config: dict[str, Any],
-        entries: Mapping[str, TensorEntry],
-        fields: Mapping[str, Any],
-        config_file: Path | None,
-    ) -> ConversionPlan:
-        """Return the plan for these fields. Arguments as for `plan.make_plan`."""
-        return make_plan(config, entries, self.method, fields, self.seed, self.dtype, config_file)
-
-    def _add_ranks(
-        self,
-        config: dict[str, Any],
-        entries: Mapping[str, TensorEntry],
-        config_file: Path | None,
-        losses: Callable[[ConversionPlan, list[AttentionModule]], list[torch.Tensor]],
+    def _exclude_matching_layers(
+        self, probe: ConversionPlan, fields: dict[str, Any], source: "SourceModel"
     ) -> dict[str, Any]:
-        """Return the requested fields with ranks that fit into `kv_cache_bytes`. `losses`: see `fields_within`."""
-        fields = {"num_key_value_heads": self.num_key_value_heads} | self.fields
-        if self.kv_cache_bytes is None:
-            return fields
-        from .layer_choice import PROBE, check_has_cache, fields_within
-
-        check_has_cache(config)
-        probe = self._make_plan(config, entries, fields | PROBE, config_file)
-        budget_fields = fields_within(probe, self.kv_cache_bytes, entries, partial(losses, probe))
-        by_layer = {**(fields.get("per_layer_values") or {}), **budget_fields.pop("per_layer_values", {})}
-        return fields | budget_fields | {"per_layer_values": by_layer or None}
-
-    def _exclude_matching_layers(self, probe: ConversionPlan, fields: dict[str, Any], source: Any) -> dict[str, Any]:
         """Return the fields of a conversion that does not change token-matching layers.
 
         Args:
@@ -585,44 +527,34 @@ class ConversionRequest:
             fields: The fields of this plan.
             source: Function that loads the original model.
         """
-        from .calibration.calibrate import is_calibrated
-        from .layer_choice import check_matching_layers, fields_keeping, matching_shares
-
-        check_matching_layers(probe, fields, self.matching_layers, self.calibration)
+        self._is_calibrated(probe)  # raises an error if a calibration is not possible
         calibration: Any = self.calibration  # `check_matching_layers` raises an error if there is none
-        is_calibrated(probe, calibration)  # raises an error if a calibration is not possible
         model, tokenizer = source(probe)
-        tokenizer = calibration.processor or tokenizer
-        self.matching_shares = matching_shares(probe, model, tokenizer, calibration)
+        self.matching_shares = matching_shares(probe, model, calibration.processor or tokenizer, calibration)
         return fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
 
-    def _measure_losses(
-        self, reader: TensorSource, source: Any, plan: ConversionPlan, modules: list[AttentionModule]
+    def _losses(
+        self,
+        plan: ConversionPlan,
+        reader: TensorSource | None,
+        source: "SourceModel | None",
+        modules: list[AttentionModule],
     ) -> list[torch.Tensor]:
         """Return the loss of the latents of these attentions by rank, measured on text if there is a calibration."""
-        if self.calibration is not None:
-            from .calibration.calibrate import forms_on_text, is_calibrated
+        if reader is None:
+            return [torch.zeros(1) for _ in modules]
+        if source is not None and self._is_calibrated(plan):
+            from .calibration.calibrate import forms_on_text
 
-            if is_calibrated(plan, self.calibration):
-                forms = forms_on_text(plan, modules, reader, source, self.calibration)
-                return [lost_by_rank([pair.key, pair.value]) for pair in forms]
-        tensors = [replace(module.read(reader.read), latent_weight=None) for module in modules]
-        forms = [weight_forms(attention, module.heads) for attention, module in zip(tensors, modules, strict=True)]
+            calibration: Any = self.calibration
+            forms = forms_on_text(plan, modules, reader, source, calibration)
+        else:
+            tensors = [replace(module.read(reader.read), latent_weight=None) for module in modules]
+            forms = [weight_forms(attention, module.heads) for attention, module in zip(tensors, modules, strict=True)]
         return [lost_by_rank([pair.key, pair.value]) for pair in forms]
 
 
-def _read_calibration(calibration: CalibrationLike | None, seed: int) -> "Calibration | None":
-    """Return the calibration that a user gave in any form, or None."""
-    if calibration is None:
-        return None
-    from .calibration.examples import as_calibration
-
-    return as_calibration(calibration, seed)
-
-
-def resolve_method(
-    method: str | ConversionMethod | None, calibration: "Calibration | None" = None
-) -> ConversionMethod:
+def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:
     """Return the conversion method of a name. A method is returned unchanged.
 
     Args:

@@ -41,7 +41,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,9 +52,6 @@ from .attention_tensors import AttentionTensors, HeadCounts, reorder_heads
 from .checkpoint.tensor_files import TensorEntry, element_size
 from .layer_choice import cache_bytes_per_token, cached_numbers
 from .plan import ConversionPlan
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +184,7 @@ class Quality:
         return asdict(self) | {"verdict": self.verdict, "is_kept": self.is_kept}
 
 
-def ratio_interval(amounts: "torch.Tensor", counts: "torch.Tensor", is_share: bool) -> tuple[float, float] | None:
+def ratio_interval(amounts: torch.Tensor, counts: torch.Tensor, is_share: bool) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of sum(amounts) / sum(counts) over randomly drawn examples.
 
     The variance is that of a ratio of sums over examples (Cochran, Sampling Techniques, 1977, section 6.4), because
@@ -254,6 +251,27 @@ def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> Non
         atomic_write(path, report.to_json())
         message += f" The report is {path}."
     raise ModelNotKeptError(message)
+
+
+class CalibrationResult(NamedTuple):
+    """The result of a calibration. Without a calibration it is empty.
+
+    Attributes:
+        attentions: The new projections of every fitted attention on the CPU, by module name.
+        source_outputs: The outputs of the original model on held-out examples (`calibration.source_outputs`). None:
+            nothing was fitted, or they were not requested.
+        batches: The inputs of the original model, for another calibration of the same model on the same examples.
+        settings: The settings of the calibration for the report, or None.
+    """
+
+    attentions: dict[str, AttentionTensors]
+    source_outputs: Any = None
+    batches: Any = None
+    settings: dict[str, Any] | None = None
+
+    def quality_of(self, model: Any) -> Quality | None:
+        """Return the quality of the converted model compared with the original one, or None if nothing was fitted."""
+        return None if self.source_outputs is None else self.source_outputs.compared_with(model)
 
 
 def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:

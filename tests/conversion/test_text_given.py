@@ -17,7 +17,6 @@ from hf_attn_variants import convert, progress
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, ConversionReport, read_calibration
 from hf_attn_variants.conversion.calibration import examples as files
-from hf_attn_variants.conversion.calibration.methods import Calibrated
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.conversion.checkpoint import models
 from hf_attn_variants.conversion.checkpoint.source import learned_tokens
@@ -252,4 +251,4 @@ def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
     assert re.findall(r"(\d+)/42", written[True].replace("\r", "\n"))[:3] == ["0", "13", "14"]
     bars = [text.count("calibrating") for text in (written[False], written[True])]
     assert bars[0] == 2 < bars[1]  # in a log file at the beginning and the end, for it takes no 20 seconds
-    assert Calibrated().steps(Calibration(["a", "b"])) == FIT_DEFAULTS["fit_steps"]
+    assert Calibration(["a", "b"]).fit_option("fit_steps") == FIT_DEFAULTS["fit_steps"]

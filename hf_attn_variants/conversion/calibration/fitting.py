@@ -45,7 +45,6 @@ def fit(
     calibration: Calibration,
     generator: torch.Generator,
     held_out_error: Callable[[AttentionTensors], float | None],
-    on_step: Callable[[], Any] = lambda: None,
 ) -> tuple[AttentionTensors, float | None]:
     """Fit the projections of one attention to outputs with Adam, as long as the error on held-out text decreases.
 
@@ -60,7 +59,6 @@ def fit(
         calibration: The calibration with the number, learning rate and batch size of the steps.
         generator: Random number generator that selects the examples of each step.
         held_out_error: Function that returns the error of projections on held-out text, or None if it is not finite.
-        on_step: Function to call after each step.
 
     Returns:
         The projections with the smallest error of all measurements, and this error. The error is None if none of the
@@ -85,7 +83,6 @@ def fit(
             loss.backward()
         optimizer.step()
         schedule.step()
-        on_step()
         if step % MEASURED_EVERY and step < steps:
             continue
         fitted = coordinates.detached_tensors()

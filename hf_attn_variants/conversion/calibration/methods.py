@@ -260,10 +260,6 @@ class Calibrated(CalibratedMethod):
     name = "calibrated"
     options = tuple(FIT_DEFAULTS)
 
-    def steps(self, calibration: Calibration) -> int:
-        """Return the number of fitting steps."""
-        return calibration.fit_option("fit_steps")
-
     def convert_module(
         self,
         tensors: AttentionTensors,
@@ -339,7 +335,7 @@ class Calibrated(CalibratedMethod):
             fixed_latent: A latent that is not fitted, because other attentions use it too.
             closed_error: The error of the closed form on held-out text, if it is already known.
         """
-        if not self.steps(calibration):
+        if not calibration.fit_option("fit_steps"):
             return closed
         before, start = layer.held_out_error(closed) if closed_error is None else closed_error, closed
         if closed.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
@@ -356,7 +352,7 @@ class Calibrated(CalibratedMethod):
         def held_out_error(tensors: AttentionTensors) -> float | None:
             return layer.held_out_error(add_latent(tensors))
 
-        fitted, after = fit(start, heads, inputs, targets, calibration, layer.generator, held_out_error, layer.on_step)
+        fitted, after = fit(start, heads, inputs, targets, calibration, layer.generator, held_out_error)
         for refitted in refits_of_output(fitted, heads, inputs, targets):
             error = held_out_error(refitted)
             if error is not None and (after is None or error < after):

@@ -230,7 +230,7 @@ AttentionMaskInterface.register(RECORDING, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])
 
 
 def group_modules(
-    modules: list[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
+    modules: Sequence[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
 ) -> Iterator[list[AttentionModule]]:
     """Yield groups of modules whose recorded inputs fit into `MAX_RECORDED_BYTES`.
 

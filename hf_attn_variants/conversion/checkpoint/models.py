@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import is_out_of_memory
 from ...files import load_json
+from ...modeling.fields.kernel_fields import has_kernel
 from ...modeling.mechanisms.kernels.kernel_table import drawn_names
 from ...modeling.variant_names import plain_implementation
 from .source import learned_tokens, local_folder
@@ -213,8 +214,9 @@ class ModelReader:
                 "of peft, give the model inside."
             )
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        drawn = tuple(f".{name}" for name in drawn_names())
-        self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(drawn)}
+        if hasattr(model.config, "variant_fields") and has_kernel(model.config):
+            drawn = tuple(f".{name}" for name in drawn_names())
+            self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(drawn)}
         self.entries = {}
         for name, tensor in self._tensors.items():
             if ".lora_" in name or ".base_layer." in name:
