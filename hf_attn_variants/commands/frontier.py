@@ -216,7 +216,7 @@ def _draw(frontier: Any, loss: float | None, path: Path) -> bool:
         )
         return False
     from ..files import write_picture
-    from ..inspection.frontier import draw_frontier
+    from ..inspection.frontier_plot import draw_frontier
 
     write_picture(path, lambda: draw_frontier(frontier, loss), dpi=130)
     return True

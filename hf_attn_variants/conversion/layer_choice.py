@@ -223,15 +223,13 @@ def check_matching_layers(
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"`keep_matching_layers` must be an integer of at least 1, got {count!r}.")
-    if plan.reads_audio:
-        raise ValueError("`keep_matching_layers` must only be given for models that read text. Leave it out.")
     if calibration is None:
         raise ValueError("`keep_matching_layers` needs text to find layers. Give `calibration` (--calibration_file).")
     prefix = _get_encoder_prefix(plan)
-    if prefix is None:
+    if prefix is None or plan.reads_audio:
         raise ValueError(
-            f"`keep_matching_layers` must only be given for models with an encoder, got {plan.model_class.__name__}. "
-            "Leave it out."
+            "`keep_matching_layers` must only be given for models with an encoder that reads text, got "
+            f"{plan.model_class.__name__}. Leave it out."
         )
     names = _list_layer_fields(prefix, fields)
     if not names:
@@ -240,15 +238,12 @@ def check_matching_layers(
             f"`{prefix}num_key_value_heads`, for example."
         )
     by_layer = [name for name in fields.get("per_layer_values") or {} if name in plan.config.by_layer_fields()]
-    if conflicts := [name for name in by_layer if _is_layer_field(prefix, name)]:
+    conflicts = [f"per_layer_values` of `{name}" for name in by_layer if _is_layer_field(prefix, name)]
+    conflicts += [name for name in (f"{prefix}attention_pattern",) if fields.get(name) is not None]
+    if conflicts:
         raise ValueError(
-            f"`keep_matching_layers` must not be given with `per_layer_values` of `{conflicts[0]}`. Leave one of them "
-            "out."
-        )
-    if fields.get(f"{prefix}attention_pattern") is not None:
-        raise ValueError(
-            f"`keep_matching_layers` must not be given with `{prefix}attention_pattern`, which changes all layers. "
-            "Leave one of them out."
+            f"`keep_matching_layers` must not be given with `{conflicts[0]}`, which selects other layers. Leave one "
+            "of them out."
         )
     modules = [module for module in plan.modules if not module.site.is_cross_attention and _is_in(prefix, module)]
     if any(plan.model_class.module_runs(plan.config, module.name) > 1 for module in modules):

@@ -219,7 +219,6 @@ def make_plan(
     check_other_shapes(target, entries, modules, wrong)
     check_nothing_missing(target, entries, modules, wrong)
     _check_all_used(model_class.__name__, config_class, changes, new_config, modules)
-    _check_per_layer_values(changes, has_other_changes, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
@@ -354,23 +353,6 @@ def _make_new_config(
                 "out."
             )
     return new_config
-
-
-def _check_per_layer_values(
-    changes: Mapping[str, Any], has_other_changes: bool, modules: list[AttentionModule]
-) -> None:
-    """Check that `per_layer_values` change an attention if nothing else is given."""
-    # Lists without values expand shared heads. If the original model shares none, they change nothing.
-    if has_other_changes or changes.keys() != {"per_layer_values"}:
-        return
-    lists = changes["per_layer_values"].values()
-    if all(value is None for values in lists for value in values) and not any(
-        module.change != "same" for module in modules
-    ):
-        raise ValueError(
-            f"`per_layer_values` must contain a value for a layer, got {changes['per_layer_values']}. There is "
-            "nothing to convert."
-        )
 
 
 def _check_all_used(

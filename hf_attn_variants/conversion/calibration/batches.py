@@ -30,8 +30,6 @@ MAX_TOKENS_PER_WORD = 1.65
 MAX_WORD_LENGTH = 12.0
 # Number of words that are enough to check the language.
 MAX_WORDS = 4096
-# Maximum number of distinct tokens relative to uniform draws. Text has 0.1 to 0.3, random tokens have 0.9.
-MAX_DISTINCT_SHARE = 0.6
 # Shares of unknown tokens that cause a warning and an error.
 WARN_UNKNOWN_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.9
 # Maximum loss of the original model, relative to the loss ln(vocabulary) of a random guess. With a larger loss, the
@@ -74,14 +72,13 @@ def check_amount(stacks: Iterable[str], width: int, batches: Sequence[Mapping[st
             )
 
 
-def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]], vocabulary: int) -> None:
+def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]]) -> None:
     """Warn about texts that do not look like text in the language of the tokenizer, or are mostly duplicates.
 
     Args:
         tokenizer: The tokenizer of the model.
         texts: The examples, or pairs of texts.
         encoded: The token ids of the examples.
-        vocabulary: Number of tokens in the vocabulary of the model.
 
     Raises:
         ValueError: if almost all tokens are unknown, because any converted model would seem to be good.
@@ -103,15 +100,6 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
     if share > WARN_UNKNOWN_SHARE:
         message = "%.0f %% of the calibration tokens are unknown to the tokenizer. Check that it belongs to the model."
         logger.warning(message, 100 * share)
-    # The expected number of distinct tokens among as many uniform draws.
-    uniform = vocabulary * -math.expm1(-len(tokens) / vocabulary)
-    if vocabulary > len(tokens) / 8 and (distinct := len(set(tokens))) > MAX_DISTINCT_SHARE * uniform:
-        logger.warning(
-            "The %d calibration tokens contain %d different ones, almost as many as random tokens. Check that the "
-            "texts are of the kind that the model reads.",
-            len(tokens),
-            distinct,
-        )
     words = [word for text in joined for word in text.split()]
     if sum(map(len, words)) > MAX_WORD_LENGTH * len(words):
         return
@@ -459,7 +447,7 @@ def _tokenize_examples(
     texts: Any = calibration.texts
     config = model.config
     encoded, segments = tokenize_texts(config, tokenizer, texts, calibration.length)
-    check_texts(tokenizer, texts, encoded, config.vocab_size)
+    check_texts(tokenizer, texts, encoded)
     positions = longest_input(config)
     if reads_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
@@ -509,14 +497,8 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
             f"`target_texts` must be given for {name}, because it cannot generate targets. Use "
             "--calibration_target_file on the command line."
         )
-    if calibration.target_texts is not None and reads is DecoderInput.SOURCE:
-        raise ValueError(
-            f"`target_texts` must not be given for {name}, because its decoder reads the text itself. Leave it out."
-        )
-    if calibration.target_texts is not None and reads is DecoderInput.NOTHING:
-        raise ValueError(
-            f"`target_texts` must not be given for {name}, because it is not an encoder-decoder. Leave it out."
-        )
+    if calibration.target_texts is not None and reads in (DecoderInput.SOURCE, DecoderInput.NOTHING):
+        raise ValueError(f"`target_texts` must not be given for {name}, whose decoder reads no targets. Leave it out.")
 
 
 def generate_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:

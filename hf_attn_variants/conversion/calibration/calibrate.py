@@ -282,6 +282,8 @@ class CalibrationRun:
 
     def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[AttentionCalls]:
         """Yield the calls of each attention. Attentions whose inputs fit into memory are recorded together."""
+        if not modules:
+            return
         fit_batches, held_out_batches = self.batches
         batches, config = [*fit_batches, *held_out_batches], self._model.config
         with progress_bar(total=len(modules), desc="calibrating", unit="attention", smoothing=0) as bar:

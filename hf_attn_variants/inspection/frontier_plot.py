@@ -1,0 +1,150 @@
+"""A plot of the loss of variants against their size."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from .frontier import Frontier, FrontierRow
+from .held_out import MEASURES
+
+# {kind of variant: (color, marker)}. The colors are distinguishable for color-blind readers.
+KINDS = {
+    "the checkpoint": ("black", "*"),
+    "latents": ("#0072B2", "o"),
+    "fewer key/value heads": ("#D55E00", "s"),
+    "both": ("#009E73", "D"),
+}
+BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+LABEL_SIZE = 8
+# The candidate offsets of a label from its point, in points, and the size of a letter as a fraction of the axes.
+LABEL_OFFSETS = ((8, 5), (8, -11), (-8, 5), (-8, -11), (8, 16), (-8, 16), (8, -22), (-8, -22))
+LETTER_WIDTH, LINE_HEIGHT = 0.0088, 0.032
+
+
+def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
+    """Return a figure of a frontier.
+
+    Args:
+        frontier: The result of `measure_frontier`.
+        loss: A limit of the additional loss to draw as a line, or None.
+
+    Example:
+        >>> draw_frontier(frontier, loss=0.05).savefig("frontier.png")
+    """
+    figure = Figure(figsize=(9.5, 6.0), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    rows = frontier.rows
+    for kind, (color, marker) in KINDS.items():
+        members = [row for row in rows if _kind(row) == kind]
+        if members:
+            axes.errorbar(
+                [row.size for row in members],
+                [row.loss_above for row in members],
+                [row.loss_above_error for row in members],
+                fmt=marker,
+                color=color,
+                markersize=11 if marker == "*" else 6,
+                elinewidth=0.8,
+                label=kind,
+                zorder=3,
+            )
+    best = sorted((row for row in rows if row.on_frontier), key=lambda row: row.size)
+    axes.plot([row.size for row in best], [row.loss_above for row in best], color="0.6", linewidth=1, zorder=1)
+    if loss is not None:
+        axes.axhline(loss, color="0.3", linewidth=0.8, linestyle="--", label=f"--loss {loss:g}")
+    has_cache = frontier.source.kv_cache_bytes is not None
+    if has_cache:  # numbers of parameters differ too little for a logarithmic axis
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_minor_formatter(lambda value, _: "")
+    axes.set_yscale("symlog", linthresh=_linear_threshold(rows))
+    axes.set_xlabel(_size_label(frontier))
+    axes.set_ylabel(f"loss above the {frontier.source.loss:.3f} of the checkpoint\n({MEASURES[frontier.measure]})")
+    title = f"{Path(frontier.checkpoint).name}: loss on {frontier.held_out_texts} held-out examples"
+    axes.set_title(title, parse_math=False)  # a name may contain $
+    axes.grid(alpha=0.25, which="both")
+    axes.margins(x=0.12, y=0.12)
+    axes.xaxis.set_major_formatter(lambda value, _: _format_bytes(value) if has_cache else f"{value / 1e6:,.4g} M")
+    axes.legend(loc="upper right", fontsize=9)
+    axes.yaxis.set_major_formatter("{x:g}")
+    canvas.draw()
+    _add_labels(axes, rows, loss)
+    return figure
+
+
+def _kind(row: FrontierRow) -> str:
+    """Return the key of `KINDS` for a row."""
+    if not row.fields:
+        return "the checkpoint"
+    names = {*row.fields, *(row.fields.get("per_layer_values") or {})}
+    latents, heads = (any(word in name for name in names) for word in ("lora_rank", "key_value_heads"))
+    return "both" if latents and heads else "latents" if latents else "fewer key/value heads"
+
+
+def _size_label(frontier: Frontier) -> str:
+    """Return the label of the size axis."""
+    if frontier.source.kv_cache_bytes is None:
+        return "parameters"
+    source = (
+        f" and {frontier.source_length:,} source"
+        if "cross" in (frontier.source.kv_cache_bytes_per_token or ())
+        else ""
+    )
+    return f"cache of {frontier.length:,} generated{source} tokens, float32"
+
+
+def _linear_threshold(rows: Sequence[FrontierRow]) -> float:
+    """Return the loss up to which the axis is linear, so that losses near zero are not spread over decades."""
+    known = sorted(abs(row.loss_above) for row in rows[1:] if row.loss_above)
+    return max(known[len(known) // 4], known[-1] / 1000) if known else 1.0
+
+
+def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> None:
+    """Write the name of each variant where it covers the least of points, other names and the limit."""
+    transform = axes.transData + axes.transAxes.inverted()
+    points = [tuple(transform.transform((row.size, row.loss_above))) for row in rows]
+    width, height = axes.get_window_extent().width * 72 / axes.figure.dpi, axes.get_window_extent().height * 72 / 100
+    occupied = [(x - 0.008, y - 0.012, x + 0.008, y + 0.012) for x, y in points]
+    if loss is not None:
+        limit = transform.transform((rows[0].size, loss))[1]
+        occupied.append((0.0, limit - 0.003, 1.0, limit + 0.003))
+    for row, (x, y) in zip(rows, points, strict=True):
+        candidates: list[Any] = []
+        name = row.name.removeprefix("MHA + ")
+        for dx, dy in LABEL_OFFSETS:
+            left = x + dx / width - (len(name) * LETTER_WIDTH if dx < 0 else 0)
+            low = y + dy / height - LINE_HEIGHT / 4
+            box = (left, low, left + len(name) * LETTER_WIDTH, low + LINE_HEIGHT)
+            outside = max(0.0, -box[0]) + max(0.0, box[2] - 1) + max(0.0, -box[1]) + max(0.0, box[3] - 1)
+            covered = sum(_overlap(box, other) for other in occupied)
+            candidates.append((covered + 10 * outside, len(candidates), box, (dx, dy)))
+        _, _, box, offset = min(candidates)
+        occupied.append(box)
+        axes.annotate(
+            name,
+            (row.size, row.loss_above),
+            xytext=offset,
+            textcoords="offset points",
+            ha="right" if offset[0] < 0 else "left",
+            fontsize=LABEL_SIZE,
+            color="black" if row.on_frontier else "0.45",
+        )
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the common area of two boxes (left, low, right, high), times 100."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    return max(width, 0.0) * max(height, 0.0) * 100
+
+
+def _format_bytes(count: float) -> str:
+    """Return a number of bytes with its unit, for example "1.5 KiB"."""
+    unit = 0
+    while count >= 1024 and unit < len(BYTE_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:,.4g} {BYTE_UNITS[unit]}"
