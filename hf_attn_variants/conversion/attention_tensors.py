@@ -440,13 +440,17 @@ class AttentionInputs:
 class LayerContext:
     """Information about the layer that a method converts, in addition to its tensors.
 
+    The fields after `initializer_std` are only for a `CalibratedMethod`.
+
     Args:
         module: Path of the attention module inside the base model, e.g. "encoder.layer.0.attention".
         site: The kind of attention: "self", "cross", ...
         generator: Random number generator of this layer. Its numbers depend on the seed, not on the order of layers.
         initializer_std: Standard deviation of new key and value projections in this architecture.
+        calibration: The calibration.
+        inputs: The calls of the original attention on the calibration text.
+        targets: Its outputs for these inputs, [b, n, D] each.
         uses: Number of times that a forward pass calls the module. ALBERT's layers share their attention.
-        held_out: Calls of the module on held-out text, to measure what improves it. Empty outside a calibration.
         held_out_error: Function that returns the relative error of the outputs of projections on held-out text, or
             None if the error is not finite.
     """
@@ -455,8 +459,10 @@ class LayerContext:
     site: str
     generator: torch.Generator
     initializer_std: float
+    calibration: Calibration = None  # type: ignore[assignment]  # a `CalibratedMethod` always gets one
+    inputs: Sequence[AttentionInputs] = ()
+    targets: Sequence[torch.Tensor] = ()
     uses: int = 1
-    held_out: Sequence[AttentionInputs] = ()
     held_out_error: Callable[[AttentionTensors], float | None] = lambda tensors: None
 
 
@@ -526,64 +532,24 @@ class CalibratedMethod(ABC):
     options: tuple[str, ...] = ()
 
     @abstractmethod
-    def convert_module(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        calibration: Calibration,
-    ) -> AttentionTensors:
-        """Return the new projections of one attention.
+    def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the new projections of one attention. Arguments as for `pool`.
 
         A method that measured `layer.held_out_error` adds it to `details` as "output_relative_error".
-
-        Args:
-            tensors, heads, layer: As for `pool`.
-            inputs: The calls of the attention on the calibration text.
-            calibration: The calibration.
         """
 
     def with_latent(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        targets: Sequence[torch.Tensor],
-        calibration: Calibration,
-        latent: LatentInText,
+        self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
     ) -> AttentionTensors:
-        """Return the attention with keys and values from a latent. It already has its new heads.
-
-        Args:
-            tensors, heads, layer, inputs, calibration: As for `convert_module`.
-            targets: Outputs of the original attention on the inputs, [b, n, D] each.
-            latent: The latent.
-        """
+        """Return the attention with keys and values from a latent. It already has its new heads."""
         return on_latent(tensors, latent.weight, latent.forms)
 
-    def with_kernel(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        targets: Sequence[torch.Tensor],
-        calibration: Calibration,
-    ) -> AttentionTensors:
-        """Return the attention with a kernel that is fitted to the targets. It already has its new heads.
-
-        The kernel of `tensors` is newly initialized. Arguments as for `with_latent`.
-        """
+    def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the attention with a fitted kernel. It already has its new heads and a newly initialized kernel."""
         return tensors
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Raise an error, because this method needs text.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raise `ValueError`, because this method needs text."""
         raise ValueError(
             f"`method` {self.name!r} needs text to convert {layer.module}, got only weights. Give `calibration`."
         )

@@ -126,14 +126,14 @@ def test_all_heads_stay_as_they_are():
 
 
 class Watched(Calibrated):
-    """Notes how many texts it is given to fit to, and how many are held out."""
+    """A method that records how many texts it is fitted to."""
 
     def __init__(self):
         self.seen = []
 
-    def convert_module(self, tensors, heads, layer, inputs, calibration):
-        self.seen.append(tuple(sum(len(batch.states) for batch in part) for part in (inputs, layer.held_out)))
-        return super().convert_module(tensors, heads, layer, inputs, calibration)
+    def convert_module(self, tensors, heads, layer):
+        self.seen.append(sum(len(batch.states) for batch in layer.inputs))
+        return super().convert_module(tensors, heads, layer)
 
 
 @pytest.mark.thorough
@@ -144,7 +144,7 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     report = convert_checkpoint(
         tmp_path / "source", tmp_path / "out", 2, method, calibration=calibration(fit_steps=fit_steps)
     )
-    assert method.seen == [(384, 128)] * 2
+    assert method.seen == [384] * 2
     details = [layer.details for layer in report.layers]
     for row in details:
         assert 0 < row["output_relative_error"] < row["output_relative_error_averaged"]
@@ -191,8 +191,8 @@ def test_the_report_says_where_the_closed_form_was_kept(tmp_path):
 class Wrong(Calibrated):
     """Makes heads that have nothing to do with the source's."""
 
-    def convert_module(self, tensors, heads, layer, inputs, calibration):
-        found = super().convert_module(tensors, heads, layer, inputs, calibration)
+    def convert_module(self, tensors, heads, layer):
+        found = super().convert_module(tensors, heads, layer)
         drawn = torch.randn(found.value_weight.shape, generator=layer.generator)
         details = {name: value for name, value in found.details.items() if name != "output_relative_error"}
         return replace(found, value_weight=drawn, details=details)

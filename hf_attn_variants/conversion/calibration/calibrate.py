@@ -16,8 +16,8 @@ as many attentions as fit into memory are recorded in one pass over the batches 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from transformers import GenerationConfig
@@ -28,7 +28,6 @@ from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
 from ..attention_tensors import (
-    AttentionInputs,
     AttentionTensors,
     CalibratedMethod,
     HeadCounts,
@@ -111,7 +110,7 @@ def forms_on_text(
     """
     with _start_run(plan, reader, source, calibration) as run:
         return [
-            latent_forms(calls.tensors, calls.heads, calls.inputs, calls.layer.generator)
+            latent_forms(calls.tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
             for calls in run.record_calls(modules)
         ]
 
@@ -199,14 +198,12 @@ def _make_held_out_generator(plan: ConversionPlan) -> torch.Generator:
     return seeded_generator(plan.seed, "held-out texts")
 
 
-@dataclass(frozen=True)
-class AttentionCalls:
-    """An attention of the original model and its calls on the text. If it has a latent, the inputs are latents."""
+class AttentionCalls(NamedTuple):
+    """An attention of the original model with its calls on the text. If it has a latent, the inputs are latents."""
 
     module: AttentionModule
     tensors: AttentionTensors
     layer: LayerContext
-    inputs: list[AttentionInputs]
 
     @property
     def heads(self) -> HeadCounts:
@@ -258,7 +255,7 @@ class CalibrationRun:
             name, tensors = calls.module.name, self._convert_heads(calls)
             if calls.heads.relation == "pool":
                 self._new_heads[name] = tensors.to("cpu")
-            self._forms[name] = latent_forms(tensors, calls.heads, calls.inputs, calls.layer.generator)
+            self._forms[name] = latent_forms(tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
@@ -275,8 +272,7 @@ class CalibrationRun:
                 tensors = self._add_latent(calls, tensors)
             if calls.module.gets_kernel:
                 tensors = _remove_error(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
-                fit_to = (calls.inputs, _compute_outputs(calls), self.calibration)
-                tensors = self._method.with_kernel(tensors, calls.heads, calls.layer, *fit_to)
+                tensors = self._method.with_kernel(tensors, calls.heads, calls.layer)
             converted[name] = _add_errors(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
         return converted
 
@@ -297,9 +293,12 @@ class CalibrationRun:
                     inputs = recorded.pop(module.name)
                     uses = max(1, len(inputs) // len(batches))
                     inputs, held_out = inputs[: uses * len(fit_batches)], inputs[uses * len(fit_batches) :]
+                    with torch.no_grad():
+                        targets = [compute_attention(tensors, batch, module.heads.query)[0] for batch in inputs]
                     error = error_compared_with(tensors, module.heads, held_out)
-                    layer = self._plan.layer(module, uses=uses, held_out=held_out, held_out_error=error)
-                    yield AttentionCalls(module, tensors, layer, inputs)
+                    context: dict[str, Any] = {"calibration": self.calibration, "inputs": inputs, "targets": targets}
+                    layer = self._plan.layer(module, uses=uses, held_out_error=error, **context)
+                    yield AttentionCalls(module, tensors, layer)
                     bar.update()
 
     def _read(self, name: str) -> torch.Tensor:
@@ -310,26 +309,19 @@ class CalibrationRun:
         """Return the projections of an attention with its new heads."""
         if calls.heads.relation != "pool":
             return self._plan.with_new_heads(calls.module, calls.tensors)
-        return self._method.convert_module(calls.tensors, calls.heads, calls.layer, calls.inputs, self.calibration)
+        return self._method.convert_module(calls.tensors, calls.heads, calls.layer)
 
     def _add_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
         """Return the projections of an attention with its latent."""
         module, heads = calls.module, calls.heads
         forms = self._forms.pop(module.name, None)
         if forms is None:
-            forms = latent_forms(tensors, heads, calls.inputs, calls.layer.generator)
+            forms = latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
         weight = self._latents.get(module.new_latent)
         if weight is None:
             weight = best_latent([forms.key, forms.value], heads.new_rank)
         latent = LatentInText(weight, forms, module.site.shares_latent)
-        fit_to = (calls.inputs, _compute_outputs(calls), self.calibration)
-        return self._method.with_latent(_remove_error(tensors), heads, calls.layer, *fit_to, latent)
-
-
-@torch.no_grad()
-def _compute_outputs(calls: AttentionCalls) -> list[torch.Tensor]:
-    """Return the outputs of the original attention on the text, [b, n, D] each."""
-    return [compute_attention(calls.tensors, batch, calls.heads.query)[0] for batch in calls.inputs]
+        return self._method.with_latent(_remove_error(tensors), heads, calls.layer, latent)
 
 
 def _remove_error(tensors: AttentionTensors) -> AttentionTensors:

@@ -60,9 +60,9 @@ from ..attention_tensors import (
     repeat_heads,
     split_heads,
 )
-from ..calibration_settings import FIT_DEFAULTS, Calibration
+from ..calibration_settings import FIT_DEFAULTS
 from .fitting import fit, refit_output, refits_of_output, round_error
-from .recording import attention_weights, compute_attention
+from .recording import attention_weights
 
 logger = logging.getLogger(__name__)
 
@@ -199,17 +199,10 @@ class Aligned(CalibratedMethod):
     name = "aligned"
 
     @torch.no_grad()
-    def convert_module(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        calibration: Calibration,
-    ) -> AttentionTensors:
+    def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the projections after alignment and averaging. Arguments as for `CalibratedMethod`."""
         groups = consecutive_groups(heads.query, heads.key[1])
-        moments = head_moments(tensors, heads, inputs, groups)
+        moments = head_moments(tensors, heads, layer.inputs, groups)
         key_rotations = torch.cat([_align_heads(moment, heads.head_dim) for moment in moments.keys])  # [h, d, d]
         value_rotations = torch.cat([_align_heads(moment.mean(0), heads.head_dim) for moment in moments.values])
         rotate_queries = partial(_rotate_and_average, rotations=key_rotations, new_heads=heads.query)
@@ -260,70 +253,40 @@ class Calibrated(CalibratedMethod):
     name = "calibrated"
     options = tuple(FIT_DEFAULTS)
 
-    def convert_module(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        calibration: Calibration,
-    ) -> AttentionTensors:
+    def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the projections with new heads. Arguments as for `CalibratedMethod`."""
-        with torch.no_grad():
-            targets = [compute_attention(tensors, batch, heads.query)[0] for batch in inputs]
         groups = consecutive_groups(heads.query, heads.key[1])
-        if heads_are_free(heads, inputs):
-            groups = best_groups(tensors, heads, inputs, layer.generator, layer.uses)
+        if heads_are_free(heads, layer.inputs):
+            groups = best_groups(tensors, heads, layer.inputs, layer.generator, layer.uses)
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
-        forms = ((layer.held_out_error(form), form) for form in closed_forms(tensors, heads, inputs, targets))
-        error, closed = min(forms, key=lambda pair: math.inf if pair[0] is None else pair[0])
+        forms = closed_forms(tensors, heads, layer.inputs, layer.targets)
+        measured = ((layer.held_out_error(form), form) for form in forms)
+        error, closed = min(measured, key=lambda pair: math.inf if pair[0] is None else pair[0])
         closed = replace(closed, details=closed.details | {"output_relative_error": round_error(error)})
-        return self._fit(closed, heads, layer, inputs, targets, calibration, closed_error=error)
+        return self._fit(closed, heads, layer, closed_error=error)
 
     def with_latent(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        targets: Sequence[torch.Tensor],
-        calibration: Calibration,
-        latent: LatentInText,
+        self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
     ) -> AttentionTensors:
         """Return the attention with a latent: keys and values by regression, then the output, then a fit of all.
 
         The latent is fitted too if only this attention uses it. The default learning rate is multiplied by the
-        relative error of the closed form. Arguments as for `CalibratedMethod`.
+        relative error of the closed form.
         """
-        tensors = refit_output(on_latent(tensors, latent.weight, latent.forms), heads, inputs, targets)
-        fixed = tensors.latent_weight if latent.is_shared else None
-        return self._fit(tensors, heads, layer, inputs, targets, calibration, fixed)
+        tensors = on_latent(tensors, latent.weight, latent.forms)
+        tensors = refit_output(tensors, heads, layer.inputs, layer.targets)
+        return self._fit(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
 
-    def with_kernel(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        targets: Sequence[torch.Tensor],
-        calibration: Calibration,
-    ) -> AttentionTensors:
-        """Return the attention with a kernel: the output by regression, then a fit of the kernel and all projections.
-
-        Arguments as for `CalibratedMethod`.
-        """
-        tensors = refit_output(tensors, heads, inputs, targets)
-        return self._fit(tensors, heads, layer, inputs, targets, calibration)
+    def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the attention with a kernel: the output by regression, then a fit of the kernel and projections."""
+        return self._fit(refit_output(tensors, heads, layer.inputs, layer.targets), heads, layer)
 
     def _fit(
         self,
         closed: AttentionTensors,
         heads: HeadCounts,
         layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        targets: Sequence[torch.Tensor],
-        calibration: Calibration,
         fixed_latent: torch.Tensor | None = None,
         closed_error: float | None = None,
     ) -> AttentionTensors:
@@ -331,30 +294,30 @@ class Calibrated(CalibratedMethod):
 
         Args:
             closed: The closed form.
-            heads, layer, inputs, targets, calibration: As for `with_latent`.
+            heads, layer: As for `convert_module`.
             fixed_latent: A latent that is not fitted, because other attentions use it too.
             closed_error: The error of the closed form on held-out text, if it is already known.
         """
+        calibration, measure = layer.calibration, layer.held_out_error
         if not calibration.fit_option("fit_steps"):
             return closed
-        before, start = layer.held_out_error(closed) if closed_error is None else closed_error, closed
+        before, start = measure(closed) if closed_error is None else closed_error, closed
         if closed.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
             # The closed form of a latent is already close to the optimum, and large steps would move away from it.
             rate = max(before, MIN_RATE_ERROR) * calibration.fit_option("fit_learning_rate")
-            calibration = replace(calibration, fit_learning_rate=rate)
+            layer = replace(layer, calibration=replace(calibration, fit_learning_rate=rate))
         if fixed_latent is not None:
             start = replace(closed, latent_weight=None)
-            inputs = [replace(batch, key_value_states=closed.latent(batch.key_value_states)) for batch in inputs]
+            inputs = [replace(batch, key_value_states=closed.latent(batch.key_value_states)) for batch in layer.inputs]
+            layer = replace(layer, inputs=inputs)
 
         def add_latent(tensors: AttentionTensors) -> AttentionTensors:
             return tensors if fixed_latent is None else replace(tensors, latent_weight=fixed_latent)
 
-        def held_out_error(tensors: AttentionTensors) -> float | None:
-            return layer.held_out_error(add_latent(tensors))
-
-        fitted, after = fit(start, heads, inputs, targets, calibration, layer.generator, held_out_error)
-        for refitted in refits_of_output(fitted, heads, inputs, targets):
-            error = held_out_error(refitted)
+        layer = replace(layer, held_out_error=lambda tensors: measure(add_latent(tensors)))
+        fitted, after = fit(start, heads, layer)
+        for refitted in refits_of_output(fitted, heads, layer.inputs, layer.targets):
+            error = layer.held_out_error(refitted)
             if error is not None and (after is None or error < after):
                 fitted, after = refitted, error
         is_better = before is not None and after is not None and after < before
