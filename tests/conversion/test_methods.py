@@ -83,13 +83,6 @@ def test_first_takes_each_groups_first_head():
     assert first_heads(bias, HEADS, KV_HEADS).tolist() == [0, 1, 2, 9, 10, 11, 18, 19, 20, 27, 28, 29]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("target", [1, 2, 4])
-def test_mean_of_identical_heads_is_bit_equal(target, dtype):
-    shared = torch.randn(target * HEAD_DIM, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert torch.equal(mean_heads(repeat_heads(shared, target, HEADS), HEADS, target), shared)
-
-
 def test_repeating_undoes_nothing_but_the_count():
     bias = torch.randn(KV_HEADS * HEAD_DIM)
     repeated = repeat_heads(bias, KV_HEADS, HEADS)
@@ -136,8 +129,3 @@ def test_random_has_the_architectures_scale_and_no_bias():
     assert after.key_weight.std().item() == pytest.approx(0.5, rel=0.02)
     assert not torch.equal(after.key_weight, after.value_weight)
     assert after.key_bias.abs().max() == 0
-
-
-def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match=r"mean, first, random.*'median'"):
-        resolve_method("median")

@@ -9,7 +9,6 @@ import torch
 from architectures import BERT, T5
 from fixtures.calibrations import WORDS, WordTokenizer, bert, calibration, t5, text
 from fixtures.golden_sources import make_tokenizer
-from fixtures.speech import recordings, whisper_checkpoint
 from relatives import RELATIVES
 from transformers import BertConfig, BertModel
 
@@ -26,7 +25,6 @@ from hf_attn_variants.conversion.report import (
     edit_distance,
     ratio_interval,
 )
-from hf_attn_variants.hub.card import model_card
 
 
 class MaskingTokenizer(WordTokenizer):
@@ -305,25 +303,6 @@ def test_edit_distance(first, second, distance):
 
 
 @pytest.mark.thorough
-def test_the_summary_the_report_and_the_card_have_the_number(tmp_path):
-    bert().save_pretrained(tmp_path / "source")
-    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=calibration(fit_steps=40))
-    stored = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["quality"]
-    assert stored["measure"] == "embeddings" and stored["examples"] == 128 and 0 < stored["value"] < 1
-    said = f"cosine of {stored['value']:.3f} to the original's (95 % interval {stored['interval'][0]:.3f} to "
-    kept = dataclasses.replace(report, quality=dataclasses.replace(report.quality, value=0.92, interval=(0.91, 0.93)))
-    assert (
-        "cosine of 0.920 to the original's (95 % interval 0.910 to 0.930), on 128 held-out examples: within "
-        "tolerance (0.8)\n" in kept.summary()
-    )
-    assert said in report.summary() and "error of attention outputs" not in report.summary()
-    assert "error of attention outputs" in report.summary(attention_errors=True)
-    sentence = str(model_card(tmp_path / "out", "me/x")).split("## Use")[0]
-    assert f"cosine of {stored['value']:.3f} to the original's" in sentence
-    assert "The tolerance of `convert` is at least 0.8, so the" in sentence
-
-
-@pytest.mark.thorough
 def test_a_destroyed_model_is_said_and_strict_refuses_it(tmp_path, caplog):
     """A latent of two numbers holds nothing of keys and values of thirty-two."""
     bert().save_pretrained(tmp_path / "source")
@@ -379,20 +358,3 @@ def test_the_command_is_strict_and_quiet(tmp_path, capsys):
     )
     assert main([*line, "--attention_errors", "--output_dir", str(tmp_path / "errors")]) == 0
     assert "error of attention outputs" in capsys.readouterr().out
-
-
-@pytest.mark.thorough
-def test_a_quick_conversion_of_recordings(tmp_path, capsys):
-    source = whisper_checkpoint(tmp_path / "whisper", suppress_tokens=[1, 2])
-    folder = recordings(tmp_path / "recordings", 60, seconds=0.5)
-    line = ["convert", str(source), "--num_key_value_heads", "4", "--quick", "--output_dir", str(tmp_path / "out")]
-    assert main([*line, "--calibration_audio_dir", str(folder)]) == 0
-    report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
-    assert report["calibration"]["count"] == 48 and report["calibration"]["fit_steps"] == 0
-    assert report["quality"]["measure"] == "tokens" and report["quality"]["losses"]
-    said = capsys.readouterr()
-    assert "of its generated tokens differ from the original's" in said.out
-    assert "), on 12 held-out examples: " in said.out and " (10%)" in said.out
-    assert "off on held-out" not in said.err
-    assert main([*line[:-1], str(tmp_path / "other")]) == 2
-    assert "--quick requires a calibration" in capsys.readouterr().err

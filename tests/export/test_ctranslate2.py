@@ -382,12 +382,7 @@ def test_every_field_of_the_table_but_heads_and_latents_is_refused(name, row):
         (ROWS["bart"], "BartForCausalLM", {}, "BartForCausalLM"),
         (ROWS["bart"], "BartForSequenceClassification", {}, "BartForSequenceClassification"),
         (T5, "T5EncoderModel", {}, "T5EncoderModel"),
-        (
-            T5,
-            "T5ForConditionalGeneration",
-            {"variant": "talking"},
-            "`talking_heads`",
-        ),
+        (T5, "T5ForConditionalGeneration", {"variant": "talking"}, "`talking_heads`"),
         (
             ROWS["bart"],
             "BartForConditionalGeneration",
@@ -441,15 +436,6 @@ def test_wrong_options_and_a_missing_package_are_told_before_any_work(tmp_path, 
     )
     assert cli.main(command) == 2
     assert "`pip install ctranslate2`" in capsys.readouterr().err
-
-
-@needs_engine
-def test_a_wrong_quantisation_and_a_missing_tokenizer_are_one_line(tmp_path):
-    with pytest.raises(ValueError, match="`quantization`"):
-        export_ctranslate2(tmp_path, tmp_path / "ct2", quantization="int4")
-    ROWS["t5"].model("T5ForConditionalGeneration", "gqa").save_pretrained(tmp_path / "model")
-    with pytest.raises(FileNotFoundError, match="tokenizer"):
-        export_ctranslate2(tmp_path / "model", tmp_path / "ct2")
 
 
 @needs_engine

@@ -191,12 +191,7 @@ def test_an_encoder_is_one_graph(head, variant, opset, names, tmp_path):
         (ROWS["bart"], "BartForCausalLM", {}, "BartForCausalLM"),
         (T5, "T5ForSequenceClassification", {}, "T5ForSequenceClassification"),
         (T5, "T5ForConditionalGeneration", {"variant": "dynamic"}, "`talking_heads_dynamic`"),
-        (
-            ROWS["bart"],
-            "BartForConditionalGeneration",
-            {"attention_kernel": "elu"},
-            "`attention_kernel`",
-        ),
+        (ROWS["bart"], "BartForConditionalGeneration", {"attention_kernel": "elu"}, "`attention_kernel`"),
     ],
 )
 def test_what_has_no_graphs_is_refused_by_name(row, head, fields, message, tmp_path):

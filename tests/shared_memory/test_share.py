@@ -421,11 +421,6 @@ def test_another_implementation_set_later_is_upstreams_call(source_form):
     assert torch.equal(model.generate(**batch, **BEAMS), expected) and 9 in seen
 
 
-def test_it_is_public():
-    assert "share_memory" in hf_attn_variants.__all__ and "share_memory" in dir(hf_attn_variants)
-    assert hf_attn_variants.share_memory is share_memory
-
-
 def test_a_whole_model_whose_cross_attention_is_not_known_is_named_so():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     parts = [transformers.BertConfig(vocab_size=20, **sizes) for _ in range(2)]
