@@ -1,4 +1,15 @@
-"""The plan of a conversion: the new configuration, and the heads and tensors of each attention."""
+"""The plan of a conversion: the new configuration, and the heads and tensors of each attention.
+
+    config.json ──────────► source_config ──┐
+        │                                   ├──► heads and ranks before and after ──┐
+        └─ with the fields ─► config ───────┘                                       │
+                                │                                                   ▼
+                                └──► model on the meta device ──► one AttentionModule per attention
+                                                                                    ▲
+    names and shapes of the checkpoint's tensors ───────────────────────────────────┘
+
+`ConversionPlan.convert` then computes the tensors of one attention: new heads first, then a latent, then a kernel.
+"""
 
 import hashlib
 import os

@@ -12,13 +12,7 @@ _SUBMODULES = {
     "sentence_embeddings": "scores",
     "similarity_spearman": "scores",
 }
-__all__ = [
-    "attention_projection_flops",
-    "cosine_similarities",
-    "mean_pooled",
-    "sentence_embeddings",
-    "similarity_spearman",
-]
+__all__ = list(_SUBMODULES)
 
 
 def _import_attribute(name: str) -> Any:
@@ -30,8 +24,11 @@ def _import_attribute(name: str) -> Any:
 
 # A type checker that saw `__getattr__` would accept any attribute of this package.
 if TYPE_CHECKING:
-    from .costs import attention_projection_flops
-    from .scores import cosine_similarities, mean_pooled, sentence_embeddings, similarity_spearman
+    from .costs import attention_projection_flops as attention_projection_flops
+    from .scores import cosine_similarities as cosine_similarities
+    from .scores import mean_pooled as mean_pooled
+    from .scores import sentence_embeddings as sentence_embeddings
+    from .scores import similarity_spearman as similarity_spearman
 else:
     __getattr__ = _import_attribute
 

@@ -354,3 +354,43 @@ def test_the_mean_of_what_is_lost_of_the_values_is_in_the_bias():
     outputs = [compute_attention(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
     assert attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))
+
+
+class TestLatentsOfASourceWithLatents:
+    """From rank r to a smaller one, to the full width, to none."""
+
+    fields = {"kv_lora_rank": 12, "cross_kv_lora_rank": 16}
+
+    def test_the_input_again_loses_nothing(self, tmp_path):
+        source = convert_model(t5(), method="mean", **self.fields)
+        source.save_pretrained(tmp_path / "source")
+        asked = dict.fromkeys(self.fields, 32)
+        whole = convert_checkpoint(tmp_path / "source", tmp_path / "out", **asked)
+        assert {row.change for row in whole.layers} == {"same", "expand"}
+        assert whole.mean_logits_relative_error < 1e-6
+        stored = load_file(tmp_path / "out" / "model.safetensors")
+        assert not any("kv_a_proj" in name for name in stored)
+        assert error(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval(), source) < 1e-5
+
+    @pytest.mark.parametrize("knows_text", [False, True])
+    @pytest.mark.thorough
+    def test_a_smaller_one_of_maps_of_that_rank_loses_nothing(self, knows_text):
+        model = of_low_rank(t5(), 8)
+        source = convert_model(model, method="mean", **self.fields)
+        given = on_text(fit_steps=3) if knows_text else None
+        smaller = convert_model(source, kv_lora_rank=8, cross_kv_lora_rank=8, calibration=given)
+        assert smaller.config.kv_lora_rank == 8
+        assert smaller.state_dict()["decoder.cross_kv_a_proj.weight"].shape == (8, 32)
+        assert error(smaller, model) < 1e-4
+
+    def test_other_heads_of_the_same_latent(self):
+        source = convert_model(t5(), method="mean", **self.fields)
+        grouped = convert_model(source, 2, calibration=on_text())
+        latent = "decoder.cross_kv_a_proj.weight"
+        assert torch.equal(grouped.state_dict()[latent], source.state_dict()[latent])
+        assert error(grouped, source) < error(convert_model(source, 2, "mean"), source)
+
+    def test_a_larger_one_is_refused(self):
+        source = convert_model(t5(), method="mean", **self.fields)
+        with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot become one of rank 20"):
+            convert_model(source, kv_lora_rank=20)

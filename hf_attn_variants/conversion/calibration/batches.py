@@ -1,4 +1,13 @@
-"""Batches of model inputs for a calibration, and checks of texts and audio that look unsuitable."""
+"""Batches of model inputs for a calibration, and checks of texts and audio that look unsuitable.
+
+    texts ──► tokens ──► split_examples ──► to fit to ──┐
+                               │                        ├──► passages ──► group_by_length ──► make_batches
+                               ├──────────► held out ───┘                    (with targets for a decoder)
+                               │
+                               └──────────► held out, as users give them ──► make_untruncated_batches
+
+The first two kinds of batches are for the attentions, and the last one measures the quality of the whole model.
+"""
 
 import logging
 import math

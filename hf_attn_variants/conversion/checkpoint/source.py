@@ -1,4 +1,11 @@
-"""The folder of a checkpoint: checks before it is read, its configuration, and the files other than weights."""
+"""The folder of a checkpoint: checks before it is read, its configuration, and the files other than weights.
+
+folder or Hub id ──► resolve_source ──► check_files          links out of the folder, pipes, unfinished runs
+                           │            check_whole_model    adapters, pickled weights
+                           ▼
+                        folder ──► read_config               config.json
+                              └──► side_files                files to copy, files to leave out
+"""
 
 import logging
 import os
