@@ -31,9 +31,8 @@ from hf_attn_variants.serving.engines import (
     build_model,
     ctranslate2_problem,
     random_inputs,
-    write_ctranslate2_folder,
 )
-from hf_attn_variants.serving.peak_memory import ExportedModel, peak_bytes
+from hf_attn_variants.serving.peak_memory import ExportedModel, peak_bytes, write_ctranslate2_folder
 
 # A batch is known to one part in this.
 CLOSE = 30

@@ -161,9 +161,11 @@ class Calibration:
         targets = self.target_texts
         if targets is not None:
             _check_is_list("target_texts", targets)
-            if len(targets) != len(rows) or not all(isinstance(text, str) for text in targets):
+            if not all(isinstance(text, str) for text in targets):
+                raise TypeError("`target_texts` of a calibration must be strings.")
+            if len(targets) != len(rows):
                 raise ValueError(
-                    f"`target_texts` of a calibration must contain one string per text, got {len(targets)} targets "
+                    f"`target_texts` of a calibration must contain one target per text, got {len(targets)} targets "
                     f"for {len(rows)} texts."
                 )
             _check_unicode("target_texts", targets)

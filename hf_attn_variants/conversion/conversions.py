@@ -193,9 +193,11 @@ def convert_model(
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     source = None
     if request.calibration is not None:
-        from .calibration.source_outputs import check_has_processor, source_in_memory
+        from .calibration.source_outputs import source_in_memory
 
-        check_has_processor(request.calibration)
+        if request.calibration.processor is None:
+            name = "tokenizer" if request.calibration.audio is None else "feature_extractor"
+            raise ValueError(f"`{name}` must be given for a model in memory. Use `Calibration(..., {name}={name})`.")
         source = source_in_memory(reader, model)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     plan = request.plan(config, reader.entries, None, reader, source)

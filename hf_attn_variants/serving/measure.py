@@ -28,9 +28,8 @@ from .engines import (
     random_inputs,
     served_auto_class,
     served_model_class,
-    write_ctranslate2_folder,
 )
-from .peak_memory import ExportedModel, make_ctranslate2_call, peak_bytes
+from .peak_memory import ExportedModel, make_ctranslate2_call, peak_bytes, write_ctranslate2_folder
 
 # Engines are equivalent if their times, or their peak memory, differ by less than this factor.
 EQUAL_FACTOR = 1.05

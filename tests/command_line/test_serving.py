@@ -125,7 +125,7 @@ def test_ctranslate2_writes_the_same_and_as_much(tmp_path):
     """Greedily; its own results are read, which timing throws away."""
     import ctranslate2
 
-    from hf_attn_variants.serving.engines import write_ctranslate2_folder
+    from hf_attn_variants.serving.peak_memory import write_ctranslate2_folder
 
     config, load = config_of(T5), Load(2, 8, 5, 1)
     [engine] = [each for each in list_engines(config, [], lambda fields: True) if each.ctranslate2 and not each.int8]
@@ -400,7 +400,7 @@ def test_flags_of_the_other_question(flags, message, capsys):
 
 @needs_ctranslate2
 def test_a_configuration_without_a_start_token_is_an_error_that_says_so(tmp_path):
-    from hf_attn_variants.serving.engines import write_ctranslate2_folder
+    from hf_attn_variants.serving.peak_memory import write_ctranslate2_folder
 
     config = config_of(T5) | {"decoder_start_token_id": None}
     model = build_model(config, Engine("CTranslate2", ctranslate2=True))

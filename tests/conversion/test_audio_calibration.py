@@ -143,7 +143,7 @@ def test_what_is_refused(source, folder, tmp_path, capsys):
     (tmp_path / "no_sound.wav").write_text("words")
     with pytest.raises(ValueError, match=r"no_sound\.wav must be a wav file"):
         load_audio(tmp_path / "no_sound.wav")
-    with pytest.raises(NotADirectoryError, match=r"must be a folder, got the file .*no_sound\.wav"):
+    with pytest.raises(NotADirectoryError, match=r"must be a folder, got .*no_sound\.wav"):
         read_audio_calibration(tmp_path / "no_sound.wav")
     (tmp_path / "short.wav").write_bytes(b"RIFF")
     with pytest.raises(ValueError, match=r"short\.wav is not a PCM wav file \(it is truncated\)"):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -285,42 +286,40 @@ def test_a_tenth_of_the_texts_is_held_out_and_nothing_else_reads_it(count, held)
     assert sorted(rows[0] + rows[1]) == sorted(map(tuple, WordTokenizer()(texts, max_length=1200)["input_ids"]))
 
 
-def test_refusals():
-    with pytest.raises(ValueError, match=r"`texts` .*must not be empty"):
-        Calibration([])
-    with pytest.raises(ValueError, match="needs text"):
-        convert_model(bert(), 2, "calibrated")
-    with pytest.raises(ValueError, match=r"`method` .* got 'mean'"):
-        convert_model(bert(), 2, "mean", calibration=calibration())
-    with pytest.raises(ValueError, match="tokenizer"):
-        convert_model(bert(), 2, calibration=calibration(tokenizer=None))
-    with pytest.raises(ValueError, match="tokens in 2 lines"):
-        convert_model(bert(), 2, calibration=Calibration(["too short"] * 2, tokenizer=WordTokenizer()))
-    for one in (["a long text " * 1200], [("a", "pair")]):
-        with pytest.raises(ValueError, match="`texts`"):
-            Calibration(one)
-    with pytest.raises(ValueError, match="one target per text"):
-        calibration(target_texts=["one"])
-    for targets in ("x" * 512, iter(text())):
-        with pytest.raises(TypeError, match="`target_texts`"):
-            calibration(target_texts=targets)
-    for item in (None, 7):
-        with pytest.raises(TypeError, match=f"`target_texts` of a calibration must be strings, got {item}"):
-            calibration(target_texts=[*text(511), item])
-    for rate in (0, -0.1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="`fit_learning_rate`"):
-            calibration(fit_learning_rate=rate)
-    with pytest.raises(ValueError, match="`target_texts`"):
-        convert_model(bert(), 2, calibration=calibration(target_texts=text()))
-    with pytest.raises(ValueError, match="`max_length`"):
-        few = BertConfig(vocab_size=WORDS, hidden_size=32, num_attention_heads=4, max_position_embeddings=16)
-        convert_model(BertModel(few), 2, calibration=calibration(max_length=64))
+@pytest.mark.parametrize(
+    ("options", "kind", "argument"),
+    [
+        ({"texts": []}, ValueError, "texts"),
+        ({"texts": ["a long text " * 1200]}, ValueError, "texts"),
+        ({"texts": [("a", "pair")]}, ValueError, "texts"),
+        ({"target_texts": ["one"]}, ValueError, "target_texts"),
+        ({"target_texts": "x" * 512}, TypeError, "target_texts"),
+        ({"target_texts": iter("ab")}, TypeError, "target_texts"),
+        ({"target_texts": [*text(511), None]}, TypeError, "target_texts"),
+        *(({"fit_learning_rate": rate}, ValueError, "fit_learning_rate") for rate in (0, -0.1, math.nan, math.inf)),
+    ],
+)
+def test_errors_of_a_calibration(options, kind, argument):
+    with pytest.raises(kind, match=f"`{argument}`"):
+        Calibration(**{"texts": text(), "tokenizer": WordTokenizer()} | options)
+
+
+def test_errors_of_a_model_and_its_calibration():
     unpadded = WordTokenizer()
     unpadded.pad_token_id = None
-    with pytest.raises(ValueError, match="must have a padding token"):
-        convert_model(bert(), 2, calibration=calibration(tokenizer=unpadded))
-    with pytest.raises(ValueError, match="talking heads"):
-        convert_model(convert_model(bert(), talking_heads="both"), 2, calibration=calibration())
+    sizes = {"vocab_size": WORDS, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16}
+    for model, arguments, message in (
+        (bert(), {"method": "calibrated"}, "`method`"),
+        (bert(), {"method": "mean", "calibration": calibration()}, "`method`"),
+        (bert(), {"calibration": calibration(tokenizer=None)}, "`tokenizer`"),
+        (bert(), {"calibration": Calibration(["short"] * 2, tokenizer=WordTokenizer())}, "tokens in 2 lines"),
+        (bert(), {"calibration": calibration(target_texts=text())}, "`target_texts`"),
+        (BertModel(BertConfig(**sizes)), {"calibration": calibration(max_length=64)}, "`max_length`"),
+        (bert(), {"calibration": calibration(tokenizer=unpadded)}, "padding token"),
+        (convert_model(bert(), talking_heads="both"), {"calibration": calibration()}, "talking heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert_model(model, 2, **arguments)
 
 
 def _told(folder):

@@ -11,7 +11,6 @@ from fixtures.speech import HEAD, feature_extractor, whisper_checkpoint
 from hf_attn_variants.conversion import convert
 from hf_attn_variants.conversion.calibration.batches import check_amount, check_audio, check_source_loss, check_texts
 
-VOCABULARY = 5000
 SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "po", "re", "su", "ti"]
 # Words as languages have them: few are frequent, most are rare.
 WORDS = [a + b for a in SYLLABLES for b in SYLLABLES] + [
@@ -46,7 +45,7 @@ def said(caplog, texts, encoded=None):
     tokenizer = Tokenizer()
     joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
     rows = [tokenizer.encode(text) for text in joined] if encoded is None else encoded
-    check_texts(tokenizer, texts, rows, VOCABULARY)
+    check_texts(tokenizer, texts, rows)
     return caplog.text
 
 

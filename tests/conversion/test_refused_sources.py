@@ -33,7 +33,6 @@ IMPOSSIBLE = [
     ({"num_key_value_heads": 4, "dtype": "int8"}, "`dtype`"),
     ({}, "`num_key_value_heads`"),
     ({"attention_window": 4}, "`attention_window`"),
-    ({"per_layer_values": {"kv_lora_rank": [None, None]}}, "`per_layer_values`"),
     ({"talking_heads": "all"}, "`talking_heads` must be"),
     ({"talking_heads": "both", "num_softmax_heads": 24}, "`talking_heads_init`"),
     ({"talking_heads": "weights", "num_value_heads": 6, "talking_heads_init": "random"}, "`num_value_heads`"),
@@ -158,17 +157,6 @@ def test_a_tensor_is_missing(make_source, edit_tensors, tmp_path):
     edit_tensors(source, lambda tensors: tensors.pop(f"{LAYER}.self.value.bias"))
     with pytest.raises(ValueError, match=rf"has no tensor '{LAYER}\.self\.value\.bias'"):
         convert_checkpoint(source, tmp_path / "out", 4)
-
-
-def test_a_method_of_ones_own(make_source, tmp_path):
-    class Wrong:
-        name = "wrong"
-
-        def pool(self, tensors, heads, layer):
-            return tensors
-
-    with pytest.raises(ValueError, match=r"'wrong' must return key_weight of shape \[16, 48\].* got \[48, 48\]"):
-        convert_checkpoint(make_source(), tmp_path / "out", 4, Wrong())
 
 
 def test_an_error_that_names_nothing_gets_the_checkpoints_name(tmp_path):

@@ -125,7 +125,7 @@ def test_a_model_in_memory_without_a_tokenizer_is_refused_before_its_weights_are
     write_text(tmp_path / "lines.txt")
     monkeypatch.setattr(models.ModelReader, "read", lambda self, name: pytest.fail("a tensor was read"))
     for given in (["a text", "another"], tmp_path / "lines.txt", read_calibration(tmp_path / "lines.txt")):
-        with pytest.raises(ValueError, match=r"Calibration\(texts, tokenizer=tokenizer\)"):
+        with pytest.raises(ValueError, match="`tokenizer`"):
             convert(model, 4, calibration=given)
 
 

@@ -154,9 +154,6 @@ def _start_run(
     """
     model, processor = source(plan)
     processor = calibration.processor or processor
-    if processor is None:
-        name = "tokenizer" if calibration.audio is None else "feature_extractor"
-        raise ValueError(f"`{name}` must be given for a model without one. Use `Calibration(..., {name}={name})`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
     calibration = add_text_lengths(calibration, processor, plan.config)

@@ -63,15 +63,9 @@ def read_audio_calibration(
     if size < MIN_TEXTS:
         raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}, got {size}.")
     root = Path(folder).expanduser()
-    if root.is_file():
-        raise NotADirectoryError(
-            f"`folder` (--calibration_audio_dir) must be a folder, got the file {os.fspath(folder)!r:.200}. Give the "
-            "folder that contains it."
-        )
     if not root.is_dir():
         raise NotADirectoryError(
-            f"`folder` (--calibration_audio_dir) must be a folder, but {os.fspath(folder)!r:.200} does not exist. "
-            "Check the path."
+            f"`folder` (--calibration_audio_dir) must be a folder, got {os.fspath(folder)!r:.200}. Check the path."
         )
     recordings = sorted(path for path in root.rglob("*") if path.suffix.lower() in AUDIO_FILES and path.is_file())
     if len(recordings) < MIN_TEXTS:

@@ -67,25 +67,6 @@ def source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibr
     return source
 
 
-def check_has_processor(calibration: Calibration) -> None:
-    """Check that the calibration of a model in memory contains a tokenizer or a feature extractor.
-
-    Raises:
-        ValueError: if it does not.
-    """
-    if calibration.processor is not None:
-        return
-    if calibration.audio is not None:
-        raise ValueError(
-            "`feature_extractor` must be given for a model in memory. Use "
-            "`calibration=Calibration(audio=files, feature_extractor=feature_extractor)`."
-        )
-    raise ValueError(
-        "`tokenizer` must be given for a model in memory. Use "
-        "`calibration=Calibration(texts, tokenizer=tokenizer)` or `read_calibration(path, tokenizer=tokenizer)`."
-    )
-
-
 def load_processor(folder: Path, calibration: Calibration | None) -> Any:
     """Return the tokenizer of a checkpoint folder, or its feature extractor if the calibration is audio.
 
