@@ -1,7 +1,7 @@
 """Attention maps of a model on one text, before and after the talking-heads projections.
 
-The maps are available as tensors and as an HTML page, which needs neither a network connection nor other files. The
-letters of the shapes are those of `modeling.ops.softmax_attention`.
+The maps are tensors or an HTML page, which needs neither a network connection nor other files. The letters of the
+shapes are those of `modeling.ops.softmax_attention`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from ..modeling.ops.variant_attention import VariantAttention
 
 __all__ = ["AttentionMaps", "HeadProjection", "Stage", "TextMaps", "attention_maps", "attention_page"]
 
-# {attention: (its name on the page, the field of the model outputs that holds its weights)}.
-ATTENTION_NAMES = {
+ATTENTION_NAMES = {  # (the name on the page, the field of the model outputs that holds the weights)
     "self": ("layer {}", "attentions"),
     "encoder": ("encoder layer {}", "encoder_attentions"),
     "decoder": ("decoder layer {}, self-attention", "decoder_attentions"),
@@ -253,8 +252,9 @@ def _maps_of_call(
     else:
         last = ("weights_after", "weights of the value heads, after P_w", "value head", heads.value)
     stage = Stage(*last[:3], _cpu(weights[0]), _kv_heads_read(heads.output, last[3]))
-    named = (("P_l", "query head", "softmax head", logits_proj), ("P_w", "softmax head", "value head", weights_proj))
-    projections = tuple(HeadProjection(*names, _cpu(matrix)) for *names, matrix in named if matrix is not None)
+    kinds = (("P_l", "query head", "softmax head"), ("P_w", "softmax head", "value head"))
+    matrices = zip(kinds, (logits_proj, weights_proj), strict=True)
+    projections = tuple(HeadProjection(*kind, _cpu(matrix)) for kind, matrix in matrices if matrix is not None)
     rows = labels["target" if decodes else "text"]
     columns = _key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
     maps = (rows, columns, (*mixed, stage), projections)
@@ -288,9 +288,6 @@ def attention_page(maps: TextMaps, model_name: str) -> str:
     Args:
         maps: The result of `attention_maps`.
         model_name: The title of the page.
-
-    Returns:
-        The text of the page.
     """
     attentions = [
         {
