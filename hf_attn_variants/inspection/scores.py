@@ -13,8 +13,6 @@ from ..files import RESULTS_NAME
 from ..glue_tasks import TASKS
 from ..model_history import read_json
 
-__all__ = ["GLUE_METRICS", "GlueRun", "ModelScores", "Spread", "model_scores", "read_runs"]
-
 # {task: the metrics whose mean is the score of the task}.
 GLUE_METRICS = {name: task.metrics for name, task in TASKS.items() if task.eval_splits}
 # Arguments in which two seeds of one model may differ, because they change neither training nor dev set scores.

@@ -187,7 +187,7 @@ def test_every_encoder(architecture):
         (
             lambda: WHISPER.upstream_model("WhisperForConditionalGeneration"),
             {"num_key_value_heads": 4, "keep_matching_layers": 1, "calibration": None},
-            "encoder that reads text",
+            "`keep_matching_layers`",
         ),
         (
             bert,
