@@ -13,7 +13,7 @@
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -101,21 +101,19 @@ class ConversionPlan:
 
         The value of a field that differs between layers is a list. Ranks are left out if there are no latents.
         """
-        configs = (self.source_config, self.config)
-        pairs = {
-            name: tuple(_by_layer(config, name) for config in configs)
-            for name in (*self.config.head_fields(), *self.config.rank_fields())
-        }
+        pairs = self._values([*self.config.head_fields(), *self.config.rank_fields()])
         return {name: pair for name, pair in pairs.items() if pair != (None, None)}
 
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """The other fields that the conversion changes (kernels and patterns), {field: (before, after)}."""
         head_fields = {*_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
-        names = [name for name in self.config.variant_fields() if name not in head_fields]
-        configs = (self.source_config, self.config)
-        pairs = {name: tuple(_by_layer(config, name) for config in configs) for name in names}
+        pairs = self._values([name for name in self.config.variant_fields() if name not in head_fields])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def _values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+        """Return the values of fields in the two configurations, {field: (before, after)}."""
+        return {name: (_by_layer(self.source_config, name), _by_layer(self.config, name)) for name in names}
 
     @property
     def reduced(self) -> list[AttentionModule]:

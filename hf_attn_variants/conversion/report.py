@@ -157,20 +157,12 @@ class Quality:
             "scores": f"the error of its scores is {self.value:.1%} of the variance of the original's",
             "embeddings": f"its embeddings have a cosine of {self.value:.3f} to the original's",
         }[self.measure]
-        return text + self._interval_text() + self._runaway_text()
-
-    def _interval_text(self) -> str:
-        """Return the confidence interval in parentheses."""
-        if self.interval is None:
-            return ""
-        form = {"loss": "{:+.3f}", "embeddings": "{:.3f}"}.get(self.measure, "{:.1%}")
-        return f" (95 % interval {form.format(self.interval[0])} to {form.format(self.interval[1])})"
-
-    def _runaway_text(self) -> str:
-        """Return the number of examples with repetitive outputs."""
-        if not self.runaway:
-            return ""
-        return f"; for {self.runaway} of {self.examples} examples it generates more than twice as many tokens"
+        if self.interval is not None:
+            form = {"loss": "{:+.3f}", "embeddings": "{:.3f}"}.get(self.measure, "{:.1%}")
+            text += f" (95 % interval {form.format(self.interval[0])} to {form.format(self.interval[1])})"
+        if self.runaway:
+            text += f"; for {self.runaway} of {self.examples} examples it generates more than twice as many tokens"
+        return text
 
     @property
     def shown_bound(self) -> str:
