@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..conversion.attention_tensors import MeanPooling
-from ..conversion.checkpoint.models import TOKENIZER_FILES, load_tokenizer_of, model_of_tensors
+from ..conversion.checkpoint.models import load_tokenizer_of, model_of_tensors
 from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.plan import ConversionPlan, make_plan
@@ -100,7 +100,6 @@ def export_ctranslate2(
 ) -> CTranslate2Export:
     """Export a checkpoint of this package or of Transformers to CTranslate2, with its tokenizer files.
 
-    Grouped key/value heads stay grouped, and latent projections are multiplied into the key and value projections.
     The greedy outputs of CTranslate2 are compared with those of the model before the output folder appears.
 
     Args:
@@ -111,12 +110,13 @@ def export_ctranslate2(
 
     Raises:
         ValueError: If CTranslate2 is missing or does not support the model, or its float32 outputs are different.
-        OSError: If a file (of the tokenizer, for example) is missing or cannot be written.
+        OSError: If a file is missing or cannot be written.
 
     Example:
         >>> print(export_ctranslate2("t5-gqa4", "t5-ct2", quantization="int8").summary())
     """
-    _check_package()
+    if importlib.util.find_spec("ctranslate2") is None:
+        raise ValueError("An export to CTranslate2 requires the package ctranslate2. Run `pip install ctranslate2`.")
     from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
     if quantization not in ACCEPTED_MODEL_TYPES:
@@ -126,53 +126,29 @@ def export_ctranslate2(
     output = check_output_dir(output_dir, source=folder)
     config = read_config(folder)
     check_ctranslate2_support(*source_model(config))
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer_of(folder, ", from which the vocabulary of CTranslate2 is made.")
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plan_without_latents(config, reader.entries, folder / CONFIG_NAME)
         generation = generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
         tokens = model_tokens(tokenizer, plan.config, generation)
         copied, _ = side_files(folder, reader.files)
-        _check_disk_space(output, reader.entries, quantization)
+        check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * sum(e.numel for e in reader.entries.values()))
         tensors = converted_tensors(plan, reader, {})
     model = model_of_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
     model.generation_config = generation
     inputs = make_random_inputs(model, tokenizer)
     expected = generate_greedily(model, inputs, tokens)  # before the quantization changes the weights of the model
-    spec = model_specification(model, tokens, _transformers_model_type(config))
+    spec = model_specification(model, tokens, model_type := _transformers_model_type(config))
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, [name for name in copied if is_independent_of_code(folder, name)])
-        write_class_names(stage, {**config, "model_type": _transformers_model_type(config)})
+        write_class_names(stage, config | {"model_type": model_type})
         spec.save(os.fspath(stage))
         _check_tokenizer(stage, tokenizer)
         limit = max_generated_tokens(model, tokens)
         agreement = Agreement.compare(expected, generate_with_ctranslate2(stage, inputs, tokens, limit, quantization))
         _check_agreement(agreement, tokens, quantization)
     return _describe_export(output_dir, model, tokens, quantization, agreement)
-
-
-def _check_package() -> None:
-    """Raise `ValueError` if CTranslate2 is not installed."""
-    if importlib.util.find_spec("ctranslate2") is None:
-        raise ValueError("An export to CTranslate2 requires the package ctranslate2. Run `pip install ctranslate2`.")
-
-
-def _check_disk_space(output: Path, entries: Mapping[str, TensorEntry], quantization: str) -> None:
-    """Raise an error if the disk is too full for the weights of the export."""
-    num_weights = sum(entry.numel for entry in entries.values())
-    check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * num_weights)
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint.
-
-    Raises:
-        OSError: If the checkpoint has no tokenizer.
-    """
-    advice = ", from which the vocabulary of CTranslate2 is made."
-    if not any(path.name.endswith(TOKENIZER_FILES) for path in folder.iterdir()):
-        raise FileNotFoundError(f"{folder} has no tokenizer files{advice}")
-    return load_tokenizer_of(folder, advice)
 
 
 def _transformers_model_type(config: Mapping[str, Any]) -> str:

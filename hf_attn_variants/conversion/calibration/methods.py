@@ -83,7 +83,10 @@ def latent_forms(
         generator: Random number generator for the directions e.
     """
     count, shared = heads.query, heads.query // heads.value[1]
-    key, value = projections = [_repeat_weight(tensors, role, heads) for role in ("key", "value")]  # [h, d, D]
+    key, value = projections = [
+        _by_query_head(weight, heads)
+        for weight in (tensors.key_weight, tensors.value_weight)  # [h, d, D]
+    ]
     output = tensors.output_weight.double().unflatten(1, (count, -1)).transpose(0, 1)  # [h, D, d]
     products = (_compute_query_moments(tensors, heads, inputs), output.mT @ output)  # [h, d, d]
     # The share of each head in the S of all heads.
@@ -158,12 +161,6 @@ def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -
     metric = metric / metric.trace().clamp_min(1e-300) * metric.shape[0]
     metric.diagonal().add_(UNSEEN_SHARE)
     return LatentForm(gram * (energy / (gram * metric).sum().clamp_min(1e-300)), metric)
-
-
-def _repeat_weight(tensors: AttentionTensors, role: str, heads: HeadCounts) -> torch.Tensor:
-    """Return the key or value weights of each query head in float64, [h, d, D]."""
-    weight = getattr(tensors, f"{role}_weight").double()
-    return split_heads(repeat_heads(weight, weight.shape[0] // heads.head_dim, heads.query), heads.query)
 
 
 def _compute_query_moments(
@@ -371,7 +368,7 @@ def _share_keys(
         queries: Second moments of the queries, [h, d, d].
         keys: Second moments of the stacked keys of each group, [g*d, g*d].
     """
-    query, key = (_augment(tensors, role, heads) for role in ("query", "key"))  # [h, d, D + 1]
+    query, key = (_by_query_head(tensors.joined(role), heads) for role in ("query", "key"))  # [h, d, D + 1]
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
     energies = []
     for group, moment in zip(groups, keys, strict=True):
@@ -399,7 +396,7 @@ def _share_values(
         groups: The query heads of each group.
         moments: The second moments on text.
     """
-    value = _augment(tensors, "value", heads)  # [h, d, D + 1]
+    value = _by_query_head(tensors.joined("value"), heads)  # [h, d, D + 1]
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     new: dict[str, list[torch.Tensor]] = {"value": [], "output": []}
     energies = []
@@ -455,9 +452,9 @@ def _find_shared_head(
     return shared, from_shared, float(energy[:head_dim].sum() / energy.sum().clamp_min(1e-300))
 
 
-def _augment(tensors: AttentionTensors, role: str, heads: HeadCounts) -> torch.Tensor:
-    """Return a projection per query head in float64, [h, d, D + 1] with the bias as the last column, or [h, d, D]."""
-    projection = tensors.joined(role).double()
+def _by_query_head(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
+    """Return a projection [k*d, ...] per query head in float64, [h, d, ...]. Shared heads are repeated."""
+    projection = projection.double()
     return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
 
 
