@@ -1,4 +1,4 @@
-"""The tensors of one attention, its head counts, and the latents that keys and values can be computed from.
+"""The tensors of one attention, its head counts, its latent, and the methods that compute new heads.
 
 **Latents.** A latent c = A y [r] of an encoder output y [D] is decoded as R c. A key or value projection W then loses
 W (y - R A y). The effect on the output of the attention is a quadratic form of the lost part. Let G [D, D] be the Gram
@@ -13,7 +13,7 @@ values, or all layers that read the same encoder outputs) has one form for each.
 sum S / tr S, and each S is weighted by the energy of its form.
 
 Without text (`weight_forms`), S is the identity and G follows from products of weights: keys only meet W_q,i and
-values only meet W_o,i. With text, see `calibration.latent_forms`.
+values only meet W_o,i. With text, see `calibration.methods.latent_forms`.
 """
 
 from __future__ import annotations
@@ -482,7 +482,7 @@ class LatentInText:
 
 
 class ConversionMethod(Protocol):
-    """A way to merge heads. A new method is a class with this interface and an entry in `request.METHODS`.
+    """A way to merge heads. A new method is a class with this interface and an entry in `conversions.METHODS`.
 
     `convert(..., method=instance)` takes instances as well as names. A method that needs text is a `CalibratedMethod`.
     With all other methods, latents are computed from the weights (`attention_tensors.weight_forms`).

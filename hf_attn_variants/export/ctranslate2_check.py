@@ -23,7 +23,7 @@ from .plain import upstream_architecture
 
 logger = logging.getLogger(__name__)
 
-# The Transformers model types that `ctranslate2_specs` supports.
+# The Transformers model types that `ctranslate2.model_specification` supports.
 SUPPORTED_MODEL_TYPES = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
 # {activation of Transformers: activation of CTranslate2}. Most names differ only in the case of the letters.
 ACTIVATIONS = {

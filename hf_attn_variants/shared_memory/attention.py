@@ -1,4 +1,4 @@
-"""Cross-attention whose beams share keys and values or encoder outputs, and the Transformers classes it supports."""
+"""Cross-attention whose beams share keys and values or encoder outputs, its cache layer, and supported classes."""
 
 import functools
 from collections.abc import Iterator

@@ -148,7 +148,7 @@ def test_what_is_refused(source, folder, tmp_path, capsys):
     (tmp_path / "short.wav").write_bytes(b"RIFF")
     with pytest.raises(ValueError, match=r"short\.wav is not a PCM wav file \(it is truncated\)"):
         load_audio(tmp_path / "short.wav")
-    with pytest.raises(NotADirectoryError, match=r"nowhere. does not exist"):
+    with pytest.raises(NotADirectoryError, match="nowhere"):
         read_audio_calibration(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="`audio`"):
         Calibration(["a text"], audio=["x.wav", "y.wav"])

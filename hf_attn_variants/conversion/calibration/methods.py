@@ -2,7 +2,7 @@
 
 **Closed form of heads.** BERT, ALBERT and T5 have no rotary positions inside the dot product. Therefore only products
 of weights matter: head i has the logits x^T B_i y with B_i = W_q,i^T W_k,i, and adds W_o,i W_v,i sum_j p_ij y_j to the
-output. Heads can be reordered, and the groups are those that lose least (`head_groups`). For the g heads of a group:
+output. Heads can be reordered, and the groups are those that lose least (`best_groups`). For the g heads of a group:
 
 - Keys: the best shared key head in the least-squares sense over the text spans the first d right singular vectors of
   the stacked T_i^1/2 [K_i] S^1/2. T_i is the second moment of the queries of head i. S is that of the keys of the
