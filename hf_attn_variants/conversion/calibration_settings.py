@@ -158,17 +158,20 @@ class Calibration:
         _check_unicode("texts", [text for parts in pairs for text in parts])
         if any(is_blank(text) for parts in pairs for text in parts):
             raise ValueError("`texts` of a calibration must not contain empty texts. Remove them.")
-        targets = self.target_texts
-        if targets is not None:
-            _check_is_list("target_texts", targets)
-            if not all(isinstance(text, str) for text in targets):
-                raise TypeError("`target_texts` of a calibration must be strings.")
-            if len(targets) != len(rows):
-                raise ValueError(
-                    f"`target_texts` of a calibration must contain one target per text, got {len(targets)} targets "
-                    f"for {len(rows)} texts."
-                )
-            _check_unicode("target_texts", targets)
+        if self.target_texts is not None:
+            self._check_targets(self.target_texts)
+
+    def _check_targets(self, targets: Sequence[str]) -> None:
+        """Check that there is a target string for each text."""
+        _check_is_list("target_texts", targets)
+        if not all(isinstance(text, str) for text in targets):
+            raise TypeError("`target_texts` of a calibration must be strings.")
+        if len(targets) != len(self.texts):
+            raise ValueError(
+                f"`target_texts` of a calibration must contain one target per text, got {len(targets)} targets for "
+                f"{len(self.texts)} texts."
+            )
+        _check_unicode("target_texts", targets)
 
     @property
     def batch_rows(self) -> int:

@@ -473,9 +473,7 @@ class ConversionRequest:
         if self.kv_cache_bytes is not None:
             check_has_cache(config)
             probe = make(fields=fields | PROBE)
-            budget = fields_within(probe, self.kv_cache_bytes, entries, partial(self._losses, probe, reader, source))
-            by_layer = {**(fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
-            fields |= budget | {"per_layer_values": by_layer or None}
+            fields |= self._fields_within_budget(probe, entries, partial(self._losses, probe, reader, source))
         if self.matching_layers is not None:
             probe = make(fields=fields)
             check_matching_layers(probe, fields, self.matching_layers, self.calibration)
@@ -487,6 +485,14 @@ class ConversionRequest:
         if reader is None:
             self._is_calibrated(plan)  # raises an error if a calibration is not possible
         return plan
+
+    def _fields_within_budget(
+        self, probe: ConversionPlan, entries: Mapping[str, TensorEntry], losses: Callable[..., list[torch.Tensor]]
+    ) -> dict[str, Any]:
+        """Return the fields with ranks that fit into `kv_cache_bytes`. Arguments as for `fields_within`."""
+        budget = fields_within(probe, self.kv_cache_bytes, entries, losses)
+        by_layer = {**(self.fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
+        return budget | {"per_layer_values": by_layer or None}
 
     def _is_calibrated(self, plan: ConversionPlan) -> bool:
         """Return whether there is a calibration and attentions to fit to it. Errors as for `is_calibrated`."""

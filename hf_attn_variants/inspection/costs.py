@@ -2,8 +2,8 @@
 
 The variants have each possible number of key/value heads, latents of a few ranks, or talking heads. Neither weights
 nor other files of the checkpoint are read. Parameters, FLOPs and cache sizes are counted on a model, which may be on
-the meta device. A multiplication with an addition counts as two FLOPs. Only matrix products are counted: softmax, norms
-and biases are not.
+the meta device. A multiplication with an addition counts as two FLOPs. Only matrix products are counted: softmax,
+norms and biases are not.
 """
 
 import re

@@ -153,23 +153,6 @@ def test_buckets_that_upstream_has_are_taken():
     AttnVariantT5Config()
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("added_tokens.json", "[]", "added_tokens.json must be a JSON object, got list"),
-        ("added_tokens.json", '{"a": "x"}', "added_tokens.json: the token 'a' must have an integer id"),
-        ("special_tokens_map.json", "3", "special_tokens_map.json must be a JSON object"),
-        ("tokenizer_config.json", "[1]", "tokenizer_config.json must be a JSON object"),
-    ],
-)
-def test_files_of_a_tokenizer_are_named(bert, sources, tmp_path, capsys, file, content, message):
-    (bert / file).write_text(content)
-    *_, calibrated, _, frontier = converts(bert, tmp_path / "out", sources["text"])
-    drawn = ["visualize", "--model_name_or_path", bert, "--text", "a", "--output_dir", tmp_path / "out"]
-    for argv in (frontier, calibrated, drawn):
-        assert message in one_line(capsys, *argv)
-
-
 def test_tokenizer_files_that_are_of_no_use_are_listed(sources, tmp_path, capsys):
     source = shutil.copytree(sources["t5"], tmp_path / "t5")
     for path in source.glob("*token*"):

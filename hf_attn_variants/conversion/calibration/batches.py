@@ -96,9 +96,8 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
     if (distinct_texts := len(set(joined))) < (1 - WARN_SHARE) * len(joined):
         message = "Only %d of the %d calibration texts are different. Give other texts."
         logger.warning(message, distinct_texts, len(joined))
-    special, unknown = set(tokenizer.all_special_ids), getattr(tokenizer, "unk_token_id", None)
-    rows = [[token for token in row if token not in special or token == unknown] for row in encoded]
-    tokens = [token for row in rows for token in row]
+    special, unknown = _special_tokens(tokenizer), getattr(tokenizer, "unk_token_id", None)
+    tokens = [token for row in encoded for token in row if token not in special]
     if len(tokens) < MIN_CHECKED_TOKENS:
         return
     share = sum(token == unknown for token in tokens) / len(tokens)
@@ -109,14 +108,21 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
     if share > WARN_UNKNOWN_SHARE:
         message = "%.0f %% of the calibration tokens are unknown to the tokenizer. Check that it belongs to the model."
         logger.warning(message, 100 * share)
-    words = [word for text in joined for word in text.split()]
+    _check_language(tokenizer, [word for text in joined for word in text.split()])
+
+
+def _check_language(tokenizer: Any, words: list[str]) -> None:
+    """Warn about words that the tokenizer splits into more tokens than words of its own language."""
     if sum(map(len, words)) > MAX_WORD_LENGTH * len(words):
         return
     words = [word for word in map(_normalize_word, words) if word][:MAX_WORDS]
     if len(words) < MIN_CHECKED_TOKENS / 4:
         return
-    word_tokens = tokenizer(words, truncation=True, max_length=MAX_WORDS)["input_ids"]
-    pieces = sum(token not in special or token == unknown for row in word_tokens for token in row) / len(words)
+    word_tokens, special = (
+        tokenizer(words, truncation=True, max_length=MAX_WORDS)["input_ids"],
+        _special_tokens(tokenizer),
+    )
+    pieces = sum(token not in special for row in word_tokens for token in row) / len(words)
     if pieces > MAX_TOKENS_PER_WORD:
         logger.warning(
             "The tokenizer splits a calibration word into %.1f tokens on average, and words of its own language into "
@@ -124,6 +130,11 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
             pieces,
             MAX_TOKENS_PER_WORD,
         )
+
+
+def _special_tokens(tokenizer: Any) -> set[int]:
+    """Return the special tokens of a tokenizer, without the unknown token, which stands for a word."""
+    return set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
 
 
 def _normalize_word(text: str) -> str:
@@ -460,7 +471,7 @@ def _tokenize_examples(
     positions = longest_input(config)
     if reads_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
-        special = set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
+        special = _special_tokens(tokenizer)
         counts = [sum(token not in special for token in row) for row in encoded]
         for rows in map(sorted, split):  # separately, so that no passage to fit to contains a held-out text
             part_texts, part_counts = [texts[row] for row in rows], [counts[row] for row in rows]

@@ -92,8 +92,6 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
         ValueError: if the file is not audio, or needs the package soundfile and it is not installed.
     """
     path = Path(path).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"The audio file {os.fspath(path)!r:.200} does not exist. Check the path.")
     if path.suffix.lower() == ".wav":
         try:
             return _read_wav(path)
