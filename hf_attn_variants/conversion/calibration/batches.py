@@ -118,10 +118,8 @@ def _check_language(tokenizer: Any, words: list[str]) -> None:
     words = [word for word in map(_normalize_word, words) if word][:MAX_WORDS]
     if len(words) < MIN_CHECKED_TOKENS / 4:
         return
-    word_tokens, special = (
-        tokenizer(words, truncation=True, max_length=MAX_WORDS)["input_ids"],
-        _special_tokens(tokenizer),
-    )
+    special = _special_tokens(tokenizer)
+    word_tokens = tokenizer(words, truncation=True, max_length=MAX_WORDS)["input_ids"]
     pieces = sum(token not in special for row in word_tokens for token in row) / len(words)
     if pieces > MAX_TOKENS_PER_WORD:
         logger.warning(
