@@ -147,14 +147,14 @@ class Calibration:
         rows: list[Any] = [tuple(text) if isinstance(text, list | tuple) else text for text in self.texts]
         object.__setattr__(self, "texts", rows)
         pairs = [row if isinstance(row, tuple) else (row,) for row in rows]
+        is_pair = isinstance(rows[0], tuple) if rows else False
         for row, parts in zip(rows, pairs, strict=True):
-            has_kind = isinstance(row, tuple) is isinstance(rows[0], tuple) and len(parts) == 1 + isinstance(
-                row, tuple
-            )
-            if not has_kind or not all(isinstance(text, str) for text in parts):
+            if isinstance(row, tuple) is not is_pair or not all(isinstance(text, str) for text in parts):
                 raise TypeError(
                     f"`texts` of a calibration must be strings or pairs of strings, got {row!r:.80}. Do not mix them."
                 )
+            if len(parts) != 1 + is_pair:
+                raise ValueError(f"`texts` of a calibration must be pairs of two strings, got {row!r:.80}.")
         _check_unicode("texts", [text for parts in pairs for text in parts])
         if any(is_blank(text) for parts in pairs for text in parts):
             raise ValueError("`texts` of a calibration must not contain empty texts. Remove them.")
