@@ -25,7 +25,7 @@ from benchmarks.convert.conversion_subjects import SentenceEncoder, Translator, 
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import sentence_embeddings
-from hf_attn_variants.inspection.counting import kv_cache_bytes_per_token
+from hf_attn_variants.inspection.costs import kv_cache_bytes_per_token
 from hf_attn_variants.registration import variant_model_class
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,8 +23,7 @@ from benchmarks.machine import machine
 from benchmarks.page_faults import memory_now, summary, usage_text, watched_rounds
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import speed
-from hf_attn_variants.inspection.costs import read_checkpoint_config, variant_config
-from hf_attn_variants.inspection.counting import check_sizes
+from hf_attn_variants.inspection.costs import check_sizes, read_checkpoint_config, variant_config
 from hf_attn_variants.inspection.speed import checked_models, decoding_or_pass, timed_auto_class, timed_length
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99}

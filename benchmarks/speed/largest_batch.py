@@ -24,7 +24,6 @@ from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.serving import config_of
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.costs import variant_config, variant_name
-from hf_attn_variants.serving.ctranslate2_engine import ExportedModel
 from hf_attn_variants.serving.engines import (
     CTRANSLATE2,
     Engine,
@@ -32,9 +31,8 @@ from hf_attn_variants.serving.engines import (
     build_model,
     ctranslate2_problem,
     random_inputs,
-    write_ctranslate2_folder,
 )
-from hf_attn_variants.serving.peak_memory import peak_bytes
+from hf_attn_variants.serving.peak_memory import ExportedModel, peak_bytes, write_ctranslate2_folder
 
 # A batch is known to one part in this.
 CLOSE = 30

@@ -21,8 +21,7 @@ from benchmarks.speed.talking_heads_peers import interleaved
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.transformers_internals import cache_of
-from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS, KEYS_AND_VALUES
-from hf_attn_variants.shared_memory.cache_layers import holds_encoder_outputs
+from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS, KEYS_AND_VALUES, holds_encoder_outputs
 
 UPSTREAM = "upstream"
 

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
         OSError: if a file cannot be read or written.
     """
     from ..files import atomic_write
-    from ..inspection.benchmark_scores import GLUE_METRICS, model_scores, read_runs
+    from ..inspection.scores import GLUE_METRICS, model_scores, read_runs
     from ..inspection.tables import print_table, print_text
 
     runs, left_out = read_runs(args.folders)

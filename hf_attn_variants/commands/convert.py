@@ -322,7 +322,7 @@ def _conversion_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _set_quick_defaults(args: argparse.Namespace) -> None:
     """Set fewer examples and no fitting steps, unless the command line sets these values."""
-    from ..conversion.request import METHODS
+    from ..conversion.conversions import METHODS
 
     is_audio = args.calibration_audio_dir is not None
     if not is_audio and args.calibration_file is None:
@@ -345,9 +345,9 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
         ValueError: if options cannot be combined.
         OSError: if a file cannot be read.
     """
+    from ..conversion.attention_tensors import CalibratedMethod
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
-    from ..conversion.methods import CalibratedMethod
-    from ..conversion.request import METHODS
+    from ..conversion.conversions import METHODS
 
     option_names = [name for name in CALIBRATION_OPTIONS if getattr(args, name) is not None]
     method = None if args.method is None else METHODS[args.method]()

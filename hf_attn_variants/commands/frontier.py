@@ -152,7 +152,7 @@ def main(args: argparse.Namespace) -> Any:
     from dataclasses import replace
 
     from ..errors import INTERRUPTED
-    from ..inspection.frontier.measure import SavedFrontier, load_source, measure_frontier, variants_to_try
+    from ..inspection.frontier import SavedFrontier, load_source, measure_frontier, variants_to_try
     from ..model_properties import set_languages
     from ..progress import no_progress_bars
 
@@ -207,7 +207,7 @@ def _draw(frontier: Any, loss: float | None, path: Path) -> bool:
         )
         return False
     from ..files import write_picture
-    from ..inspection.frontier.drawing import draw_frontier
+    from ..inspection.frontier_plot import draw_frontier
 
     write_picture(path, lambda: draw_frontier(frontier, loss), dpi=130)
     return True
@@ -218,7 +218,7 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
     import sys
 
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
-    from ..inspection.frontier.measure import split_text
+    from ..inspection.frontier import split_text
 
     calibration: Any = read_calibration_arguments(args)  # it is not None, because `_check_options` requires its flag
     if calibration.audio is not None:
@@ -236,7 +236,7 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def _make_run_key(args: argparse.Namespace, options: Any, calibration: Any, held_out: Any) -> dict[str, Any]:
     """Return all values that the results depend on. A later call reuses saved results if these values are equal."""
-    from ..inspection.frontier.measure import hash_examples
+    from ..inspection.frontier import hash_examples
 
     names = ["model_name_or_path", "revision", "length", "source_length", "seed"]
     names += [name for name in CALIBRATION_OPTIONS if not name.endswith(("_file", "_dir"))]
@@ -245,7 +245,7 @@ def _make_run_key(args: argparse.Namespace, options: Any, calibration: Any, held
 
 
 def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files: str) -> None:
-    from ..inspection.frontier.held_out import MEASURES
+    from ..inspection.held_out import MEASURES
     from ..inspection.tables import print_table, print_text
 
     size = f"{frontier.length:,} tokens" + (f", source {frontier.source_length:,}" if _has_source(frontier) else "")

@@ -1,14 +1,17 @@
 """Conversion of multi-head checkpoints into attention variants: fewer key/value heads, latents, talking heads.
 
-`conversions.convert` reads a model, plans the conversion, pools or fits the weights, and writes the result. The
-modules, in the order of their use:
+`conversions.convert` reads a model, plans the conversion, pools or fits the weights, and writes the result:
 
-- `checkpoint` reads and writes folders, configurations and tensors.
-- `request` and `plan` check the arguments and determine the change of each attention (`attention_modules`).
-- `methods` computes new heads from the weights (`attention_tensors`).
-- `calibration` fits attentions to text or audio and measures the quality of the whole model. It is only imported for a
-  conversion with a calibration.
-- `writing` and `report` create the new tensors, the folder, and the report.
+    checkpoint            reads and writes folders, configurations and tensors
+        │
+    conversions           checks the arguments; layer_choice chooses the fields of each layer
+        │
+    plan                  the new configuration, and the change of each attention (attention_modules)
+        │
+    attention_tensors     new heads and latents from the weights, or
+    calibration           attentions fitted to text or audio (only imported with a calibration)
+        │
+    writing, report       the new tensors, the folder, and the report
 """
 
 import importlib
@@ -17,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 # Names are imported at their first use, because reading a checkpoint folder needs none of the code that fits weights.
 # No module here may be called `convert`, because it would replace the function of that name.
 _MODULES = {
-    "METHODS": "request",
+    "METHODS": "conversions",
     "AttentionTensors": "attention_tensors",
     "Calibration": "calibration_settings",
-    "ConversionMethod": "methods",
+    "ConversionMethod": "attention_tensors",
     "ConversionReport": "report",
-    "LayerContext": "methods",
+    "LayerContext": "attention_tensors",
     "LayerReport": "report",
     "convert": "conversions",
     "convert_checkpoint": "conversions",
@@ -31,21 +34,7 @@ _MODULES = {
     "read_audio_calibration": "calibration.examples",
     "read_calibration": "calibration.examples",
 }
-__all__ = [
-    "METHODS",
-    "AttentionTensors",
-    "Calibration",
-    "ConversionMethod",
-    "ConversionReport",
-    "LayerContext",
-    "LayerReport",
-    "convert",
-    "convert_checkpoint",
-    "convert_model",
-    "load_converted",
-    "read_audio_calibration",
-    "read_calibration",
-]
+__all__ = list(_MODULES)
 
 
 def _load_attribute(name: str) -> Any:
@@ -57,13 +46,19 @@ def _load_attribute(name: str) -> Any:
 
 # Type checkers would accept any attribute if they saw `__getattr__`.
 if TYPE_CHECKING:
-    from .attention_tensors import AttentionTensors
-    from .calibration.examples import read_audio_calibration, read_calibration
-    from .calibration_settings import Calibration
-    from .conversions import convert, convert_checkpoint, convert_model, load_converted
-    from .methods import ConversionMethod, LayerContext
-    from .report import ConversionReport, LayerReport
-    from .request import METHODS
+    from .attention_tensors import AttentionTensors as AttentionTensors
+    from .attention_tensors import ConversionMethod as ConversionMethod
+    from .attention_tensors import LayerContext as LayerContext
+    from .calibration.examples import read_audio_calibration as read_audio_calibration
+    from .calibration.examples import read_calibration as read_calibration
+    from .calibration_settings import Calibration as Calibration
+    from .conversions import METHODS as METHODS
+    from .conversions import convert as convert
+    from .conversions import convert_checkpoint as convert_checkpoint
+    from .conversions import convert_model as convert_model
+    from .conversions import load_converted as load_converted
+    from .report import ConversionReport as ConversionReport
+    from .report import LayerReport as LayerReport
 else:
     __getattr__ = _load_attribute
 

@@ -18,8 +18,6 @@ from ..modeling.mechanisms.talking_heads import dynamic_terms
 from .attention_tensors import LATENT, AttentionTensors, HeadCounts
 from .checkpoint.tensor_files import TensorEntry
 
-__all__ = ["AttentionModule", "attention_modules", "check_nothing_missing", "check_other_shapes"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -118,17 +116,8 @@ def _attention_module(
     """Return one attention module after checking its tensors. Arguments as for `attention_modules`."""
     heads = _head_counts(site, path, source_config, target.config)
     prefix = _stored_prefix(target, f"{path}.{site.query}.weight", entries)
-    tensors, shapes = {}, {}
     width = target.config.hidden_size
-    for role, linear_path in site.projections.items():
-        for part, parameter in module.get_submodule(linear_path).named_parameters():
-            name, field_name = f"{prefix}{path}.{linear_path}.{part}", f"{role}_{part}"
-            expected = list(parameter.shape)
-            if role in ("key", "value"):
-                # The original input size may differ as well, because keys and values are computed from the latent.
-                expected = [getattr(heads, role)[0] * heads.head_dim, heads.rank[0] or width][: len(expected)]
-            _check_tensor(name, entries, expected)
-            tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
+    tensors, shapes = _linear_tensors(site, f"{prefix}{path}", module, heads, width, entries)
     new_tensors = dict(tensors)
     for rank, tensor_names in zip(heads.rank, (tensors, new_tensors), strict=True):
         if rank is not None:
@@ -160,6 +149,34 @@ def _attention_module(
             _check_tensor(name, entries, list(shape))
         projections = {}
     return AttentionModule(path, site, heads, tensors, new_tensors, shapes, projections, kernel)
+
+
+def _linear_tensors(
+    site: AttentionSite,
+    path: str,
+    module: nn.Module,
+    heads: HeadCounts,
+    width: int,
+    entries: Mapping[str, TensorEntry],
+) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """Return the names and the new shapes of the tensors of the linear layers, after checking the old shapes.
+
+    Args:
+        site, module, heads, entries: As for `_attention_module`.
+        path: Path of the module in the checkpoint.
+        width: Size of the input of keys and values without a latent.
+    """
+    tensors, shapes = {}, {}
+    for role, linear_path in site.projections.items():
+        for part, parameter in module.get_submodule(linear_path).named_parameters():
+            name, field_name = f"{path}.{linear_path}.{part}", f"{role}_{part}"
+            expected = list(parameter.shape)
+            if role in ("key", "value"):
+                # The original input size may differ as well, because keys and values are computed from the latent.
+                expected = [getattr(heads, role)[0] * heads.head_dim, heads.rank[0] or width][: len(expected)]
+            _check_tensor(name, entries, expected)
+            tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
+    return tensors, shapes
 
 
 def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> HeadCounts:

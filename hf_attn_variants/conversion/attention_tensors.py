@@ -1,4 +1,4 @@
-"""The tensors of one attention, its head counts, and the latents that keys and values can be computed from.
+"""The tensors of one attention, its head counts, its latent, and the methods that compute new heads.
 
 **Latents.** A latent c = A y [r] of an encoder output y [D] is decoded as R c. A key or value projection W then loses
 W (y - R A y). The effect on the output of the attention is a quadratic form of the lost part. Let G [D, D] be the Gram
@@ -13,57 +13,25 @@ values, or all layers that read the same encoder outputs) has one form for each.
 sum S / tr S, and each S is weighted by the energy of its form.
 
 Without text (`weight_forms`), S is the identity and G follows from products of weights: keys only meet W_q,i and
-values only meet W_o,i. With text, see `calibration.latent_forms`.
-
-**Positions.** A checkpoint with learned position embeddings can get more positions. "tiled" repeats the existing ones
-(arXiv 2004.05150, section 5). "interpolated" stretches them to the new number: each new position lies between two old
-neighbors (arXiv 2306.15595, equation 4, applied to learned positions).
+values only meet W_o,i. With text, see `calibration.methods.latent_forms`.
 """
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
-from ..model_folder import read_json
-from ..modeling.fields.field_checks import check_size
 from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel
-from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ..modeling.ops.variant_attention import AttentionHeads
-from ..registration import variant_config_class
-from .checkpoint.tensor_files import CheckpointReader
 
-__all__ = [
-    "EXTENSIONS",
-    "LATENT",
-    "POSITION_FIELDS",
-    "ROLES",
-    "AttentionTensors",
-    "HeadCounts",
-    "LatentForm",
-    "LatentForms",
-    "best_latent",
-    "extend_positions",
-    "group_heads",
-    "join_heads",
-    "lengthen_tokenizer",
-    "lost_by_rank",
-    "on_latent",
-    "pool_key_value",
-    "preserved_energy",
-    "rank_relation",
-    "relation",
-    "reorder_heads",
-    "repeat_heads",
-    "split_heads",
-    "weight_forms",
-]
+if TYPE_CHECKING:
+    from .calibration_settings import Calibration
 
 ROLES = ("query", "key", "value", "output")
 # The field of `AttentionTensors` that several attentions can share.
@@ -224,7 +192,7 @@ class AttentionTensors:
         return self.kernel_tensors[name]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], kernel: AttentionKernel | None) -> "AttentionTensors":
+    def of(cls, tensors: Mapping[str, torch.Tensor], kernel: AttentionKernel | None) -> AttentionTensors:
         """Return the attention with these tensors, {field name or name of a kernel tensor: tensor}."""
         names = () if kernel is None else (*kernel.learned, *kernel.drawn)
         projections: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in names}
@@ -243,20 +211,20 @@ class AttentionTensors:
         """Return the input of the key and value projections: the latent [..., r] of `states` [..., D], or `states`."""
         return states if self.latent_weight is None else nn.functional.linear(states, self.latent_weight)
 
-    def with_input_projection(self, latent_weight: torch.Tensor) -> "AttentionTensors":
+    def with_input_projection(self, latent_weight: torch.Tensor) -> AttentionTensors:
         """Return the attention that first applies a linear layer [w, D] to the input of keys and values."""
         second = self.latent_weight
         product = latent_weight if second is None else (second.double() @ latent_weight.double()).to(latent_weight)
         return replace(self, latent_weight=product)
 
-    def with_new_kernel(self, kernel: AttentionKernel, heads: HeadCounts) -> "AttentionTensors":
+    def with_new_kernel(self, kernel: AttentionKernel, heads: HeadCounts) -> AttentionTensors:
         """Return the same projections with a newly initialized kernel instead of the softmax."""
         sizes = (heads.head_dim, heads.head_dim)  # conversions require equal sizes of keys and values
         counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, *sizes)
         new = {name: tensor.begin().to(self.query_weight) for name, tensor in kernel.tensors(counts).items()}
         return replace(self, kernel=kernel, kernel_tensors=new)
 
-    def folded(self, dtype: torch.dtype = torch.float64) -> "AttentionTensors":
+    def folded(self, dtype: torch.dtype = torch.float64) -> AttentionTensors:
         """Return the same attention without a latent, in this dtype: the projections W become W A."""
         if self.latent_weight is None:
             return self
@@ -264,7 +232,7 @@ class AttentionTensors:
         weights = {name: (getattr(self, name).double() @ latent).to(dtype) for name in ("key_weight", "value_weight")}
         return replace(self, **weights, latent_weight=None)
 
-    def to(self, device: torch.device | str) -> "AttentionTensors":
+    def to(self, device: torch.device | str) -> AttentionTensors:
         """Return a copy with all tensors on a device."""
         tensors: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
@@ -427,120 +395,214 @@ def _regression(form: LatentForm, latent: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve(latent_metric @ latent.T, latent_metric).T
 
 
-POSITIONS_FIELD, EXTENSION_FIELD = POSITION_FIELDS = "max_position_embeddings", "position_extension"
-POSITION_WEIGHT = "embeddings.position_embeddings.weight"
-EXTENSIONS = ("tiled", "interpolated")
-# Buffers of old checkpoints with one element per position. They are left out because models create them.
-POSITION_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
-# Files with the maximum length of inputs, each with the name of its field.
-LENGTH_FIELDS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json": "max_seq_length"}
-
-
-class LongerCheckpoint(CheckpointReader):
-    """A reader of a checkpoint that adds learned positions. The caller closes the files of the original reader."""
-
-    def __init__(self, stored: CheckpointReader, name: str, positions: int, first: int, extension: str) -> None:
-        super().__init__(stored.folder, stored.files, stored.index_metadata)
-        self.stored, self.name, self.positions, self.first, self.extension = stored, name, positions, first, extension
-        self.entries = {key: entry for key, entry in stored.entries.items() if not key.endswith(POSITION_BUFFERS)}
-        width = stored.entries[name].shape[1]
-        self.entries[name] = replace(stored.entries[name], shape=(positions, width))
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor. The position embeddings [n, D] keep their first rows; the other rows are extended."""
-        tensor = self.stored.read(name)
-        if name != self.name:
-            return tensor
-        first, others = tensor[: self.first], tensor[self.first :]
-        extend = _repeat_rows if self.extension == "tiled" else _interpolate_rows
-        return torch.cat([first, extend(others, self.positions - self.first)])
-
-    def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the elements of one tensor as short flat tensors."""
-        return self.stored.chunks(name) if name != self.name else iter([self.read(name).flatten()])
-
-    def close(self) -> None:
-        """Do nothing, because the caller closes the files."""
-
-
-def _repeat_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
-    """Repeat the rows of a table [n, D] until there are `rows` of them."""
-    return table.repeat(-(-rows // table.shape[0]), 1)[:rows]
-
-
-def _interpolate_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
-    """Interpolate a table [n, D] linearly to `rows` rows; the first and the last row do not change."""
-    columns = table.float().T[None]  # [1, D, n]
-    stretched = torch.nn.functional.interpolate(columns, rows, mode="linear", align_corners=True)
-    return stretched[0].T.contiguous().to(table.dtype)
-
-
-def extend_positions(
-    config: dict[str, Any], reader: CheckpointReader, fields: Mapping[str, Any]
-) -> tuple[dict[str, Any], CheckpointReader]:
-    """Return the configuration and the reader of a checkpoint with the number of positions that `fields` contain.
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The inputs of one call of an attention module with a batch.
 
     Args:
-        config: The contents of config.json.
-        reader: The reader of the tensors.
-        fields: The fields of a conversion. `max_position_embeddings` includes the first positions of RoBERTa that no
-            token uses, as in its configuration. `position_extension` is one of `EXTENSIONS` (None: "tiled").
-
-    Returns:
-        The configuration and the reader, both unchanged if `fields` do not contain `max_position_embeddings`.
-
-    Raises:
-        ValueError: if the model has no learned positions like BERT, the number is not larger than before, the
-            extension is unknown or has no number, or the model is a Linformer, whose learned sums have a fixed length.
+        states: Inputs x of the queries, [b, n, D_x].
+        key_value_states: Inputs y of the keys and values, [b, m, D_y]. In self-attention they are the same tensor as
+            `states`. If the model has a latent, they are the latent.
+        mask: Additive mask that broadcasts to [b, h, n, m], or None.
+        position_bias: Position bias [1, h, n, m], or None.
+        valid: Whether queries are tokens, not padding, [b, n].
+        scaling: Factor of the dot products.
+        is_causal: Whether query i only attends to keys 0..i. It is False if `mask` contains this already.
     """
-    positions, extension = (fields.get(name) for name in POSITION_FIELDS)
-    if extension is not None and extension not in EXTENSIONS:
-        names = ", ".join(f'"{name}"' for name in EXTENSIONS)
-        raise ValueError(f"`{EXTENSION_FIELD}` must be one of {names}, got {extension!r}.")
-    if positions is None:
-        if extension is not None:
-            raise ValueError(
-                f"`{EXTENSION_FIELD}` needs `{POSITIONS_FIELD}`, got {extension!r} without it. Give both."
-            )
-        return config, reader
-    tables = [name for name in reader.entries if name.endswith(POSITION_WEIGHT)]
-    if len(tables) != 1:
-        raise ValueError(
-            f"`{POSITIONS_FIELD}` must only be given for models with learned positions like BERT, got a "
-            f"{config.get('model_type')!r} checkpoint. Leave it out."
-        )
-    old_positions = reader.entries[tables[0]].shape[0]
-    check_size(POSITIONS_FIELD, positions, old_positions + 1)
-    kernel = config.get("attention_kernel")
-    if kernel in KERNELS and kernel_class(kernel).counts_tokens:
-        raise ValueError(
-            f"`{POSITIONS_FIELD}` must not change in a model with the kernel {kernel!r}, whose learned sums have "
-            f"{old_positions} positions. Leave it out."
-        )
-    longer = LongerCheckpoint(
-        reader, tables[0], positions, _count_unused_positions(config), extension or EXTENSIONS[0]
-    )
-    return config | {POSITIONS_FIELD: positions}, longer
+
+    states: torch.Tensor
+    key_value_states: torch.Tensor
+    mask: torch.Tensor | None
+    position_bias: torch.Tensor | None
+    valid: torch.Tensor
+    scaling: float
+    is_causal: bool = False
+
+    def rows(self, index: torch.Tensor) -> AttentionInputs:
+        """Return the inputs of some examples of the batch."""
+        key_value_states = self.key_value_states[index]
+        states = key_value_states if self.key_value_states is self.states else self.states[index]
+        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
+        return replace(self, states=states, key_value_states=key_value_states, mask=mask, valid=self.valid[index])
+
+    def key_mask(self) -> torch.Tensor:
+        """Return which keys and values at least one query can attend to, [b, m]."""
+        if self.key_value_states is self.states:
+            return self.valid
+        batch_size, length = self.key_value_states.shape[:2]
+        if self.mask is None:
+            return torch.ones(batch_size, length, dtype=torch.bool, device=self.key_value_states.device)
+        reachable = self.mask.amax(1) > torch.finfo(self.mask.dtype).min / 2  # [b or 1, n, m]
+        return reachable.any(1).expand(batch_size, -1)
 
 
-def lengthen_tokenizer(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Write the number of positions into the files of the tokenizer and of sentence-transformers, if it was changed.
+@dataclass(frozen=True)
+class LayerContext:
+    """Information about the layer that a method converts, in addition to its tensors.
+
+    The fields after `initializer_std` are only for a `CalibratedMethod`.
 
     Args:
-        stage: The new folder.
-        config: The new config.json.
-        fields: The fields of the conversion.
+        module: Path of the attention module inside the base model, e.g. "encoder.layer.0.attention".
+        site: The kind of attention: "self", "cross", ...
+        generator: Random number generator of this layer. Its numbers depend on the seed, not on the order of layers.
+        initializer_std: Standard deviation of new key and value projections in this architecture.
+        calibration: The calibration.
+        inputs: The calls of the original attention on the calibration text.
+        targets: Its outputs for these inputs, [b, n, D] each.
+        uses: Number of times that a forward pass calls the module. ALBERT's layers share their attention.
+        held_out_error: Function that returns the relative error of the outputs of projections on held-out text, or
+            None if the error is not finite.
     """
-    if fields.get(POSITIONS_FIELD) is None:
-        return
-    for file, name in LENGTH_FIELDS.items():
-        path = stage / file
-        if (settings := read_json(path)) is not None:
-            values = settings | {name: fields[POSITIONS_FIELD] - _count_unused_positions(config)}
-            path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    module: str
+    site: str
+    generator: torch.Generator
+    initializer_std: float
+    calibration: Calibration = None  # type: ignore[assignment]  # a `CalibratedMethod` always gets one
+    inputs: Sequence[AttentionInputs] = ()
+    targets: Sequence[torch.Tensor] = ()
+    uses: int = 1
+    held_out_error: Callable[[AttentionTensors], float | None] = lambda tensors: None
 
 
-def _count_unused_positions(config: Mapping[str, Any]) -> int:
-    """Return the number of first positions that no token uses: RoBERTa starts after the index of the padding token."""
-    after_padding = variant_config_class(config.get("model_type", "")).positions_after_padding
-    return config.get("pad_token_id", 1) + 1 if after_padding else 0
+@dataclass(frozen=True)
+class LatentInText:
+    """A latent that was computed for an attention on text.
+
+    Args:
+        weight: The latent projection A [r, D], float64.
+        forms: The quadratic forms of the energy that the attention loses.
+        is_shared: Whether other attentions use it too. A method must not change a shared latent.
+    """
+
+    weight: torch.Tensor
+    forms: LatentForms
+    is_shared: bool
+
+
+class ConversionMethod(Protocol):
+    """A way to merge heads. A new method is a class with this interface and an entry in `conversions.METHODS`.
+
+    `convert(..., method=instance)` takes instances as well as names. A method that needs text is a `CalibratedMethod`.
+    With all other methods, latents are computed from the weights (`attention_tensors.weight_forms`).
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants.conversion import convert
+    >>> from hf_attn_variants.conversion.attention_tensors import join_heads, pool_key_value, split_heads
+    >>> class LastHead:
+    ...     name = "last"
+    ...
+    ...     def pool(self, tensors, heads, layer):
+    ...         def last(projection, source, target):
+    ...             return join_heads(split_heads(projection, source)[source // target - 1 :: source // target])
+    ...
+    ...         return pool_key_value(tensors, heads, last)
+    >>> model = convert("google-t5/t5-small", num_key_value_heads=2, method=LastHead())
+    ```
+    """
+
+    name: str
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the projections of this layer with `heads.key[1]` key heads and `heads.value[1]` value heads.
+
+        This is only called if there are fewer heads afterwards. The values of query and output projections may change,
+        but not their shapes. A bias may change, but must not appear or disappear. Input tensors must not be changed
+        in place; return a tensor that does not change. Torch uses one thread here, so fit weights before this call.
+
+        Args:
+            tensors: The projections of the original model.
+            heads: The head counts before and after.
+            layer: Further information about the layer.
+        """
+        ...
+
+
+class CalibratedMethod(ABC):
+    """A `ConversionMethod` that uses the inputs of each attention on text, before the conversion.
+
+    `calibration.calibrate` calls `convert_module` for one module at a time. `options` are the fields of `Calibration`
+    that this method reads in addition to those that describe the text. Options of other methods cause an error.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+
+    @abstractmethod
+    def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the new projections of one attention. Arguments as for `pool`.
+
+        A method that measured `layer.held_out_error` adds it to `details` as "output_relative_error".
+        """
+
+    def with_latent(
+        self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
+    ) -> AttentionTensors:
+        """Return the attention with keys and values from a latent. It already has its new heads."""
+        return on_latent(tensors, latent.weight, latent.forms)
+
+    def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the attention with a fitted kernel. It already has its new heads and a newly initialized kernel."""
+        return tensors
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Raise `ValueError`, because this method needs text."""
+        raise ValueError(
+            f"`method` {self.name!r} needs text to convert {layer.module}, got only weights. Give `calibration`."
+        )
+
+
+def mean_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """Return the mean of each group of consecutive heads: [source*d, ...] -> [target*d, ...], in the same dtype."""
+    pooled = [
+        # float64, so that the mean of equal heads is exact. One group at a time needs no float64 copy of the layer.
+        group.double().sum(dim=0).div_(group.shape[0]).to(projection.dtype)
+        for group in group_heads(projection, source, target)
+    ]
+    return join_heads(torch.stack(pooled))
+
+
+class MeanPooling:
+    """Mean pooling (arXiv 2305.13245): each key/value head is the mean of the heads of its group."""
+
+    name = "mean"
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the projections with the mean of each group. Arguments as for `ConversionMethod.pool`."""
+        return pool_key_value(tensors, heads, mean_heads)
+
+
+def first_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+    """Return the first head of each group of consecutive heads: [source*d, ...] -> [target*d, ...]."""
+    return join_heads(group_heads(projection, source, target)[:, 0])
+
+
+class FirstHead:
+    """Selection of the first head of each group as key/value head."""
+
+    name = "first"
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the projections with the first head of each group. Arguments as for `ConversionMethod.pool`."""
+        return pool_key_value(tensors, heads, first_heads)
+
+
+class RandomHeads:
+    """Newly initialized key and value projections with zero biases: a baseline for uptraining."""
+
+    name = "random"
+
+    def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the projections with new keys and values. Arguments as for `ConversionMethod.pool`."""
+
+        def initialize(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+            rows = projection.shape[0] // source * target
+            if projection.ndim == 1:
+                return projection.new_zeros(rows)
+            weight = torch.empty(rows, projection.shape[1])
+            return weight.normal_(0.0, layer.initializer_std, generator=layer.generator).to(projection)
+
+        return pool_key_value(tensors, heads, initialize)

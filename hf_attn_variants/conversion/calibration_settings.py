@@ -14,22 +14,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import FeatureExtractionMixin, PreTrainedTokenizerBase
 
-__all__ = [
-    "AUDIO_CALIBRATION_SIZE",
-    "CALIBRATION_SIZE",
-    "FIT_DEFAULTS",
-    "FIT_TOKENS",
-    "LONGEST",
-    "MAX_AUDIO_LENGTH",
-    "MAX_LENGTH",
-    "MIN_TEXTS",
-    "PASSAGE_LENGTH",
-    "QUICK_AUDIO_SIZE",
-    "QUICK_SIZE",
-    "Calibration",
-    "CalibrationLike",
-]
-
 # Number of examples drawn from a file, and from a folder of audio. Whisper encodes each recording as 1,500 positions.
 CALIBRATION_SIZE, AUDIO_CALIBRATION_SIZE = 2048, 64
 # The same numbers for `convert --quick`.
@@ -125,7 +109,17 @@ class Calibration:
     def __post_init__(self) -> None:
         """Check the values and set the default batch size."""
         is_text = self.audio is None
-        (self._check_texts if is_text else self._check_audio)()
+        if is_text:
+            self._check_texts()
+        else:
+            _check_is_list("audio", self.audio)
+            if texts := [name for name in ("texts", "target_texts", "tokenizer") if getattr(self, name)]:
+                raise ValueError(f"`audio` and `{texts[0]}` must not be given together. Leave one of them out.")
+        if len(self.examples) < MIN_TEXTS:
+            raise ValueError(
+                f"`{'texts' if is_text else 'audio'}` of a calibration must contain at least {MIN_TEXTS} examples, "
+                f"got {len(self.examples)}. One is for fitting and one is held out to measure errors."
+            )
         if self.batch_size is None:
             object.__setattr__(self, "batch_size", BATCH_SIZE if is_text else AUDIO_BATCH_SIZE)
         for name, least in (("max_length", 2), ("batch_size", 1), ("fit_steps", 0), ("fit_batch_size", 1)):
@@ -149,53 +143,29 @@ class Calibration:
     def _check_texts(self) -> None:
         """Check that the texts are at least two non-empty strings, or pairs of strings, and turn lists into tuples."""
         _check_is_list("texts", self.texts)
-        if not len(self.texts):
-            raise ValueError(f"`texts` of a calibration must not be empty. Give at least {MIN_TEXTS} texts.")
         # JSON has no tuples: pairs from such a file are lists.
         rows: list[Any] = [tuple(text) if isinstance(text, list | tuple) else text for text in self.texts]
         object.__setattr__(self, "texts", rows)
-        pairs = isinstance(rows[0], tuple)
-        for row in rows:
-            parts = row if pairs else [row]
-            if isinstance(row, tuple) is not pairs or not all(isinstance(text, str) for text in parts):
+        pairs = [row if isinstance(row, tuple) else (row,) for row in rows]
+        is_pair = isinstance(rows[0], tuple) if rows else False
+        for row, parts in zip(rows, pairs, strict=True):
+            if isinstance(row, tuple) is not is_pair or not all(isinstance(text, str) for text in parts):
                 raise TypeError(
                     f"`texts` of a calibration must be strings or pairs of strings, got {row!r:.80}. Do not mix them."
                 )
-        if pairs and any(len(pair) != 2 for pair in rows):
-            raise ValueError("`texts` of a calibration must be pairs of two strings if one of them is a pair.")
-        if any(is_blank(text) for row in rows for text in (row if pairs else [row])):
+            if len(parts) != 1 + is_pair:
+                raise ValueError(f"`texts` of a calibration must be pairs of two strings, got {row!r:.80}.")
+        _check_unicode("texts", [text for parts in pairs for text in parts])
+        if any(is_blank(text) for parts in pairs for text in parts):
             raise ValueError("`texts` of a calibration must not contain empty texts. Remove them.")
-        _check_unicode("texts", [text for row in rows for text in (row if pairs else [row])])
-        if len(rows) < MIN_TEXTS:
-            raise ValueError(
-                f"`texts` of a calibration must contain at least {MIN_TEXTS} examples, got {len(rows)}. One is for "
-                "fitting and one is held out to measure errors."
-            )
         if self.target_texts is not None:
             self._check_targets(self.target_texts)
-
-    def _check_audio(self) -> None:
-        """Check that the audio is a list of at least two paths, without texts."""
-        files = self.audio or ()
-        _check_is_list("audio", files)
-        for name in ("texts", "target_texts", "tokenizer"):
-            if getattr(self, name):
-                raise ValueError(f"`audio` and `{name}` must not be given together. Leave one of them out.")
-        for path in files:
-            if not isinstance(path, str | os.PathLike):
-                raise TypeError(f"`audio` of a calibration must be a list of paths, got {path!r:.80} in it.")
-        if len(files) < MIN_TEXTS:
-            raise ValueError(
-                f"`audio` of a calibration must contain at least {MIN_TEXTS} files, got {len(files)}. One is for "
-                "fitting and one is held out to measure errors."
-            )
 
     def _check_targets(self, targets: Sequence[str]) -> None:
         """Check that there is a target string for each text."""
         _check_is_list("target_texts", targets)
-        for text in targets:
-            if not isinstance(text, str):
-                raise TypeError(f"`target_texts` of a calibration must be strings, got {text!r:.80}.")
+        if not all(isinstance(text, str) for text in targets):
+            raise TypeError("`target_texts` of a calibration must be strings.")
         if len(targets) != len(self.texts):
             raise ValueError(
                 f"`target_texts` of a calibration must contain one target per text, got {len(targets)} targets for "

@@ -2,17 +2,20 @@
 
 Each of the three functions works in this order:
 
-1. Read the configuration and the tensors (`checkpoint`).
-2. Check the arguments (`request`) and determine the heads, names and shapes of each attention (`plan`).
+1. Check the arguments (`ConversionRequest`), and read the configuration and the tensors (`checkpoint`).
+2. Determine the heads, names and shapes of each attention (`plan`).
 3. Compute the new weights. With a calibration, the attentions are fitted to it before anything is written
-   (`calibration`). Without one, a method pools the weights of each attention when it is written (`methods`).
+   (`calibration`). Without one, a method pools the weights of each attention when it is written (`attention_tensors`).
 4. Write one attention after the other (`writing`), then the report (`report`).
 """
 
+import importlib
 import logging
 import os
 import time
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -22,24 +25,43 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir
-from ..model_folder import ModelHistory, read_history, write_history
-from .attention_tensors import POSITION_FIELDS, extend_positions, lengthen_tokenizer
-from .calibration_settings import CalibrationLike
+from ..model_folder import read_history, write_history
+from .attention_modules import AttentionModule
+from .attention_tensors import (
+    CalibratedMethod,
+    ConversionMethod,
+    FirstHead,
+    MeanPooling,
+    RandomHeads,
+    lost_by_rank,
+    weight_forms,
+)
+from .calibration_settings import FIT_DEFAULTS, Calibration, CalibrationLike
 from .checkpoint.models import ModelReader, TensorSource, assemble, model_of_tensors
-from .checkpoint.source import read_config, resolve_source
-from .checkpoint.tensor_files import CheckpointReader, open_checkpoint
-from .methods import ConversionMethod
-from .plan import ConversionPlan
-from .report import ConversionReport, Quality, check_kept, conversion_report
-from .request import ConversionRequest
+from .checkpoint.source import read_config, resolve_source, warn_about_remote_code
+from .checkpoint.tensor_files import (
+    POSITION_FIELDS,
+    CheckpointReader,
+    TensorEntry,
+    extend_positions,
+    lengthen_tokenizer,
+    open_checkpoint,
+)
+from .layer_choice import (
+    PROBE,
+    check_cache_bytes,
+    check_has_cache,
+    check_matching_layers,
+    fields_keeping,
+    fields_within,
+    matching_shares,
+)
+from .plan import ConversionPlan, explain_not_calibrated, make_plan
+from .report import CalibrationResult, ConversionReport, Quality, check_kept, conversion_report
 from .writing import converted_tensors, generation_config, plan_folder
 
 if TYPE_CHECKING:
-    from .calibration.calibrate import CalibrationResult
     from .calibration.source_outputs import SourceModel
-    from .calibration_settings import Calibration
-
-__all__ = ["check_conversion", "convert", "convert_checkpoint", "convert_model", "load_converted"]
 
 logger = logging.getLogger(__name__)
 
@@ -171,16 +193,18 @@ def convert_model(
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     source = None
     if request.calibration is not None:
-        from .calibration.source_outputs import check_has_processor, source_in_memory
+        from .calibration.source_outputs import source_in_memory
 
-        check_has_processor(request.calibration)
+        if request.calibration.processor is None:
+            name = "tokenizer" if request.calibration.audio is None else "feature_extractor"
+            raise ValueError(f"`{name}` must be given for a model in memory. Use `Calibration(..., {name}={name})`.")
         source = source_in_memory(reader, model)
-    plan = request.plan(model.config.to_dict() | {"architectures": [type(model).__name__]}, reader, source)
-    result = _calibrate(plan, reader, source, request.calibration)
-    tensors = converted_tensors(plan, reader, result.attentions if result else {})
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    plan = request.plan(config, reader.entries, None, reader, source)
+    result = request.fit(plan, reader, source)
+    tensors = converted_tensors(plan, reader, result.attentions)
     converted = assemble(plan.model_class, plan.config, tensors, model, copy)
-    if result is not None:
-        check_kept(_measure_quality(result, converted), request.strict)
+    check_kept(result.quality_of(converted), request.strict)
     return converted
 
 
@@ -207,13 +231,12 @@ def load_converted(
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
-        source = _make_source_loader(reader, folder, request.calibration)
-        plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        result = _calibrate(plan, reader, source, request.calibration)
-        tensors = converted_tensors(plan, reader, result.attentions if result else {})
+        source = request.source_of(reader, folder)
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
+        result = request.fit(plan, reader, source)
+        tensors = converted_tensors(plan, reader, result.attentions)
         model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
-    if result is not None:
-        check_kept(_measure_quality(result, model), request.strict)
+    check_kept(result.quality_of(model), request.strict)
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._generate_as_configured()
@@ -252,12 +275,13 @@ def convert_checkpoint(
         logger.warning("The history of the model is incomplete: %s", problem)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
-        source = _make_source_loader(reader, folder, request.calibration)
-        plan = request.plan(config, reader, source, folder / CONFIG_NAME)
-        new = plan_folder(plan, reader, folder, config, output, allow_pickle, partial(_is_copied, history))
-        result = _calibrate(plan, reader, source, request.calibration)
-        quality = None if result is None else _measure_quality_of_folder(plan, reader, result, folder)
-        with new.write(result.attentions if result else {}) as (stage, layers):
+        source = request.source_of(reader, folder)
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
+        skipped = (CARD_NAME,) if history.has_all_terms else ()  # the history replaces the old model card
+        new = plan_folder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
+        result = request.fit(plan, reader, source)
+        quality = _measure_quality(plan, reader, result, folder)
+        with new.write(result.attentions) as (stage, layers):
             plan.config.save_pretrained(stage)
             lengthen_tokenizer(stage, config, fields)
             report = conversion_report(
@@ -270,16 +294,28 @@ def convert_checkpoint(
                 output_dir=os.path.expanduser(output_dir),
                 files_copied=new.copied,
                 files_left_out=new.left_out,
-                calibration=_describe_calibration(plan, result),
+                calibration=result.settings,
                 matching_shares=request.matching_shares,
                 quality=quality,
                 seconds=round(time.perf_counter() - started, 3),
             )
             report.save(stage)
             write_history(stage, history)
-            if quality is not None:
-                check_kept(quality, request.strict, report)
+            check_kept(quality, request.strict, report)
     return report
+
+
+def _measure_quality(
+    plan: ConversionPlan, reader: CheckpointReader, result: CalibrationResult, folder: Path
+) -> Quality | None:
+    """Return the quality of the model that will be written into a folder, or None if nothing was fitted."""
+    if result.source_outputs is None:
+        return None
+    tensors = converted_tensors(plan, reader, result.attentions)
+    # The tensors are already rounded to the dtype of the files. The computation in float32 adds no further error.
+    config = deepcopy(plan.config)
+    model: Any = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
+    return result.quality_of(model.to(result.source_outputs.device))
 
 
 def check_conversion(
@@ -304,62 +340,277 @@ def check_conversion(
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(read_config(folder), stored, fields)
-        plan = request.check(config, reader.entries, folder / CONFIG_NAME)
+        plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
     if plan.reduced and request.calibration is not None and request.calibration.processor is None:
         from .calibration.source_outputs import load_processor
 
         load_processor(folder, request.calibration)
 
 
-def _is_copied(history: ModelHistory, name: str) -> bool:
-    """Return whether a file is copied. The model card is left out if the history contains all its license terms."""
-    return name != CARD_NAME or not history.has_all_terms
+def _calibrated_method(name: str) -> ConversionMethod:
+    """Return a method of `calibration.methods`, which is only imported when it is used."""
+    method: ConversionMethod = getattr(importlib.import_module(".calibration.methods", __package__), name)()
+    return method
 
 
-def _make_source_loader(
-    reader: CheckpointReader, folder: Path, calibration: "Calibration | None"
-) -> "SourceModel | None":
-    """Return the function that loads the original model for a calibration, or None without a calibration."""
+METHODS: dict[str, Callable[[], ConversionMethod]] = {
+    **{method.name: method for method in (MeanPooling, FirstHead, RandomHeads)},
+    "aligned": partial(_calibrated_method, "Aligned"),
+    "calibrated": partial(_calibrated_method, "Calibrated"),
+}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+# For each change: the loss without text, and the result with text.
+# The numbers are from benchmarks/convert/README.md and, for latents, benchmarks/convert/calibration_experiments.md.
+LOSSES = {
+    "pool": (
+        "The conversion averages heads, so the model loses quality until it is trained again. Measured: Spearman "
+        "0.867 to 0.804 (MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter).",
+        "the same models keep 0.867 and 36.4.",
+    ),
+    "compress": (
+        "The conversion computes latents from the weights alone, so the model loses quality until it is trained "
+        "again. Measured: Spearman 0.867 to 0.846 (MiniLM, 128 of 384 numbers), BLEU 36.8 to 33.4 (a T5, 64 of 256).",
+        "the same models keep 0.868 and 35.3.",
+    ),
+    "kernel": (
+        "A kernel replaces the softmax, so the model loses much of its quality until it is trained again. "
+        "Measured: Spearman 0.867 to 0.70 (MiniLM, elu).",
+        "hedgehog keeps 0.860.",
+    ),
+}
+WITHOUT_TEXT = 'To use the weights alone without this message, give method="mean" (--method mean).'
+WITH_AUDIO = (
+    "With audio, `calibration` (--calibration_audio_dir), new heads are fitted to the outputs of the old ones."
+)
+
+
+@dataclass
+class ConversionRequest:
+    """The arguments of a conversion. The constructor checks those that do not depend on a checkpoint.
+
+    Args:
+        num_key_value_heads: Number of key/value heads afterwards, or None.
+        requested_method: Name of a method, a method, or None for the default.
+        requested_calibration: Calibration text or audio as users give it, or None.
+        requested_dtype: The dtype of floating-point tensors afterwards, its name, or None.
+        seed: Seed of all random numbers.
+        fields: All other arguments: configuration fields, and options such as `strict`.
+    """
+
+    num_key_value_heads: int | None
+    requested_method: str | ConversionMethod | None
+    requested_calibration: CalibrationLike | None
+    requested_dtype: torch.dtype | str | None
+    seed: int
+    fields: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        """Separate the options from the configuration fields and check them."""
+        self.kv_cache_bytes = self.fields.pop("kv_cache_bytes", None)
+        if self.kv_cache_bytes is not None:
+            fields = self.fields | {"num_key_value_heads": self.num_key_value_heads}
+            self.kv_cache_bytes = check_cache_bytes(self.kv_cache_bytes, fields)
+        self.calibration = None
+        if self.requested_calibration is not None:
+            from .calibration.examples import as_calibration
+
+            self.calibration = as_calibration(self.requested_calibration, self.seed)
+        self.matching_layers = self.fields.pop("keep_matching_layers", None)
+        self.matching_shares: list[float] | None = None
+        self.strict = bool(self.fields.pop("strict", False))
+        # Users of the command must name the method before it writes a decoder with averaged heads.
+        self.needs_method = bool(self.fields.pop("needs_method", False))
+        if self.strict and self.calibration is None:
+            raise ValueError(
+                "`strict` (--strict) needs text or audio to compare the converted model with the original one. Give "
+                "`calibration` (--calibration_file)."
+            )
+        self.method = resolve_method(self.requested_method, self.calibration)
+        self.dtype = resolve_dtype(self.requested_dtype)
+
+    def source_of(self, reader: CheckpointReader, folder: Path) -> "SourceModel | None":
+        """Return the function that loads the original model for the calibration, or None without a calibration."""
+        if self.calibration is None:
+            return None
+        from .calibration.source_outputs import source_of_folder
+
+        return source_of_folder(reader, folder, self.calibration)
+
+    def fit(self, plan: ConversionPlan, reader: TensorSource, source: "SourceModel | None") -> CalibrationResult:
+        """Fit the attentions to the calibration. The result is empty without a calibration."""
+        if self.calibration is None or source is None:
+            return CalibrationResult({})
+        from .calibration.calibrate import calibrate
+
+        return calibrate(plan, reader, source, self.calibration)
+
+    def plan(
+        self,
+        config: dict[str, Any],
+        entries: Mapping[str, TensorEntry],
+        config_file: Path | None,
+        reader: TensorSource | None = None,
+        source: "SourceModel | None" = None,
+    ) -> ConversionPlan:
+        """Return the checked plan. Warn if heads are averaged and the user did not select a method.
+
+        Args:
+            config: The config.json of the original model.
+            entries: The dtypes and shapes of its tensors.
+            config_file: Path of `config` for messages, or None.
+            reader: Its tensors. None: only check, without weights and text. Ranks and layers that depend on these are
+                placeholders.
+            source: Function that loads the original model for the calibration. None: there is no calibration.
+
+        Raises:
+            ValueError: if the conversion is not possible.
+        """
+        if reader is not None:
+            warn_about_remote_code(config)
+        make = partial(make_plan, config, entries, self.method, seed=self.seed, dtype=self.dtype)
+        make = partial(make, config_file=config_file)
+        fields: dict[str, Any] = {"num_key_value_heads": self.num_key_value_heads} | self.fields
+        if self.kv_cache_bytes is not None:
+            check_has_cache(config)
+            probe = make(fields=fields | PROBE)
+            fields |= self._fields_within_budget(probe, entries, partial(self._losses, probe, reader, source))
+        if self.matching_layers is not None:
+            probe = make(fields=fields)
+            check_matching_layers(probe, fields, self.matching_layers, self.calibration)
+            if source is not None:
+                fields = self._exclude_matching_layers(probe, fields, source)
+        plan = make(fields=fields)
+        if (warning := self._describe_loss_without_examples(plan)) is not None and reader is not None:
+            logger.warning(warning)
+        if reader is None:
+            self._is_calibrated(plan)  # raises an error if a calibration is not possible
+        return plan
+
+    def _fields_within_budget(
+        self, probe: ConversionPlan, entries: Mapping[str, TensorEntry], losses: Callable[..., list[torch.Tensor]]
+    ) -> dict[str, Any]:
+        """Return the fields with ranks that fit into `kv_cache_bytes`. Arguments as for `fields_within`."""
+        budget = fields_within(probe, self.kv_cache_bytes, entries, losses)
+        by_layer = {**(self.fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
+        return budget | {"per_layer_values": by_layer or None}
+
+    def _is_calibrated(self, plan: ConversionPlan) -> bool:
+        """Return whether there is a calibration and attentions to fit to it. Errors as for `is_calibrated`."""
+        if self.calibration is None:
+            return False
+        from .calibration.calibrate import is_calibrated
+
+        return is_calibrated(plan, self.calibration)
+
+    def _describe_loss_without_examples(self, plan: ConversionPlan) -> str | None:
+        """Return a warning about lost quality if there are no examples, or None if a method or examples are given.
+
+        Raises:
+            ValueError: with this text, if `needs_method` is set and the decoder would generate nothing useful.
+        """
+        if self.requested_method is not None or not plan.reduced or self.calibration is not None:
+            return None
+        pools = any(module.heads.relation == "pool" for module in plan.reduced)
+        gets_kernel = any(module.gets_kernel for module in plan.reduced)
+        loss, result = LOSSES["kernel" if gets_kernel else "pool" if pools else "compress"]
+        if (reason := explain_not_calibrated(plan)) is not None:
+            message = f"{loss} A calibration is not possible: {reason}. {WITHOUT_TEXT}"
+        else:
+            advice = WITH_AUDIO if plan.reads_audio else f"With text, `calibration` (--calibration_file), {result}"
+            examples = "audio" if plan.reads_audio else "text"
+            message = f"There is no {examples} to calibrate on. {loss} {advice} {WITHOUT_TEXT}"
+        has_decoder = any(module.site.stack_of(plan.config) == "decoder" for module in plan.reduced)
+        if self.needs_method and has_decoder and (pools or gets_kernel):
+            raise ValueError(message)
+        return message
+
+    def _exclude_matching_layers(
+        self, probe: ConversionPlan, fields: dict[str, Any], source: "SourceModel"
+    ) -> dict[str, Any]:
+        """Return the fields of a conversion that does not change token-matching layers.
+
+        Args:
+            probe: The plan that converts all layers.
+            fields: The fields of this plan.
+            source: Function that loads the original model.
+        """
+        self._is_calibrated(probe)  # raises an error if a calibration is not possible
+        calibration: Any = self.calibration  # `check_matching_layers` raises an error if there is none
+        model, tokenizer = source(probe)
+        self.matching_shares = matching_shares(probe, model, calibration.processor or tokenizer, calibration)
+        return fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
+
+    def _losses(
+        self,
+        plan: ConversionPlan,
+        reader: TensorSource | None,
+        source: "SourceModel | None",
+        modules: list[AttentionModule],
+    ) -> list[torch.Tensor]:
+        """Return the loss of the latents of these attentions by rank, measured on text if there is a calibration."""
+        if reader is None:
+            return [torch.zeros(1) for _ in modules]
+        if source is not None and self._is_calibrated(plan):
+            from .calibration.calibrate import forms_on_text
+
+            calibration: Any = self.calibration
+            forms = forms_on_text(plan, modules, reader, source, calibration)
+        else:
+            tensors = [replace(module.read(reader.read), latent_weight=None) for module in modules]
+            forms = [weight_forms(attention, module.heads) for attention, module in zip(tensors, modules, strict=True)]
+        return [lost_by_rank([pair.key, pair.value]) for pair in forms]
+
+
+def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:
+    """Return the conversion method of a name. A method is returned unchanged.
+
+    Args:
+        method: Name of a method, a method, or None: "calibrated" with a calibration, else "mean".
+        calibration: The calibration, or None.
+
+    Raises:
+        ValueError: if the name is unknown, the method needs a calibration that is missing or does not use the given
+            one, or the calibration has an option that the method does not use.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants.conversion.conversions import resolve_method
+    >>> resolve_method("mean").name
+    'mean'
+    ```
+    """
+    if method is None:
+        method = "mean" if calibration is None else "calibrated"
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ValueError(f"`method` must be one of {', '.join(METHODS)}, got {method!r}.")
+        method = METHODS[method]()
+    if not isinstance(method, CalibratedMethod):
+        if calibration is not None:
+            raise ValueError(
+                f"`method` must be one that uses text if `calibration` is given, got {method.name!r}. Leave one of "
+                "them out."
+            )
+        return method
     if calibration is None:
-        return None
-    from .calibration.source_outputs import source_of_folder
-
-    return source_of_folder(reader, folder, calibration)
-
-
-def _calibrate(
-    plan: ConversionPlan, reader: TensorSource, source: "SourceModel | None", calibration: "Calibration | None"
-) -> "CalibrationResult | None":
-    """Fit the attentions to the calibration. Return None without a calibration."""
-    if calibration is None or source is None:
-        return None
-    from .calibration.calibrate import calibrate
-
-    return calibrate(plan, reader, source, calibration)
+        raise ValueError(f"`method` {method.name!r} needs text. Give `calibration` (--calibration_file).")
+    unused = [name for name in FIT_DEFAULTS if getattr(calibration, name) is not None and name not in method.options]
+    if unused:
+        raise ValueError(
+            f'`{unused[0]}` (--{unused[0]}) must only be given for the method "calibrated", got {method.name!r}. '
+            "Leave it out."
+        )
+    return method
 
 
-def _describe_calibration(plan: ConversionPlan, result: "CalibrationResult | None") -> dict[str, Any] | None:
-    """Return the settings of the calibration for the report, or None if nothing was fitted."""
-    if result is None or result.calibration is None:
-        return None
-    from .calibration.calibrate import calibration_settings
+def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the dtype of a name after checking that tensors can be converted to it. None is returned unchanged.
 
-    return calibration_settings(plan, result.calibration)
-
-
-def _measure_quality(result: "CalibrationResult", model: PreTrainedModel) -> Quality | None:
-    """Return the quality of a converted model compared with the original one, or None if nothing was fitted."""
-    return None if result.source_outputs is None else result.source_outputs.compared_with(model)
-
-
-def _measure_quality_of_folder(
-    plan: ConversionPlan, reader: TensorSource, result: "CalibrationResult", folder: Path
-) -> Quality | None:
-    """Return the quality of the model that will be written into a folder, or None if nothing was fitted."""
-    if result.source_outputs is None:
-        return None
-    tensors = converted_tensors(plan, reader, result.attentions)
-    # The tensors are already rounded to the dtype of the files. The computation in float32 adds no further error.
-    config = deepcopy(plan.config)
-    model: Any = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
-    return _measure_quality(result, model.to(result.source_outputs.device))
+    Raises:
+        ValueError: if the dtype is not one of `DTYPES`.
+    """
+    torch_dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if torch_dtype is not None and torch_dtype not in DTYPES.values():
+        raise ValueError(f"`dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    return torch_dtype

@@ -1,8 +1,19 @@
-"""The plan of a conversion: the new configuration, and the heads and tensors of each attention."""
+"""The plan of a conversion: the new configuration, and the heads and tensors of each attention.
+
+    config.json ──────────► source_config ──┐
+        │                                   ├──► heads and ranks before and after ──┐
+        └─ with the fields ─► config ───────┘                                       │
+                                │                                                   ▼
+                                └──► model on the meta device ──► one AttentionModule per attention
+                                                                                    ▲
+    names and shapes of the checkpoint's tensors ───────────────────────────────────┘
+
+`ConversionPlan.convert` then computes the tensors of one attention: new heads first, then a latent, then a kernel.
+"""
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,29 +42,16 @@ from ..modeling.mechanisms.talking_heads import (
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules, check_nothing_missing, check_other_shapes
 from .attention_tensors import (
-    POSITION_FIELDS,
     AttentionTensors,
+    ConversionMethod,
+    LayerContext,
     best_latent,
     on_latent,
     pool_key_value,
     repeat_heads,
     weight_forms,
 )
-from .checkpoint.tensor_files import TensorEntry
-from .methods import ConversionMethod, LayerContext
-
-__all__ = [
-    "ConversionPlan",
-    "check_no_talking_heads",
-    "check_talking_fields_used",
-    "check_talking_heads_unchanged",
-    "explain_not_calibrated",
-    "explain_not_fittable",
-    "initialize_projections",
-    "initializer_std",
-    "make_plan",
-    "seeded_generator",
-]
+from .checkpoint.tensor_files import POSITION_FIELDS, TensorEntry
 
 # Fields that a conversion can change in addition to heads and latents.
 OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
@@ -102,21 +100,19 @@ class ConversionPlan:
 
         The value of a field that differs between layers is a list. Ranks are left out if there are no latents.
         """
-        configs = (self.source_config, self.config)
-        pairs = {
-            name: tuple(_by_layer(config, name) for config in configs)
-            for name in (*self.config.head_fields(), *self.config.rank_fields())
-        }
+        pairs = self._values([*self.config.head_fields(), *self.config.rank_fields()])
         return {name: pair for name, pair in pairs.items() if pair != (None, None)}
 
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """The other fields that the conversion changes (kernels and patterns), {field: (before, after)}."""
         head_fields = {*_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
-        names = [name for name in self.config.variant_fields() if name not in head_fields]
-        configs = (self.source_config, self.config)
-        pairs = {name: tuple(_by_layer(config, name) for config in configs) for name in names}
+        pairs = self._values([name for name in self.config.variant_fields() if name not in head_fields])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    def _values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
+        """Return the values of fields in the two configurations, {field: (before, after)}."""
+        return {name: (_by_layer(self.source_config, name), _by_layer(self.config, name)) for name in names}
 
     @property
     def reduced(self) -> list[AttentionModule]:
@@ -137,9 +133,6 @@ class ConversionPlan:
             tensors: Its projections before.
             latents: New latents that several attentions share, by their names in the checkpoint.
             calibrated: The result of the calibration for the module. None: the method only uses the weights.
-
-        Raises:
-            ValueError: if the method returns a tensor with a wrong shape.
         """
         if module.change == "same":
             return tensors
@@ -160,7 +153,6 @@ class ConversionPlan:
             if module.heads.rank[1] is None:
                 # A wider dtype keeps digits of the product that the dtype of the original tensors would lose.
                 new = new.folded(self.dtype or tensors.key_weight.dtype)
-        _check_shapes(self.method, module, new)
         return new
 
     def with_new_heads(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
@@ -235,7 +227,6 @@ def make_plan(
     check_other_shapes(target, entries, modules, wrong)
     check_nothing_missing(target, entries, modules, wrong)
     _check_all_used(model_class.__name__, config_class, changes, new_config, modules)
-    _check_per_layer_values(changes, has_other_changes, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
@@ -293,18 +284,6 @@ def _key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
     return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
 
 
-def _check_shapes(method: ConversionMethod, module: AttentionModule, tensors: AttentionTensors) -> None:
-    """Check that a method returned tensors of the planned shapes."""
-    for part, expected in module.shapes.items():
-        tensor = getattr(tensors, part, None)
-        shape = None if tensor is None else list(tensor.shape)
-        if shape != list(expected):
-            raise ValueError(
-                f"`method` {method.name!r} must return {part} of shape {list(expected)} for {module.name}, got "
-                f"{shape}. Correct the method."
-            )
-
-
 def _check_fields(
     config_class: type[AttnVariantConfigMixin],
     config: Mapping[str, Any],
@@ -346,7 +325,6 @@ def _check_fields(
         raise ValueError(
             "A checkpoint with `quantization_config` cannot be converted. Convert the original model, then quantize."
         )
-    check_no_talking_heads(config_class, config, changes)
 
 
 def _make_new_config(
@@ -385,23 +363,6 @@ def _make_new_config(
     return new_config
 
 
-def _check_per_layer_values(
-    changes: Mapping[str, Any], has_other_changes: bool, modules: list[AttentionModule]
-) -> None:
-    """Check that `per_layer_values` change an attention if nothing else is given."""
-    # Lists without values expand shared heads. If the original model shares none, they change nothing.
-    if has_other_changes or changes.keys() != {"per_layer_values"}:
-        return
-    lists = changes["per_layer_values"].values()
-    if all(value is None for values in lists for value in values) and not any(
-        module.change != "same" for module in modules
-    ):
-        raise ValueError(
-            f"`per_layer_values` must contain a value for a layer, got {changes['per_layer_values']}. There is "
-            "nothing to convert."
-        )
-
-
 def _check_all_used(
     name: str,
     config_class: type[AttnVariantConfigMixin],
@@ -424,24 +385,6 @@ def _check_all_used(
             raise ValueError(f"`{field}` has no effect without `{kind}`. Give `{kind}` too.")
     prefixes = {module.site.place_prefix for module in modules}
     check_talking_fields_used(name, changes, config, prefixes)
-
-
-def check_no_talking_heads(config_class: Any, config: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Check that no talking heads are added to a model that already has the same ones in all places.
-
-    Args:
-        config_class: Configuration class of the original model.
-        config: Its config.json.
-        changes: The fields to change.
-
-    Raises:
-        ValueError: if talking heads are added to such a model.
-    """
-    fields = config_class.talking_fields()
-    talking_changes = [name for name in fields if name in changes]
-    is_by_place = any(config.get(name) is not None for name in fields if row_of(name)[0])
-    if config.get(KIND) is not None and talking_changes and not is_by_place:
-        raise _talking_heads_error(config[KIND], talking_changes)
 
 
 def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,29 +49,9 @@ from ..files import REPORT_NAME, atomic_write
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, HeadCounts, reorder_heads
-from .cache_budget import cache_bytes_per_token, cached_numbers
 from .checkpoint.tensor_files import TensorEntry, element_size
+from .layer_choice import cache_bytes_per_token, cached_numbers
 from .plan import ConversionPlan
-
-if TYPE_CHECKING:
-    import torch
-
-__all__ = [
-    "BOUNDS",
-    "SHARES",
-    "ConversionReport",
-    "LayerReport",
-    "ModelNotKeptError",
-    "Quality",
-    "attention_errors",
-    "bilinear_error",
-    "check_kept",
-    "conversion_report",
-    "edit_distance",
-    "layer_report",
-    "package_versions",
-    "ratio_interval",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -177,20 +157,12 @@ class Quality:
             "scores": f"the error of its scores is {self.value:.1%} of the variance of the original's",
             "embeddings": f"its embeddings have a cosine of {self.value:.3f} to the original's",
         }[self.measure]
-        return text + self._interval_text() + self._runaway_text()
-
-    def _interval_text(self) -> str:
-        """Return the confidence interval in parentheses."""
-        if self.interval is None:
-            return ""
-        form = {"loss": "{:+.3f}", "embeddings": "{:.3f}"}.get(self.measure, "{:.1%}")
-        return f" (95 % interval {form.format(self.interval[0])} to {form.format(self.interval[1])})"
-
-    def _runaway_text(self) -> str:
-        """Return the number of examples with repetitive outputs."""
-        if not self.runaway:
-            return ""
-        return f"; for {self.runaway} of {self.examples} examples it generates more than twice as many tokens"
+        if self.interval is not None:
+            form = {"loss": "{:+.3f}", "embeddings": "{:.3f}"}.get(self.measure, "{:.1%}")
+            text += f" (95 % interval {form.format(self.interval[0])} to {form.format(self.interval[1])})"
+        if self.runaway:
+            text += f"; for {self.runaway} of {self.examples} examples it generates more than twice as many tokens"
+        return text
 
     @property
     def shown_bound(self) -> str:
@@ -204,7 +176,7 @@ class Quality:
         return asdict(self) | {"verdict": self.verdict, "is_kept": self.is_kept}
 
 
-def ratio_interval(amounts: "torch.Tensor", counts: "torch.Tensor", is_share: bool) -> tuple[float, float] | None:
+def ratio_interval(amounts: torch.Tensor, counts: torch.Tensor, is_share: bool) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of sum(amounts) / sum(counts) over randomly drawn examples.
 
     The variance is that of a ratio of sums over examples (Cochran, Sampling Techniques, 1977, section 6.4), because
@@ -271,6 +243,27 @@ def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> Non
         atomic_write(path, report.to_json())
         message += f" The report is {path}."
     raise ModelNotKeptError(message)
+
+
+class CalibrationResult(NamedTuple):
+    """The result of a calibration. Without a calibration it is empty.
+
+    Attributes:
+        attentions: The new projections of every fitted attention on the CPU, by module name.
+        source_outputs: The outputs of the original model on held-out examples (`calibration.source_outputs`). None:
+            nothing was fitted, or they were not requested.
+        batches: The inputs of the original model, for another calibration of the same model on the same examples.
+        settings: The settings of the calibration for the report, or None.
+    """
+
+    attentions: dict[str, AttentionTensors]
+    source_outputs: Any = None
+    batches: Any = None
+    settings: dict[str, Any] | None = None
+
+    def quality_of(self, model: Any) -> Quality | None:
+        """Return the quality of the converted model compared with the original one, or None if nothing was fitted."""
+        return None if self.source_outputs is None else self.source_outputs.compared_with(model)
 
 
 def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -27,15 +27,6 @@ from .checkpoint.tensor_files import CheckpointReader, SafetensorsWriter, Tensor
 from .plan import ConversionPlan
 from .report import LayerReport, layer_report
 
-__all__ = [
-    "CheckpointFolder",
-    "converted_tensors",
-    "generation_config",
-    "plan_entries",
-    "plan_folder",
-    "write_class_names",
-    "write_weights",
-]
 # Prefixes of the names of tokenizer files.
 TOKENIZER_PREFIXES = ("tokenizer", "vocab", "spiece", "sentencepiece")
 
@@ -52,11 +43,8 @@ def converted_tensors(
     """
     tensors: dict[str, torch.Tensor] = {}
     with _single_thread():
-        latents = {} if calibrated else _compute_shared_latents(plan, reader)
-        for module in plan.modules:
-            before = module.read(reader.read)
-            after = plan.convert(module, before, latents, calibrated.get(module.name))
-            tensors |= _name_tensors(plan, module, before, after)
+        for _, _, _, new in _convert_modules(plan, reader, calibrated):
+            tensors |= new
         for name in reader.entries:
             if name not in plan.converted_names:
                 tensor = reader.read(name)
@@ -113,11 +101,8 @@ def write_weights(
             file: stack.enter_context(SafetensorsWriter(stage / file, layout, {"format": "pt"}))
             for file, layout in layouts.items()
         }
-        latents, written = {} if calibrated else _compute_shared_latents(plan, reader), set()
-        for module in plan.modules:
-            before = module.read(reader.read)
-            after = plan.convert(module, before, latents, calibrated.get(module.name))
-            tensors = _name_tensors(plan, module, before, after)
+        written: set[str] = set()
+        for module, before, after, tensors in _convert_modules(plan, reader, calibrated):
             for name, tensor in tensors.items():
                 if name in written:
                     continue  # a latent that several attentions share
@@ -133,6 +118,23 @@ def write_weights(
     if reader.index_metadata is not None:
         write_index(stage / INDEX_NAME, entries, reader.index_metadata, size)
     return layers
+
+
+def _convert_modules(
+    plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
+) -> Iterator[tuple[AttentionModule, AttentionTensors, AttentionTensors, dict[str, torch.Tensor]]]:
+    """Yield each module, its projections before and after, and its new tensors by name in the dtypes of the files."""
+    latents = {} if calibrated else _compute_shared_latents(plan, reader)
+    for module in plan.modules:
+        before = module.read(reader.read)
+        after = plan.convert(module, before, latents, calibrated.get(module.name))
+        query, tensors = before.query_weight, {}
+        for part, name in module.new_tensors.items():
+            stored = getattr(before, part, None)
+            stored = query if stored is None else stored
+            tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
+        added = plan.new_projections(module, plan.dtype or query.dtype)
+        yield module, before, after, tensors | {name: tensor.to(query.device) for name, tensor in added.items()}
 
 
 def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
@@ -173,19 +175,6 @@ def _cast_chunks(
         chunk = chunk if dtype is None else cast(chunk, dtype, name)
         yield chunk
         progress.update(chunk.nbytes)
-
-
-def _name_tensors(
-    plan: ConversionPlan, module: AttentionModule, before: AttentionTensors, after: AttentionTensors
-) -> dict[str, torch.Tensor]:
-    """Return the new tensors of one module by their names in the checkpoint, in the dtypes of the files."""
-    tensors = {}
-    for part, name in module.new_tensors.items():
-        stored = getattr(before, part, None)
-        stored = before.query_weight if stored is None else stored
-        tensors[name] = cast(getattr(after, part).to(stored.device), plan.dtype or stored.dtype, name)
-    added = plan.new_projections(module, plan.dtype or before.query_weight.dtype)
-    return tensors | {name: tensor.to(before.query_weight.device) for name, tensor in added.items()}
 
 
 def _safetensors_name(file: str) -> str:

@@ -2,18 +2,20 @@
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..conversion.checkpoint.models import TOKENIZER_FILES, load_tokenizer_of, model_of_tensors
+from ..conversion.attention_tensors import MeanPooling
+from ..conversion.checkpoint.models import load_tokenizer_of, model_of_tensors
 from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
-from ..conversion.methods import MeanPooling
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import converted_tensors, generation_config, write_class_names
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
@@ -21,6 +23,7 @@ from ..inspection.costs import used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..registration import longest_input
 from .ctranslate2_check import (
+    ACTIVATIONS,
     Agreement,
     Tokens,
     check_ctranslate2_support,
@@ -34,8 +37,6 @@ from .ctranslate2_check import (
     whisper_usage,
 )
 from .plain import is_independent_of_code, source_model, upstream_architecture
-
-__all__ = ["CTranslate2Export", "export_ctranslate2"]
 
 FLOAT32 = "float32"
 # The bytes per weight of a quantization. The others, of eight bits, need one byte.
@@ -99,79 +100,55 @@ def export_ctranslate2(
 ) -> CTranslate2Export:
     """Export a checkpoint of this package or of Transformers to CTranslate2, with its tokenizer files.
 
-    Grouped key/value heads stay grouped, and latent projections are multiplied into the key and value projections.
     The greedy outputs of CTranslate2 are compared with those of the model before the output folder appears.
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
         output_dir: A new or empty folder.
-        quantization: The type of the weights: "float32", "int8" or another one of `QUANTIZATIONS`.
+        quantization: The type of the weights: "float32", "int8" or another type of CTranslate2.
         allow_pickle, revision, token: See `convert_checkpoint`.
 
     Raises:
         ValueError: If CTranslate2 is missing or does not support the model, or its float32 outputs are different.
-        OSError: If a file (of the tokenizer, for example) is missing or cannot be written.
+        OSError: If a file is missing or cannot be written.
 
     Example:
         >>> print(export_ctranslate2("t5-gqa4", "t5-ct2", quantization="int8").summary())
     """
-    _check_package()
-    from .ctranslate2_specs import QUANTIZATIONS, model_specification
+    if importlib.util.find_spec("ctranslate2") is None:
+        raise ValueError("An export to CTranslate2 requires the package ctranslate2. Run `pip install ctranslate2`.")
+    from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
-    if quantization not in QUANTIZATIONS:
-        raise ValueError(f"`quantization` must be one of {', '.join(QUANTIZATIONS)}, got {quantization!r}.")
+    if quantization not in ACCEPTED_MODEL_TYPES:
+        raise ValueError(f"`quantization` must be one of {', '.join(ACCEPTED_MODEL_TYPES)}, got {quantization!r}.")
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
     config = read_config(folder)
     check_ctranslate2_support(*source_model(config))
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer_of(folder, ", from which the vocabulary of CTranslate2 is made.")
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plan_without_latents(config, reader.entries, folder / CONFIG_NAME)
         generation = generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
         tokens = model_tokens(tokenizer, plan.config, generation)
         copied, _ = side_files(folder, reader.files)
-        _check_disk_space(output, reader.entries, quantization)
+        check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * sum(e.numel for e in reader.entries.values()))
         tensors = converted_tensors(plan, reader, {})
     model = model_of_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
     model.generation_config = generation
     inputs = make_random_inputs(model, tokenizer)
     expected = generate_greedily(model, inputs, tokens)  # before the quantization changes the weights of the model
-    spec = model_specification(model, tokens, _transformers_model_type(config))
+    spec = model_specification(model, tokens, model_type := _transformers_model_type(config))
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, [name for name in copied if is_independent_of_code(folder, name)])
-        write_class_names(stage, {**config, "model_type": _transformers_model_type(config)})
+        write_class_names(stage, config | {"model_type": model_type})
         spec.save(os.fspath(stage))
         _check_tokenizer(stage, tokenizer)
         limit = max_generated_tokens(model, tokens)
         agreement = Agreement.compare(expected, generate_with_ctranslate2(stage, inputs, tokens, limit, quantization))
         _check_agreement(agreement, tokens, quantization)
     return _describe_export(output_dir, model, tokens, quantization, agreement)
-
-
-def _check_package() -> None:
-    """Raise `ValueError` if CTranslate2 is not installed."""
-    if importlib.util.find_spec("ctranslate2") is None:
-        raise ValueError("An export to CTranslate2 requires the package ctranslate2. Run `pip install ctranslate2`.")
-
-
-def _check_disk_space(output: Path, entries: Mapping[str, TensorEntry], quantization: str) -> None:
-    """Raise an error if the disk is too full for the weights of the export."""
-    num_weights = sum(entry.numel for entry in entries.values())
-    check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * num_weights)
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint.
-
-    Raises:
-        OSError: If the checkpoint has no tokenizer.
-    """
-    advice = ", from which the vocabulary of CTranslate2 is made."
-    if not any(path.name.endswith(TOKENIZER_FILES) for path in folder.iterdir()):
-        raise FileNotFoundError(f"{folder} has no tokenizer files{advice}")
-    return load_tokenizer_of(folder, advice)
 
 
 def _transformers_model_type(config: Mapping[str, Any]) -> str:
@@ -248,3 +225,211 @@ def _describe_export(
         usage,
         unsupported_settings(generation, reads_audio),
     )
+
+
+# The bias of tokens that are never generated. All dtypes can represent it, and the softmax of it is 0.
+FORBIDDEN_BIAS = -1e4
+# The number of first rows of a position table that are for padding and do not exist in CTranslate2.
+PADDING_ROWS = {"bart": 2, "mbart": 2}
+TensorsByName = dict[str, torch.Tensor]
+
+
+def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type: str) -> Any:
+    """Return the complete specification of a model, with its vocabulary.
+
+    Args:
+        model: A float32 encoder-decoder of the `SUPPORTED_MODEL_TYPES` that generates. The specification shares the
+            memory of its tensors, so that a quantization changes them.
+        tokens: The tokens of the model.
+        model_type: The Transformers model type for the `config.json`, with which Transformers finds the tokenizer.
+    """
+    config: Any = model.config
+    architecture = config.upstream_model_types[0]
+    tensors = {**model.state_dict(), **dict(model.named_buffers())}
+    make: Callable[[Any, TensorsByName, str], Any] = {
+        "t5": _make_t5_spec,
+        "umt5": _make_t5_spec,
+        "whisper": _make_whisper_spec,
+    }.get(architecture, _make_bart_spec)
+    spec = make(config, tensors, architecture)
+    for site, path, attention in model.named_attentions():
+        layer = getattr(spec, site.stack_of(config)).layer[site.layer(config, path)]
+        part = layer.attention if site.is_cross_attention else layer.self_attention
+        part.num_heads_kv = np.int32(site.heads(config, path).key)
+        query, key, value, output = (attention.get_submodule(name) for name in site.projections.values())
+        groups = ([query], [key, value]) if site.is_cross_attention else ([query, key, value],)
+        for linear, projections in zip(part.linear, (*groups, [output]), strict=True):
+            linear.weight = torch.cat([projection.weight.detach() for projection in projections])
+            if (bias := _joined_bias(projections)) is not None:
+                linear.bias = bias
+    spec.decoder.projection.weight = model.get_output_embeddings().weight.detach()
+    if architecture == "whisper":
+        _register_whisper_tokens(spec, tokens, config, model.generation_config)
+    else:
+        bias = tensors.get("final_logits_bias", torch.zeros(1, len(tokens.vocabulary))).flatten().clone()
+        bias[tokens.never] = FORBIDDEN_BIAS
+        if bias.any():
+            spec.decoder.projection.bias = bias
+        _register_tokens(spec, tokens)
+    spec.config.add_attribute("model_type", model_type)
+    spec.validate()
+    return spec
+
+
+def _register_tokens(spec: Any, tokens: Tokens) -> None:
+    """Set the vocabulary and the special tokens of a specification."""
+    spec.register_source_vocabulary(tokens.vocabulary)
+    spec.register_target_vocabulary(tokens.vocabulary)
+    start, end = tokens.texts([tokens.prompt[0], tokens.end])
+    spec.config.decoder_start_token = spec.config.bos_token = start
+    spec.config.eos_token, spec.config.unk_token = end, tokens.unknown
+
+
+def _register_whisper_tokens(spec: Any, tokens: Tokens, config: Any, generation: Any) -> None:
+    """Set the vocabulary, the forbidden tokens, the languages and the alignment heads of a Whisper specification."""
+    spec.register_vocabulary(tokens.vocabulary)
+    spec.config.suppress_ids, spec.config.suppress_ids_begin = tokens.never, tokens.never_first
+    spec.config.lang_ids = sorted((getattr(generation, "lang_to_id", None) or {}).values())
+    heads = getattr(generation, "alignment_heads", None)
+    # The default is all heads of the upper half of the layers, as in the converter of CTranslate2.
+    upper = range(config.decoder_layers // 2, config.decoder_layers)
+    spec.config.alignment_heads = heads or [*map(list, product(upper, range(config.decoder_attention_heads)))]
+
+
+def _joined_bias(linears: list[Any]) -> torch.Tensor | None:
+    """Return the concatenated biases of linear layers, or None if no layer has a bias.
+
+    The bias of a layer without bias (the key projection of Whisper) is 0.
+    """
+    if all(linear.bias is None for linear in linears):
+        return None
+    return torch.cat(
+        [
+            linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
+    )
+
+
+def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
+    """Return the specification of a T5, mT5 or UMT5 model, without attention projections."""
+    from ctranslate2 import specs
+
+    options: dict[str, Any] = {
+        "activation": getattr(specs.Activation, ACTIVATIONS[config.dense_act_fn]),
+        "ffn_glu": config.is_gated_act,
+        "rms_norm": True,
+        "relative_attention_bias": True,
+        "num_heads_kv": config.num_heads,
+        "head_dim": config.d_kv,
+    }
+    spec = specs.TransformerSpec(
+        specs.TransformerEncoderSpec(config.num_layers, config.num_heads, **options),
+        specs.TransformerDecoderSpec(config.num_decoder_layers, config.num_heads, **options),
+    )
+    spec.config.layer_norm_epsilon = config.layer_norm_epsilon
+    if config.scale_decoder_outputs:
+        spec.decoder.scale_outputs = np.float32(config.d_model**-0.5)
+    for name, stack in (("encoder", spec.encoder), ("decoder", spec.decoder)):
+        _set_embeddings(stack, tensors[f"{name}.embed_tokens.weight"], False)
+        stack.layer_norm.gamma = tensors[f"{name}.final_layer_norm.weight"]
+        for number, layer in enumerate(stack.layer):
+            parts = [layer.self_attention, *([layer.attention] if name == "decoder" else []), layer.ffn]
+            for index, part in enumerate(parts):
+                part.layer_norm.gamma = tensors[f"{name}.block.{number}.layer.{index}.layer_norm.weight"]
+            inner = f"{name}.block.{number}.layer.{len(parts) - 1}.DenseReluDense"
+            first, gate = ("wi_0", "wi_1") if config.is_gated_act else ("wi", None)
+            layer.ffn.linear_0.weight, layer.ffn.linear_1.weight = (
+                tensors[f"{inner}.{linear}.weight"] for linear in (first, "wo")
+            )
+            if gate is not None:
+                layer.ffn.linear_0_noact.weight = tensors[f"{inner}.{gate}.weight"]
+            # The layers of T5 share the relative positions of the first layer. Each layer of UMT5 has its own.
+            positions_layer = number if architecture == "umt5" else 0
+            positions = f"{name}.block.{positions_layer}.layer.0.SelfAttention.relative_attention_bias.weight"
+            layer.self_attention.relative_attention_bias = tensors[positions]
+            layer.self_attention.relative_attention_max_distance = np.int32(config.relative_attention_max_distance)
+            for part in parts[:-1]:
+                part.queries_scale = np.float32(1.0)
+    return spec
+
+
+def _make_bart_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
+    """Return the specification of a BART, mBART, Marian, M2M100 or PEGASUS model, without attention projections."""
+    from ctranslate2 import specs
+
+    options: dict[str, Any] = {
+        # Models with normalization before the attention have a final norm.
+        "pre_norm": "model.encoder.layer_norm.weight" in tensors,
+        "layernorm_embedding": "model.encoder.layernorm_embedding.weight" in tensors,
+        "activation": getattr(specs.Activation, ACTIVATIONS[config.activation_function]),
+    }
+    encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
+    spec = specs.TransformerSpec(
+        specs.TransformerEncoderSpec(config.encoder_layers, encoder_heads, num_heads_kv=encoder_heads, **options),
+        specs.TransformerDecoderSpec(config.decoder_layers, decoder_heads, num_heads_kv=decoder_heads, **options),
+    )
+    for name, stack in (("encoder", spec.encoder), ("decoder", spec.decoder)):
+        scale = float(config.d_model**0.5) if config.scale_embedding else False
+        _set_embeddings(stack, tensors[f"model.{name}.embed_tokens.weight"], scale)
+        if architecture == "m2m_100":
+            table, padding = tensors[f"model.{name}.embed_positions.weights"], config.pad_token_id + 1
+        else:
+            table, padding = tensors[f"model.{name}.embed_positions.weight"], PADDING_ROWS.get(architecture, 0)
+        stack.position_encodings.encodings = table[padding:]
+        if options["layernorm_embedding"]:
+            _set_norm(stack.layernorm_embedding, tensors, f"model.{name}.layernorm_embedding")
+        if options["pre_norm"]:
+            _set_norm(stack.layer_norm, tensors, f"model.{name}.layer_norm")
+        _set_bart_layers(stack, tensors, f"model.{name}")
+    return spec
+
+
+def _make_whisper_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
+    """Return the specification of a Whisper model, without attention projections."""
+    from ctranslate2 import specs
+
+    encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
+    spec = specs.WhisperSpec(config.encoder_layers, encoder_heads, config.decoder_layers, decoder_heads)
+    # `WhisperSpec` does not support key/value heads, but the layers of the other specifications do and are the same.
+    options: dict[str, Any] = {"activation": getattr(specs.Activation, ACTIVATIONS[config.activation_function])}
+    spec.encoder.layer = specs.TransformerEncoderSpec(
+        config.encoder_layers, encoder_heads, num_heads_kv=encoder_heads, **options
+    ).layer
+    spec.decoder = specs.TransformerDecoderSpec(
+        config.decoder_layers, decoder_heads, num_heads_kv=decoder_heads, **options
+    )
+    _set_embeddings(spec.decoder, tensors["model.decoder.embed_tokens.weight"], False)
+    for name in ("conv1", "conv2"):
+        part = getattr(spec.encoder, name)
+        part.weight, part.bias = (tensors[f"model.encoder.{name}.{kind}"] for kind in ("weight", "bias"))
+    for name, stack in (("encoder", spec.encoder), ("decoder", spec.decoder)):
+        stack.position_encodings.encodings = tensors[f"model.{name}.embed_positions.weight"]
+        _set_norm(stack.layer_norm, tensors, f"model.{name}.layer_norm")
+        _set_bart_layers(stack, tensors, f"model.{name}")
+    return spec
+
+
+def _set_bart_layers(stack: Any, tensors: TensorsByName, name: str) -> None:
+    """Set the norms and feed-forward layers of the encoder or decoder with a name."""
+    for number, layer in enumerate(stack.layer):
+        base = f"{name}.layers.{number}"
+        _set_norm(layer.self_attention.layer_norm, tensors, f"{base}.self_attn_layer_norm")
+        if hasattr(layer, "attention"):
+            _set_norm(layer.attention.layer_norm, tensors, f"{base}.encoder_attn_layer_norm")
+        _set_norm(layer.ffn.layer_norm, tensors, f"{base}.final_layer_norm")
+        for (part, linear), kind in product(
+            (("fc1", layer.ffn.linear_0), ("fc2", layer.ffn.linear_1)), ("weight", "bias")
+        ):
+            setattr(linear, kind, tensors[f"{base}.{part}.{kind}"])
+
+
+def _set_norm(norm: Any, tensors: TensorsByName, name: str) -> None:
+    """Set the weight and the bias of a layer norm."""
+    norm.gamma, norm.beta = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+
+
+def _set_embeddings(stack: Any, weight: torch.Tensor, scale: float | bool) -> None:
+    """Set the token embeddings and their factor. False means no factor."""
+    embeddings = stack.embeddings[0] if isinstance(stack.embeddings, list) else stack.embeddings
+    embeddings.weight, stack.scale_embeddings = weight, scale

@@ -21,28 +21,9 @@ from ..modeling.transformers_internals import cache_name, cache_of
 from ..registration import longest_input
 from .plain import upstream_architecture
 
-__all__ = [
-    "ACTIVATIONS",
-    "NO_TIMES",
-    "SUPPORTED_MODEL_TYPES",
-    "TRANSCRIPT",
-    "Agreement",
-    "GreedyOutput",
-    "Tokens",
-    "check_ctranslate2_support",
-    "generate_greedily",
-    "generate_with_ctranslate2",
-    "make_random_inputs",
-    "max_generated_tokens",
-    "model_tokens",
-    "translator_usage",
-    "unsupported_settings",
-    "whisper_usage",
-]
-
 logger = logging.getLogger(__name__)
 
-# The Transformers model types that `ctranslate2_specs` supports.
+# The Transformers model types that `ctranslate2.model_specification` supports.
 SUPPORTED_MODEL_TYPES = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
 # {activation of Transformers: activation of CTranslate2}. Most names differ only in the case of the letters.
 ACTIVATIONS = {

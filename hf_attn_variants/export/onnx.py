@@ -39,8 +39,6 @@ from ..progress import progress_bar
 from ..registration import longest_input
 from .plain import is_independent_of_code, source_model, upstream_architecture, upstream_config
 
-__all__ = ["OPSETS", "Graph", "OnnxExport", "Sizes", "export_onnx", "model_graphs"]
-
 TensorDict = dict[str, torch.Tensor]
 # The names of the dimensions with variable sizes.
 BATCH, SOURCE, TARGET, PAST = "batch_size", "encoder_sequence_length", "decoder_sequence_length", "past_length"

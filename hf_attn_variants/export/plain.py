@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from ..conversion.attention_tensors import MeanPooling
 from ..conversion.checkpoint.source import read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
-from ..conversion.methods import MeanPooling
+from ..conversion.conversions import resolve_dtype
 from ..conversion.plan import ConversionPlan, make_plan
-from ..conversion.request import resolve_dtype
 from ..conversion.writing import plan_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import used_fields, variant_config
@@ -32,16 +32,6 @@ from ..registration import PREFIX, variant_model_class
 
 if TYPE_CHECKING:
     from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-
-__all__ = [
-    "REMOTE_CODE_FILES",
-    "PlainExport",
-    "export_transformers",
-    "is_independent_of_code",
-    "source_model",
-    "upstream_architecture",
-    "upstream_config",
-]
 
 logger = logging.getLogger(__name__)
 

@@ -23,42 +23,23 @@ from ..errors import as_value_error
 from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write, load_json
 from ..glue_tasks import TASKS
 from ..inspection.costs import CostTable, cost_table, score_parts, used_fields, values_by_layer, variant_config
-from ..inspection.tables import talking_parts
+from ..inspection.tables import talking_by_place, talking_parts
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, card_text, row_of
-from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, MultiQuery, sharing_of
+from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, MultiQuery, consecutive_groups, sharing_of
 from ..modeling.mechanisms.kernels.kernel_table import kernel_class
 from ..modeling.mechanisms.latents import Latent
 from ..modeling.mechanisms.patterns.pattern_table import pattern_class
-from ..modeling.mechanisms.talking_heads import TalkingHeads, has_talking_heads
+from ..modeling.mechanisms.talking_heads import (
+    BOTH,
+    LOGITS,
+    WEIGHTS,
+    TalkingHeads,
+    has_talking_heads,
+    query_heads_there,
+)
 from ..modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN
 from ..registration import supported_model_types, variant_config_class, variant_model_class
-from .heads_diagram import heads_diagram
-
-__all__ = [
-    "OWN_TAGS",
-    "CardOptions",
-    "auto_class",
-    "code",
-    "collect_step_facts",
-    "collect_variant_facts",
-    "contains_local_path",
-    "contains_secret",
-    "data_name",
-    "eval_results",
-    "is_untouched",
-    "last_training",
-    "latest_hub_id",
-    "leaves_outputs_unchanged",
-    "make_shareable",
-    "model_card",
-    "plain",
-    "refresh_card",
-    "remove_local_paths",
-    "starts_from_model",
-    "trained_text_columns",
-    "write_card",
-]
 
 LOCAL_PATH = re.compile(r"(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file:)")
 # Arguments that contain the name of a file or folder.
@@ -680,3 +661,102 @@ def _select_tags(tags: Any, task: str | None, is_sentence_model: bool) -> list[s
     removed = TASK_TAGS - {task} | (set() if is_sentence_model else {"sentence-transformers"}) | set(OWN_TAGS)
     unique_tags = dict.fromkeys(tags if isinstance(tags, list) else ())
     return [tag for tag in unique_tags if tag not in removed and not FORMAT_TAGS.fullmatch(tag.lower())]
+
+
+MAX_WIDTH = 90
+HEADS_TITLES = {"num_key_value_heads": "decoder, self- and cross-attention", "encoder_num_key_value_heads": "encoder"}
+
+
+def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
+    """Return a diagram of the heads of a variant: the groups in columns, and the talking-heads projections in a line.
+
+    Args:
+        config: a variant configuration.
+        fields: the fields of key/value heads and ranks that apply to attentions of the model. Each field of heads has
+            a diagram, so that T5 has two. None means all fields.
+
+    Example:
+        For 4 query heads and 2 key/value heads::
+
+            query heads     | q0 q1 | q2 q3 |
+            key/value heads |  kv0  |  kv1  |
+    """
+    fields = (*config.kv_heads_fields(), *config.rank_fields()) if fields is None else fields
+    kv_fields = [name for name in config.kv_heads_fields() if name in fields]
+    blocks = []
+    for name in kv_fields:
+        counts = values_by_layer(config, name) or [getattr(config, name)]
+        for count in dict.fromkeys(counts):
+            title = [HEADS_TITLES[name]] if len(kv_fields) > 1 else []
+            title += [layers_text(counts, count)] if len(set(counts)) > 1 else []
+            head = [f"{', '.join(title)}:"] if title else []
+            blocks.append("\n".join([*head, *_draw_groups(config.query_heads(name), count)]))
+    latents = [_draw_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
+    if any(latents):
+        blocks.append("\n".join(filter(None, latents)))
+    if chains := _draw_chains(config, kv_fields):
+        blocks.append(chains)
+    return "\n\n".join(blocks)
+
+
+def layers_text(values: Sequence[Any], value: Any) -> str:
+    """Return the layers that have a value, counted from 0: "layers 0, 2"."""
+    layers = [str(layer) for layer, layer_value in enumerate(values) if layer_value == value]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
+
+
+def _draw_latent(config: Any, field: str, is_t5: bool) -> str:
+    """Return the sentence about a latent, or an empty text if the attention has no latent."""
+    ranks, parts = values_by_layer(config, field), []
+    for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
+        numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
+        parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
+    prefix, _ = row_of(field)
+    owner = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
+    text = f"Keys and values of {owner} are computed from {', '.join(parts)} for each {PLACES[prefix].token}."
+    return text if parts else ""
+
+
+def _draw_groups(heads: int, kv_heads: int) -> list[str]:
+    groups = [[f"q{head}" for head in group] for group in consecutive_groups(heads, kv_heads)]
+    queries, keys = [" ".join(group) for group in groups], [f"kv{i}" for i in range(kv_heads)]
+    if _compute_width(queries, keys) > MAX_WIDTH:
+        queries = [group[0] if len(group) == 1 else f"{group[0]}..{group[-1]}" for group in groups]
+    if _compute_width(queries, keys) > MAX_WIDTH:
+        queries, keys = [*queries[:4], "...", queries[-1]], [*keys[:4], "...", keys[-1]]
+    widths = [max(len(query), len(key)) for query, key in zip(queries, keys, strict=True)]
+    rows = (("query heads", queries), ("key/value heads", keys))
+    return [
+        f"{name:<16}| " + " | ".join(cell.center(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+        for name, cells in rows
+    ]
+
+
+def _compute_width(queries: list[str], keys: list[str]) -> int:
+    return sum(max(len(query), len(key)) + 3 for query, key in zip(queries, keys, strict=True))
+
+
+def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
+    """Return the talking-heads projections: one line if they are the same in all places, otherwise one per place."""
+    by_place = {
+        prefix: [_draw_chain(query_heads_there(config, prefix), talking) for talking in layers]
+        for prefix, layers in talking_by_place(config, kv_fields).items()
+    }
+    if len({chain for chains in by_place.values() for chain in chains}) == 1:
+        return next(chain for chains in by_place.values() for chain in chains)
+    lines = []
+    for prefix, chains in by_place.items():
+        for chain in dict.fromkeys(filter(None, chains)):
+            where = f", {layers_text(chains, chain)}" if len({*chains}) > 1 else ""
+            lines.append(f"{PLACES[prefix].here}{where}: {chain}")
+    return "\n".join(lines)
+
+
+def _draw_chain(heads: int, talking: TalkingHeads) -> str:
+    """Return the talking-heads projections of one attention module, or an empty text if it has none."""
+    if talking.kind is None:
+        return ""
+    first = f"--P_l [{heads} x {talking.softmax}]" if talking.kind in (LOGITS, BOTH) else ""
+    second = f"--P_w [{talking.softmax} x {talking.output}]" if talking.kind in (WEIGHTS, BOTH) else ""
+    softmax = f"softmax of {talking.softmax} heads"
+    return f"logits of {heads} heads {first}--> {softmax} {second}--> weights of {talking.output} heads"

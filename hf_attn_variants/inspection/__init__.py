@@ -6,19 +6,13 @@ from typing import TYPE_CHECKING, Any
 # The submodule of each public name. A submodule is imported at the first use of its names, because sentence
 # embeddings need scipy and counting does not.
 _SUBMODULES = {
-    "attention_projection_flops": "counting",
-    "cosine_similarities": "sentence_similarity",
-    "mean_pooled": "sentence_similarity",
-    "sentence_embeddings": "sentence_similarity",
-    "similarity_spearman": "sentence_similarity",
+    "attention_projection_flops": "costs",
+    "cosine_similarities": "scores",
+    "mean_pooled": "scores",
+    "sentence_embeddings": "scores",
+    "similarity_spearman": "scores",
 }
-__all__ = [
-    "attention_projection_flops",
-    "cosine_similarities",
-    "mean_pooled",
-    "sentence_embeddings",
-    "similarity_spearman",
-]
+__all__ = list(_SUBMODULES)
 
 
 def _import_attribute(name: str) -> Any:
@@ -30,8 +24,11 @@ def _import_attribute(name: str) -> Any:
 
 # A type checker that saw `__getattr__` would accept any attribute of this package.
 if TYPE_CHECKING:
-    from .counting import attention_projection_flops
-    from .sentence_similarity import cosine_similarities, mean_pooled, sentence_embeddings, similarity_spearman
+    from .costs import attention_projection_flops as attention_projection_flops
+    from .scores import cosine_similarities as cosine_similarities
+    from .scores import mean_pooled as mean_pooled
+    from .scores import sentence_embeddings as sentence_embeddings
+    from .scores import similarity_spearman as similarity_spearman
 else:
     __getattr__ = _import_attribute
 

@@ -1,7 +1,7 @@
 """Attention maps of a model on one text, before and after the talking-heads projections.
 
-The maps are available as tensors and as an HTML page, which needs neither a network connection nor other files. The
-letters of the shapes are those of `modeling.ops.softmax_attention`.
+The maps are tensors or an HTML page, which needs neither a network connection nor other files. The letters of the
+shapes are those of `modeling.ops.softmax_attention`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from ..modeling.ops.variant_attention import VariantAttention
 
 __all__ = ["AttentionMaps", "HeadProjection", "Stage", "TextMaps", "attention_maps", "attention_page"]
 
-# {attention: (its name on the page, the field of the model outputs that holds its weights)}.
-ATTENTION_NAMES = {
+ATTENTION_NAMES = {  # (the name on the page, the field of the model outputs that holds the weights)
     "self": ("layer {}", "attentions"),
     "encoder": ("encoder layer {}", "encoder_attentions"),
     "decoder": ("decoder layer {}, self-attention", "decoder_attentions"),
@@ -50,11 +49,6 @@ class Stage:
     # [heads, n, m]. Each row of logits has mean 0, because the softmax ignores a constant. Masked entries are NaN.
     maps: torch.Tensor
     kv_heads: tuple[int, ...] = ()  # the key/value head that each head reads; () if no heads share one
-
-    @property
-    def is_logits(self) -> bool:
-        """Whether the maps are logits instead of weights."""
-        return self.name.startswith("logits")
 
 
 @dataclass(frozen=True)
@@ -115,13 +109,6 @@ def attention_maps(
             reads its own greedy output. Row i of a decoder map reads token i-1 and predicts token i. The first row
             reads the start token.
         max_length: The number of tokens, with special tokens, at which the text and the target are truncated.
-
-    Returns:
-        The maps of all attentions.
-
-    Raises:
-        ValueError: If the model is not a model of this package, a text is empty, or the model does not support
-            `target_text`.
 
     Example:
         >>> maps = attention_maps(model, tokenizer, "The cat sat on the mat.")
@@ -265,16 +252,13 @@ def _maps_of_call(
     else:
         last = ("weights_after", "weights of the value heads, after P_w", "value head", heads.value)
     stage = Stage(*last[:3], _cpu(weights[0]), _kv_heads_read(heads.output, last[3]))
-    named = (("P_l", "query head", "softmax head", logits_proj), ("P_w", "softmax head", "value head", weights_proj))
-    projections = tuple(
-        HeadProjection(name, rows, columns, _cpu(matrix))
-        for name, rows, columns, matrix in named
-        if matrix is not None
-    )
+    kinds = (("P_l", "query head", "softmax head"), ("P_w", "softmax head", "value head"))
+    matrices = zip(kinds, (logits_proj, weights_proj), strict=True)
+    projections = tuple(HeadProjection(*kind, _cpu(matrix)) for kind, matrix in matrices if matrix is not None)
     rows = labels["target" if decodes else "text"]
     columns = _key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
-    stages = (*mixed, stage)
-    return AttentionMaps(site.name, layer, rows, columns, stages, projections, heads.key, core.dynamic_names)
+    maps = (rows, columns, (*mixed, stage), projections)
+    return AttentionMaps(site.name, layer, *maps, heads.key, core.dynamic_names)
 
 
 def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, ...]:
@@ -304,9 +288,6 @@ def attention_page(maps: TextMaps, model_name: str) -> str:
     Args:
         maps: The result of `attention_maps`.
         model_name: The title of the page.
-
-    Returns:
-        The text of the page.
     """
     attentions = [
         {
@@ -323,19 +304,20 @@ def attention_page(maps: TextMaps, model_name: str) -> str:
         }
         for attention in maps.attentions
     ]
-    content: dict[str, Any] = {"model": model_name, "text": maps.text, "target": maps.target_text}
-    content |= {
-        "targetIsOutput": maps.target_is_output,
-        "isCut": maps.is_cut,
+    content: dict[str, Any] = {
+        "model": model_name,
+        "text": maps.text,
+        "target": maps.target_text,
         "attentions": attentions,
     }
+    content |= {"targetIsOutput": maps.target_is_output, "isCut": maps.is_cut}
     data = json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")  # a "<" could end the script element
     return Path(__file__).with_name("attention_maps.html").read_text(encoding="utf-8").replace("@DATA@", data)
 
 
 def _encode_stage(stage: Stage) -> dict[str, Any]:
     """Return the JSON values of a stage, with its maps as 16-bit numbers in base64."""
-    known = stage.maps[~stage.maps.isnan()]
+    is_logits, known = stage.name.startswith("logits"), stage.maps[~stage.maps.isnan()]
     lowest, highest, strongest = float(known.min()), float(known.max()), float(known.abs().max())
     # Each value becomes a 16-bit number: 0 for NaN, and 1 to 65535 for the range from the lowest to the highest value.
     step = max(highest - lowest, 1e-12) / 65534
@@ -344,10 +326,10 @@ def _encode_stage(stage: Stage) -> dict[str, Any]:
         "title": stage.title,
         "head": stage.head,
         "kv": stage.kv_heads,
-        "isLogits": stage.is_logits,
-        "signed": stage.is_logits or lowest < -0.02 * strongest,  # a color scale for both signs
+        "isLogits": is_logits,
+        "signed": is_logits or lowest < -0.02 * strongest,  # a color scale for both signs
         # The value of the strongest color. Larger logits get the same color.
-        "limit": max(1e-6, float(known.abs().quantile(0.99)) if stage.is_logits and len(known) < 2**24 else strongest),
+        "limit": max(1e-6, float(known.abs().quantile(0.99)) if is_logits and len(known) < 2**24 else strongest),
         "heads": len(stage.maps),
         "lowest": lowest,
         "step": step,

@@ -24,6 +24,7 @@ from ..modeling.mechanisms.patterns.window_pattern import SlidingWindow
 from ..progress import progress_bar
 from ..registration import longest_input, variant_model_class
 from .costs import (
+    check_sizes,
     has_latents,
     kv_head_counts,
     kv_heads_field,
@@ -32,23 +33,6 @@ from .costs import (
     variant_name,
     variant_rows,
 )
-from .counting import check_sizes
-
-__all__ = [
-    "AUDIO_AUTO_CLASSES",
-    "BreakEven",
-    "FirstToken",
-    "SpeedTable",
-    "Times",
-    "VariantSpeed",
-    "check_cache",
-    "check_upstream",
-    "checked_models",
-    "decoding_or_pass",
-    "machine_now",
-    "measure_speed",
-    "run_times",
-]
 
 # The seconds until the first token (None for a forward pass) and until the end.
 Times = tuple[float | None, float]
@@ -230,8 +214,6 @@ def _output(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     output = model(**inputs)[0].float()
     return output[inputs["attention_mask"].bool()] if "attention_mask" in inputs else output
 
-
-__all__ += ["order_of_round", "ready_to_time", "timed_auto_class", "timed_length", "upstream_model"]
 
 # The default number of tokens of a text. Audio models read a whole window.
 DEFAULT_LENGTH = 128

@@ -11,8 +11,6 @@ from ..modeling.fields.field_table import PLACES
 from ..modeling.mechanisms.head_sharing import key_value_field
 from ..modeling.mechanisms.talking_heads import KIND, TalkingHeads, talking_places
 
-__all__ = ["output_width", "places_of_stacks", "print_table", "print_text", "talking_by_place", "talking_parts"]
-
 GAP = "  "
 
 

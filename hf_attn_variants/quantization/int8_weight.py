@@ -24,17 +24,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-__all__ = [
-    "LARGEST",
-    "Int8Weight",
-    "Plan",
-    "check_engine",
-    "current_plan",
-    "least_seconds",
-    "processor_has",
-    "round_inputs",
-]
-
 
 def processor_has(*names: str) -> bool:
     """Return whether this processor has at least one of some instruction sets.

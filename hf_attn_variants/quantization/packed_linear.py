@@ -17,22 +17,6 @@ from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..shared_memory.attention import ENCODER_OUTPUTS, SharesMemory
 from .int8_weight import LARGEST, Int8Weight, least_seconds, processor_has, round_inputs
 
-__all__ = [
-    "MAX_ERROR",
-    "MIN_WEIGHTS",
-    "Bfloat16Linear",
-    "Bfloat16Weight",
-    "Int8Linear",
-    "PackedLinear",
-    "has_bfloat16",
-    "has_fast_bfloat16",
-    "large_linears",
-    "make_example_inputs",
-    "matches_name",
-    "record_weight_reads",
-    "rounding_errors",
-]
-
 # The smallest number of weights of a quantized layer. Smaller layers are not faster in int8 for few tokens, and need
 # little memory. (With AVX-512 VNNI, int8 layers of 256 x 256 made a small T5 1.16 times as fast for 16 texts.)
 MIN_WEIGHTS = 2**16

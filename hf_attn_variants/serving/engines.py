@@ -1,11 +1,9 @@
 """Engines that can serve a model: the class of Transformers, `share_memory`, int8, conversions, and CTranslate2."""
 
 import importlib.util
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,26 +14,8 @@ from ..model_properties import ignore_saved_length_limits
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
 from ..shared_memory.share import share_memory
-from .ctranslate2_engine import ExportedModel, token_text
-
-__all__ = [
-    "CTRANSLATE2",
-    "Engine",
-    "Load",
-    "build_model",
-    "ctranslate2_problem",
-    "is_generative",
-    "list_engines",
-    "make_torch_call",
-    "random_inputs",
-    "served_auto_class",
-    "served_model_class",
-    "write_ctranslate2_folder",
-]
 
 CTRANSLATE2 = "CTranslate2"
-# Tokens that CTranslate2 needs in the vocabulary of a Whisper.
-TRANSCRIPT, NO_TIMES, END = "<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"
 
 
 def ctranslate2_problem(config: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> str | None:
@@ -50,47 +30,6 @@ def ctranslate2_problem(config: Mapping[str, Any], fields: Mapping[str, Any] | N
     if importlib.util.find_spec("ctranslate2") is None:
         return "CTranslate2 is not installed. Run `pip install ctranslate2`."
     return None
-
-
-def write_ctranslate2_folder(
-    config: Mapping[str, Any], model: Any, inputs: "dict[str, torch.Tensor]", folder: Path, int8: bool
-) -> ExportedModel:
-    """Write a model of this package in the format of CTranslate2. Its end token never ends a generation.
-
-    Args:
-        config: the config.json of the checkpoint.
-        model: the model in float32. A quantization changes its tensors.
-        inputs: a batch without padding, as for the engines of torch.
-        folder: an empty folder.
-        int8: whether to quantize the weights to int8.
-
-    Raises:
-        ValueError: if the start token of the decoder or the end token is unknown.
-    """
-    from ..export.ctranslate2_check import Tokens
-    from ..export.ctranslate2_specs import model_specification
-
-    vocabulary = [token_text(number) for number in range(model.config.vocab_size)]
-    start, end = (_get_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
-    prompt = [start]
-    if is_audio := "input_features" in inputs:
-        no_times = next(number for number in range(len(vocabulary) - 1, 0, -1) if number not in (start, end))
-        vocabulary[start], vocabulary[no_times], vocabulary[end] = TRANSCRIPT, NO_TIMES, END
-        prompt.append(no_times)
-    tokens = Tokens(vocabulary, prompt, end, vocabulary[0], [end], [])
-    spec = model_specification(model, tokens, config["model_type"])
-    spec.optimize(quantization="int8_float32" if int8 else "float32")
-    spec.save(os.fspath(folder))
-    batch = inputs["input_features"].numpy() if is_audio else inputs["input_ids"].tolist()
-    return ExportedModel(os.fspath(folder), int8, batch, prompt if is_audio else [])
-
-
-def _get_token(config: Mapping[str, Any], model: Any, name: str) -> int:
-    token = getattr(model.generation_config, name, None)
-    token = config.get(name) if token is None else token
-    if token is None:
-        raise ValueError(f"config.json must contain `{name}`, because the model generates text. Add it to the file.")
-    return token[0] if isinstance(token, list) else token
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,9 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ..inspection.costs import kv_head_counts, kv_heads_field, variant_config
-from ..inspection.counting import check_sizes
+from ..inspection.costs import check_sizes, kv_head_counts, kv_heads_field, variant_config
 from ..inspection.speed import machine_now, order_of_round, timed_length
 from ..progress import progress_bar
-from .ctranslate2_engine import ExportedModel, make_ctranslate2_call
 from .engines import (
     CTRANSLATE2,
     Engine,
@@ -30,11 +28,8 @@ from .engines import (
     random_inputs,
     served_auto_class,
     served_model_class,
-    write_ctranslate2_folder,
 )
-from .peak_memory import peak_bytes
-
-__all__ = ["ServingRow", "ServingTable", "draw_serving", "measure_serving", "recommend_engine"]
+from .peak_memory import ExportedModel, make_ctranslate2_call, peak_bytes, write_ctranslate2_folder
 
 # Engines are equivalent if their times, or their peak memory, differ by less than this factor.
 EQUAL_FACTOR = 1.05

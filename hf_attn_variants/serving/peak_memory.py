@@ -1,7 +1,7 @@
-"""Peak memory of an engine, measured in a separate process that serves one batch.
+"""Calls of CTranslate2, and the peak memory of an engine, measured in a separate process that serves one batch.
 
 The process of a CTranslate2 engine must not import torch, which would count as memory of the engine. Therefore this
-module and `ctranslate2_engine` import neither torch nor Transformers at their tops.
+module imports neither torch nor Transformers at its top.
 """
 
 import json
@@ -10,18 +10,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .ctranslate2_engine import ExportedModel, make_ctranslate2_call
-
 if TYPE_CHECKING:
+    import torch
+
     from .engines import Engine, Load
 
-__all__ = ["peak_bytes"]
-
+# Tokens that CTranslate2 needs in the vocabulary of a Whisper.
+TRANSCRIPT, NO_TIMES, END = "<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"
 # The file that contains the peak memory of a process, and the file that resets the peak if "5" is written (proc(5)).
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -31,6 +31,101 @@ PROGRAM = (
     "peak_memory.main()"
 )
 FEATURES_FILE = "features.npy"
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """Model of CTranslate2 with its inputs.
+
+    Args:
+        folder: the folder of the model.
+        int8: whether the weights are int8.
+        inputs: rows of token ids, or audio features as a numpy array [b, mel bins, frames].
+        prompt: the first tokens of the decoder of a Whisper. Empty for other models.
+    """
+
+    folder: str
+    int8: bool
+    inputs: Any
+    prompt: list[int]
+
+
+def token_text(number: int) -> str:
+    """Return the text of a token in the vocabulary of an exported model."""
+    return f"<{number}>"
+
+
+def write_ctranslate2_folder(
+    config: Mapping[str, Any], model: Any, inputs: "dict[str, torch.Tensor]", folder: Path, int8: bool
+) -> ExportedModel:
+    """Write a model of this package in the format of CTranslate2. Its end token never ends a generation.
+
+    Args:
+        config: the config.json of the checkpoint.
+        model: the model in float32. A quantization changes its tensors.
+        inputs: a batch without padding, as for the engines of torch.
+        folder: an empty folder.
+        int8: whether to quantize the weights to int8.
+
+    Raises:
+        ValueError: if the start token of the decoder or the end token is unknown.
+    """
+    from ..export.ctranslate2 import model_specification
+    from ..export.ctranslate2_check import Tokens
+
+    vocabulary = [token_text(number) for number in range(model.config.vocab_size)]
+    start, end = (_get_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
+    prompt = [start]
+    if is_audio := "input_features" in inputs:
+        no_times = next(number for number in range(len(vocabulary) - 1, 0, -1) if number not in (start, end))
+        vocabulary[start], vocabulary[no_times], vocabulary[end] = TRANSCRIPT, NO_TIMES, END
+        prompt.append(no_times)
+    tokens = Tokens(vocabulary, prompt, end, vocabulary[0], [end], [])
+    spec = model_specification(model, tokens, config["model_type"])
+    spec.optimize(quantization="int8_float32" if int8 else "float32")
+    spec.save(os.fspath(folder))
+    batch = inputs["input_features"].numpy() if is_audio else inputs["input_ids"].tolist()
+    return ExportedModel(os.fspath(folder), int8, batch, prompt if is_audio else [])
+
+
+def _get_token(config: Mapping[str, Any], model: Any, name: str) -> int:
+    token = getattr(model.generation_config, name, None)
+    token = config.get(name) if token is None else token
+    if token is None:
+        raise ValueError(f"config.json must contain `{name}`, because the model generates text. Add it to the file.")
+    return token[0] if isinstance(token, list) else token
+
+
+def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int) -> Callable[[int], None]:
+    """Return a function that serves a batch with CTranslate2. Its argument is the number of new tokens.
+
+    Args:
+        exported: the model and its inputs.
+        num_beams: the number of beams.
+        threads: the number of threads of a call.
+    """
+    import ctranslate2
+
+    compute_type = "int8_float32" if exported.int8 else "float32"
+    options = {"device": "cpu", "compute_type": compute_type, "intra_threads": threads}
+    if exported.prompt:
+        whisper = ctranslate2.models.Whisper(exported.folder, **options)
+        prompts = [exported.prompt] * len(exported.inputs)
+
+        def transcribe(tokens: int) -> None:
+            features = ctranslate2.StorageView.from_array(exported.inputs)
+            # CTranslate2 generates half as many tokens as `max_length`.
+            whisper.generate(features, prompts, beam_size=num_beams, max_length=2 * tokens)
+
+        return transcribe
+    translator = ctranslate2.Translator(exported.folder, **options)
+    rows = [[token_text(number) for number in row] for row in exported.inputs]
+
+    def translate(tokens: int) -> None:
+        limits = {"min_decoding_length": tokens, "max_decoding_length": tokens, "max_input_length": 0}
+        translator.translate_batch(rows, beam_size=num_beams, **limits)
+
+    return translate
 
 
 def peak_bytes(

@@ -1,4 +1,4 @@
-"""Cross-attention whose beams share keys and values or encoder outputs, and the Transformers classes it supports."""
+"""Cross-attention whose beams share keys and values or encoder outputs, its cache layer, and supported classes."""
 
 import functools
 from collections.abc import Iterator
@@ -9,26 +9,11 @@ import torch
 from torch import nn
 
 from ..modeling.attention.latent_attention import by_head, is_plain, keys_and_values
-from ..modeling.attention.shared_rows import rows_of_sentences, share_rows
+from ..modeling.attention.shared_rows import SharedDynamicLayer, layer_at, rows_of_sentences, share_rows
 from ..modeling.ops.beams import beams_of, repeat_for_beams
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.ops.variant_attention import is_traced
-from ..modeling.transformers_internals import Arguments, known_imports, refuse_unknown
-from .cache_layers import SourceLayer, filled_layer, holds_encoder_outputs, store_layer
-
-__all__ = [
-    "CROSS_ATTENTIONS",
-    "ENCODER_OUTPUTS",
-    "IMPLEMENTATIONS",
-    "KEYS_AND_VALUES",
-    "KNOWN",
-    "CrossAttention",
-    "SharesMemory",
-    "cross_attentions",
-    "forward_class",
-    "kind_of",
-    "shared_class",
-]
+from ..modeling.transformers_internals import Arguments, check_caches, known_imports, refuse_unknown
 
 # The names of the cross-attention module in the decoder layers of Transformers.
 CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn", "cross_attention")
@@ -345,3 +330,131 @@ def shared_class(plain: type, cross_cache: str) -> type:
 def _new_instance(plain: type, cross_cache: str) -> Any:
     cls: Any = shared_class(plain, cross_cache)
     return cls.__new__(cls)
+
+
+with known_imports():
+    from transformers.cache_utils import DynamicLayer
+
+check_caches()
+
+
+class SourceLayer(SharedDynamicLayer):
+    """A cache layer that holds the encoder outputs [b, m, D], and computes keys and values when they are first read.
+
+    After that it is an ordinary cache layer. Keys and values are read by other users of the cache, for example by the
+    outputs of Whisper. The encoder outputs are never modified, because other layers and callers use the same tensor.
+
+    Args:
+        source: The encoder outputs.
+        projections: The key and the value projection.
+        head_dim: The head size d.
+        beams: The number of decoder rows per row of the encoder outputs.
+    """
+
+    def __init__(
+        self, source: torch.Tensor, projections: tuple[nn.Module, nn.Module], head_dim: int, beams: int
+    ) -> None:
+        self.source: torch.Tensor | None = source
+        self.projections: Any = projections
+        self.head_dim, self.beams = head_dim, beams
+        self.is_initialized = True
+        self.dtype, self.device = source.dtype, source.device
+        self._keys: Any = None
+        self._values: Any = None
+
+    @property
+    def keys(self) -> Any:
+        """The keys [b, h, m, d], which are computed when they are first read."""
+        self._compute_keys_and_values()
+        return self._keys
+
+    @keys.setter
+    def keys(self, states: Any) -> None:
+        self._keys = states
+
+    @property
+    def values(self) -> Any:
+        """The values [b, h, m, d], which are computed when they are first read."""
+        self._compute_keys_and_values()
+        return self._values
+
+    @values.setter
+    def values(self, states: Any) -> None:
+        self._values = states
+
+    def _compute_keys_and_values(self) -> None:
+        """Replace the encoder outputs, if they are still there, by keys and values."""
+        if self.source is not None:
+            source, self.source = self.source, None
+            with torch.no_grad():  # the layer is created only if no gradients are recorded
+                states: Any = keys_and_values(source, self.projections, self.head_dim)
+            self._keys, self._values = states
+            self.projections = None
+
+    def _rows(self) -> int:
+        return super()._rows() if self.source is None else self.source.shape[0]
+
+    def _change(self, rows: Any) -> None:
+        if self.source is None:
+            super()._change(rows)
+        else:
+            self.source = rows(self.source)
+
+    def get_seq_length(self) -> int:
+        """Return the number of encoder positions m."""
+        return super().get_seq_length() if self.source is None else self.source.shape[1]
+
+    def reset(self) -> None:
+        """Remove all tensors. (Transformers releases before 5.23 overwrite them with zeros.)"""
+        self.source = self.projections = self._keys = self._values = None
+        self.is_initialized, self.beams = False, 1
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times."""
+        if self._rows():
+            self._change(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def __reduce__(self) -> Any:
+        # Copies and pickles contain keys and values, so that they do not contain weights of the model.
+        if self.keys is None:
+            return SharedDynamicLayer, ()
+        return _make_shared_layer, (self.keys, self.values, self.beams)
+
+
+def _make_shared_layer(keys: torch.Tensor, values: torch.Tensor, beams: int) -> SharedDynamicLayer:
+    """Return a cache layer with keys and values that beams share."""
+    layer = SharedDynamicLayer()
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values, layer.beams = keys, values, beams
+    return layer
+
+
+def filled_layer(cache: Any, index: int) -> Any:
+    """Return the cross-attention layer of an encoder-decoder cache if it is filled, or None otherwise."""
+    if cache is None or not cache.is_updated.get(index):
+        return None
+    return cache.cross_attention_cache.layers[index]
+
+
+def holds_encoder_outputs(layer: Any) -> bool:
+    """Return whether a cache layer holds encoder outputs and not yet keys and values."""
+    return type(layer) is SourceLayer and layer.source is not None
+
+
+def store_layer(cache: Any, index: int, layer: SourceLayer) -> bool:
+    """Put a layer with encoder outputs into an encoder-decoder cache.
+
+    Args:
+        cache: The cache.
+        index: The index of the layer.
+        layer: The new layer.
+
+    Returns:
+        Whether the layer was stored. Static caches, offloaded caches and other kinds of layers are not changed.
+    """
+    cross = cache.cross_attention_cache
+    if getattr(cross, "offloading", False) or type(layer_at(cross, index)) is not DynamicLayer:
+        return False
+    cross.layers[index] = layer
+    cache.is_updated[index] = True
+    return True

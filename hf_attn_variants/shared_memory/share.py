@@ -24,8 +24,6 @@ from .attention import (
     shared_class,
 )
 
-__all__ = ["EXPANSION", "SharedExpansion", "share_memory"]
-
 # The Transformers method that repeats the inputs for each beam, which `SharedExpansion` replaces.
 EXPANSION = "_expand_inputs_for_generation"
 
@@ -178,7 +176,7 @@ def _check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
         ValueError: If they are not.
     """
     name = type(model).__name__
-    _check_encoder_decoder(model)
+    _check_supported(model)
     if any(isinstance(module, AttentionVariantMixin) for module in model.modules()):
         raise ValueError(
             f"{name} is a Transformers class with attention modules of this package, which is not supported. Use an "
@@ -190,18 +188,23 @@ def _check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
         raise ValueError(
             f"{name} has no supported cross-attention.{advice} Supported classes are {', '.join(sorted(KNOWN))}."
         )
-    _check_implementation(model, IMPLEMENTATIONS)
     for path, module in modules.items():
         if not isinstance(module, SharesMemory):
             _check_attention(path, module)
 
 
-def _check_encoder_decoder(model: PreTrainedModel) -> None:
-    """Raise `ValueError` if a model is not an encoder-decoder."""
+def _check_supported(model: PreTrainedModel) -> None:
+    """Raise `ValueError` if a model is not an encoder-decoder, or its attention implementation is not supported."""
     if not getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"`model` must be an encoder-decoder (T5, BART, Marian, Whisper and relatives), got "
             f"{type(model).__name__}. Other models do not need `share_memory`."
+        )
+    implementation = model.config._attn_implementation
+    if plain_implementation(implementation) not in IMPLEMENTATIONS:
+        raise ValueError(
+            f'`attn_implementation` must be "sdpa" or "eager", got "{implementation}". Call '
+            '`model.set_attn_implementation("sdpa")` first.'
         )
 
 
@@ -213,8 +216,7 @@ def _check_variant(model: Any, cross_cache: str) -> None:
             requested encoder outputs.
     """
     name, config = type(model).__name__, model.config
-    _check_encoder_decoder(model)
-    _check_implementation(model, IMPLEMENTATIONS)
+    _check_supported(model)
     if has_talking_heads(config, "cross_"):
         raise ValueError(
             f"{name} has talking heads in its cross-attention, so that its beams cannot share a cache. Use a "
@@ -224,16 +226,6 @@ def _check_variant(model: Any, cross_cache: str) -> None:
         raise ValueError(
             f"The cache of {name} holds keys and values. To cache encoder outputs, convert the checkpoint with "
             f"`cross_kv_lora_rank={config.d_model}`, which does not change its outputs."
-        )
-
-
-def _check_implementation(model: PreTrainedModel, supported: Iterable[str]) -> None:
-    """Raise `ValueError` if the attention implementation of a model is not supported."""
-    implementation = model.config._attn_implementation
-    if plain_implementation(implementation) not in supported:
-        raise ValueError(
-            f'`attn_implementation` must be "sdpa" or "eager", got "{implementation}". Call '
-            '`model.set_attn_implementation("sdpa")` first.'
         )
 
 

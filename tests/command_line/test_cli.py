@@ -68,8 +68,8 @@ def test_help_fits_the_terminal_and_keeps_examples(capsys, monkeypatch):
 def test_convert_choices_equal_those_of_the_conversion():
     from hf_attn_variants.commands import convert
     from hf_attn_variants.conversion import METHODS
-    from hf_attn_variants.conversion.attention_tensors import EXTENSIONS
-    from hf_attn_variants.conversion.request import DTYPES
+    from hf_attn_variants.conversion.checkpoint.tensor_files import EXTENSIONS
+    from hf_attn_variants.conversion.conversions import DTYPES
 
     assert list(convert.METHODS) == sorted(METHODS) and list(convert.DTYPES) == sorted(DTYPES)
     assert convert.POSITION_EXTENSIONS == EXTENSIONS

@@ -14,8 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_attn_variants import AttnVariantAlbertModel, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.inspection import attention_projection_flops
-from hf_attn_variants.inspection.costs import cost_table, variant_name
-from hf_attn_variants.inspection.counting import attention_parameters, flops_per_token, kv_cache_bytes_per_token
+from hf_attn_variants.inspection.costs import (
+    attention_parameters,
+    cost_table,
+    flops_per_token,
+    kv_cache_bytes_per_token,
+    variant_name,
+)
 
 LENGTH, SOURCE = 7, 5
 BASES = {"bert": "BertForMaskedLM", "albert": "AlbertForMaskedLM", "t5": "T5ForConditionalGeneration"}

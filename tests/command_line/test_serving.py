@@ -125,7 +125,7 @@ def test_ctranslate2_generates_equal_tokens_and_lengths(tmp_path):
     """Check greedy decoding with the results that the timing discards."""
     import ctranslate2
 
-    from hf_attn_variants.serving.engines import write_ctranslate2_folder
+    from hf_attn_variants.serving.peak_memory import write_ctranslate2_folder
 
     config, load = config_of(T5), Load(2, 8, 5, 1)
     [engine] = [item for item in list_engines(config, [], lambda fields: True) if item.ctranslate2 and not item.int8]
@@ -379,7 +379,7 @@ def test_smaller_engine_is_advised_if_times_are_equal_within_noise():
 
 @needs_ctranslate2
 def test_missing_decoder_start_token_raises_an_error(tmp_path):
-    from hf_attn_variants.serving.engines import write_ctranslate2_folder
+    from hf_attn_variants.serving.peak_memory import write_ctranslate2_folder
 
     config = config_of(T5) | {"decoder_start_token_id": None}
     model = build_model(config, Engine("CTranslate2", ctranslate2=True))

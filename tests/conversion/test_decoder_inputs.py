@@ -41,7 +41,7 @@ def test_classification_head_is_calibrated_on_the_source_text(head):
     with torch.no_grad():
         outputs = [item(**batch)[0] for item in (model, ours, averaged)]
     assert (outputs[1] - outputs[0]).norm() < 0.7 * (outputs[2] - outputs[0]).norm()
-    with pytest.raises(ValueError, match=r"`target_texts` .* AttnVariantBart"):
+    with pytest.raises(ValueError, match="`target_texts`"):
         convert(model, 2, calibration=calibration(target_texts=text.texts))
 
 

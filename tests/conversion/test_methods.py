@@ -7,14 +7,16 @@ from torch import nn
 from hf_attn_variants.conversion.attention_tensors import (
     AttentionTensors,
     HeadCounts,
+    LayerContext,
+    first_heads,
     group_heads,
+    mean_heads,
     relation,
     repeat_heads,
     split_heads,
 )
-from hf_attn_variants.conversion.methods import LayerContext, first_heads, mean_heads
+from hf_attn_variants.conversion.conversions import resolve_method
 from hf_attn_variants.conversion.plan import seeded_generator
-from hf_attn_variants.conversion.request import resolve_method
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 12, 4, 3, 20
 
@@ -81,13 +83,6 @@ def test_first_method_takes_the_first_head_of_each_group():
     assert first_heads(bias, HEADS, KV_HEADS).tolist() == [0, 1, 2, 9, 10, 11, 18, 19, 20, 27, 28, 29]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("target", [1, 2, 4])
-def test_mean_of_identical_heads_is_bitwise_equal(target, dtype):
-    shared = torch.randn(target * HEAD_DIM, SIZE, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert torch.equal(mean_heads(repeat_heads(shared, target, HEADS), HEADS, target), shared)
-
-
 def test_repeated_heads_keep_their_weights():
     bias = torch.randn(KV_HEADS * HEAD_DIM)
     repeated = repeat_heads(bias, KV_HEADS, HEADS)
@@ -134,8 +129,3 @@ def test_random_method_uses_the_initial_scale_without_bias():
     assert after.key_weight.std().item() == pytest.approx(0.5, rel=0.02)
     assert not torch.equal(after.key_weight, after.value_weight)
     assert after.key_bias.abs().max() == 0
-
-
-def test_unknown_method_raises_an_error():
-    with pytest.raises(ValueError, match=r"mean, first, random.*'median'"):
-        resolve_method("median")

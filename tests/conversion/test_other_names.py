@@ -7,7 +7,6 @@ import transformers
 from hf_attn_variants import convert
 from hf_attn_variants.inspection.costs import cost_table
 from hf_attn_variants.inspection.speed import measure_speed
-from hf_attn_variants.registration import variant_model_class
 from hf_attn_variants.training.engine.models import resolve_architecture
 
 TINY = {"vocab_size": 60, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
@@ -77,7 +76,7 @@ def test_former_t5_class_name_is_known(tmp_path, edit_config):
 def test_t5_encoder_model_uses_its_own_field(tmp_path):
     model = transformers.T5EncoderModel(transformers.T5Config(**TINY))
     for fields in ({}, {"encoder_num_key_value_heads": 2}):
-        with pytest.raises(ValueError, match=r"`num_key_value_heads` must only .* give `encoder_num_key_value_heads`"):
+        with pytest.raises(ValueError, match="`num_key_value_heads`"):
             convert(model, 2, **fields)
     rows = {row.name: row for row in cost_table(model.config.to_dict() | {"architectures": ["T5EncoderModel"]}).rows}
     assert rows["MQA"].fields == {"encoder_num_key_value_heads": 1}
@@ -90,15 +89,3 @@ def test_untied_t5_stays_untied(tmp_path):
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
     assert convert(model, 2).all_tied_weights_keys == model.all_tied_weights_keys
-
-
-def test_class_of_another_architecture_raises_an_error(tmp_path, edit_config):
-    transformers.T5Model(transformers.T5Config(**TINY)).save_pretrained(tmp_path)
-    edit_config(tmp_path, architectures=["BertModel"])
-    with pytest.raises(ValueError, match=r"`model_type` 't5' .* BertModel"):
-        convert(tmp_path, 2)
-
-
-def test_unknown_architecture_error_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"AlbertForMaskedLM, .*, T5Model"):
-        variant_model_class("DebertaV2Model")

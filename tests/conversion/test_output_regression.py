@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_attn_variants.conversion.attention_tensors import AttentionTensors, HeadCounts
+from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, HeadCounts
 from hf_attn_variants.conversion.calibration.fitting import refit_output, relative_error
-from hf_attn_variants.conversion.calibration.recording import AttentionInputs, compute_attention
+from hf_attn_variants.conversion.calibration.recording import compute_attention
 
 WIDTH, HEADS, TOKENS = 48, 4, 12
 

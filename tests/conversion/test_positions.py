@@ -96,13 +96,13 @@ def test_position_buffers_of_old_checkpoints_are_dropped(make_source, edit_tenso
 @pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda row: row.name)
 def test_other_position_types_raise_an_error(architecture, tmp_path):
     architecture.upstream_model(next(iter(architecture.heads))).save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="`max_position_embeddings` must only be given for models"):
+    with pytest.raises(ValueError, match="`max_position_embeddings`"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", max_position_embeddings=90)
 
 
 def test_fewer_positions_and_in_memory_models_raise_an_error(make_source, tmp_path):
     for wrong in (32, 16, "64", True):
-        with pytest.raises(ValueError, match="`max_position_embeddings` must be a whole number of at least 33"):
+        with pytest.raises(ValueError, match="`max_position_embeddings`"):
             convert_checkpoint(make_source(), tmp_path / "out", max_position_embeddings=wrong)
     for extension, message in (("stretched", 'one of "tiled"'), ("tiled", "`max_position_embeddings`")):
         with pytest.raises(ValueError, match=f"`position_extension` .*{message}"):

@@ -16,8 +16,8 @@ from hf_attn_variants.conversion.calibration.recording import (
     record_inputs,
 )
 from hf_attn_variants.conversion.checkpoint.models import ModelReader
+from hf_attn_variants.conversion.conversions import resolve_method
 from hf_attn_variants.conversion.plan import make_plan
-from hf_attn_variants.conversion.request import resolve_method
 from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
 
 HEADS, HEAD_DIM, SIZE, BATCH, LENGTH = 4, 6, 10, 3, 7

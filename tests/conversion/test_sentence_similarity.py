@@ -8,7 +8,7 @@ from scipy.stats import spearmanr
 from transformers import AutoModel, AutoTokenizer
 
 from hf_attn_variants import convert
-from hf_attn_variants.inspection.sentence_similarity import mean_pooled, sentence_embeddings, similarity_spearman
+from hf_attn_variants.inspection.scores import mean_pooled, sentence_embeddings, similarity_spearman
 
 # Zero-shot Spearman on the STS-B dev set after mean-pooling to so many key/value heads, measured independently.
 EXPECTED = {12: 0.867, 6: 0.824, 4: 0.804, 2: 0.773, 1: 0.770}

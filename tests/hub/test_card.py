@@ -173,21 +173,6 @@ def test_license_and_languages_of_the_source_are_kept(folder):
         model_card(folder, "me/x")
 
 
-def test_decoder_card_contains_the_cache_size(t5_variant):
-    # 2 layers, 4 key and 4 value heads of 8 numbers of 4 bytes; multi-head values have h_v = 8 heads for 12 keys
-    text = str(model_card(t5_variant, "me/t5"))
-    assert "bytes of cache per generated token (float32, all layers) | 512 (multi-head: 1,280)" in text
-    assert "bytes of cache per encoder token (float32, all layers) | 512 (multi-head: 1,280)" in text
-    assert "AutoModelForSeq2SeqLM" in text and "model.generate" in text
-    assert "talking-heads-attention" in front_matter(text)["tags"] and "--P_l [12 x 6]-->" in text
-
-
-def test_bart_card_shows_text_generation(tmp_path):
-    BART.model("BartForConditionalGeneration", "gqa").save_pretrained(tmp_path / "bart")
-    text = str(model_card(tmp_path / "bart", "me/x"))
-    assert "AutoModelForSeq2SeqLM.from_pretrained" in text and "model.generate" in text
-
-
 def test_evaluation_is_not_training_and_lossless_conversion_is_stated(tmp_path):
     make_t5(tmp_path / "t5")
     source, target = make_text(tmp_path)

@@ -3,7 +3,7 @@
 import pytest
 from architectures import BERT, T5
 
-from hf_attn_variants.hub.heads_diagram import heads_diagram
+from hf_attn_variants.hub.card import heads_diagram
 
 
 def cells(line):

@@ -104,7 +104,7 @@ def test_runs_that_cannot_be_averaged_raise_an_error(write, tmp_path, capsys):
     first = write("first", "cola", matthews_correlation=0.5)
     with pytest.raises(ValueError, match=r"first and .*second .*cola .*\./bert and seed 1"):
         average(first, write("second", "cola", matthews_correlation=0.6))
-    with pytest.raises(ValueError, match=r"`eval_matthews_correlation`.*'high'"):
+    with pytest.raises(ValueError, match="`eval_matthews_correlation`"):
         average(write("nothing", "cola", matthews_correlation="high"))
     with pytest.raises(ValueError, match=r"GLUE task.*squad: its task"):
         average(write("squad", "squad", f1=1.0))
@@ -119,13 +119,6 @@ def test_run_with_an_undefined_score_is_skipped(write, capsys):
     result = average(constant, write("two", "rte", accuracy=0.6))
     assert result["left_out"][str(constant)].startswith("eval_pearson is undefined")
     assert list(result["glue"][0]["tasks"]) == ["rte"] and "Left out: " in capsys.readouterr().out
-
-
-def test_run_with_nan_loss_is_skipped(write, capsys):
-    folders = [write("good", "sst2", 1, accuracy=0.9, loss=0.2), write("nan", "sst2", 2, accuracy=0.5, loss=None)]
-    [result] = average(*folders)["glue"]
-    assert result["tasks"]["sst2"]["seeds"] == {1: 0.9}
-    assert "its dev loss is not a number" in capsys.readouterr().out
 
 
 def test_runs_with_other_rows_or_metrics_raise_an_error(write):
@@ -151,11 +144,3 @@ def test_runs_with_different_settings_are_not_seeds_of_one_model(write, name, va
     ]
     with pytest.raises(ValueError, match=rf"rte0.*rte1.*`{name}` is {values[0]} .* {values[1]} "):
         average(*folders)
-
-
-def test_seeds_may_differ_in_their_output_folders(write):
-    folders = [
-        write(f"rte{seed}", "rte", seed, accuracy=0.6, arguments={"output_dir": f"./{seed}", "seed": seed})
-        for seed in (1, 2)
-    ]
-    assert average(*folders)["glue"][0]["average"]["seeds"] == [1, 2]

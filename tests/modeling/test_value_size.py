@@ -16,8 +16,12 @@ from hf_attn_variants import convert
 from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
-from hf_attn_variants.inspection.costs import cost_table
-from hf_attn_variants.inspection.counting import attention_parameters, kv_cache_bytes, kv_cache_bytes_per_token
+from hf_attn_variants.inspection.costs import (
+    attention_parameters,
+    cost_table,
+    kv_cache_bytes,
+    kv_cache_bytes_per_token,
+)
 from hf_attn_variants.modeling.architectures.t5_family import T5FamilyAttentionMixin
 from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariantMixin
 from hf_attn_variants.reference.talking_heads import attention_core

@@ -22,7 +22,7 @@ from hf_attn_variants import cli, files
 from hf_attn_variants.conversion import Calibration, convert
 from hf_attn_variants.errors import run_script
 from hf_attn_variants.files import is_unicode
-from hf_attn_variants.inspection.frontier import measure
+from hf_attn_variants.inspection import frontier
 from hf_attn_variants.modeling.architectures.configuration_attn_variants import AttnVariantT5Config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -153,23 +153,6 @@ def test_bucket_settings_of_transformers_are_accepted():
     AttnVariantT5Config()
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("added_tokens.json", "[]", "added_tokens.json must be a JSON object, got list"),
-        ("added_tokens.json", '{"a": "x"}', "added_tokens.json: the token 'a' must have an integer id"),
-        ("special_tokens_map.json", "3", "special_tokens_map.json must be a JSON object"),
-        ("tokenizer_config.json", "[1]", "tokenizer_config.json must be a JSON object"),
-    ],
-)
-def test_invalid_tokenizer_file_error_names_the_file(bert, sources, tmp_path, capsys, file, content, message):
-    (bert / file).write_text(content)
-    *_, calibrated, _, frontier = converts(bert, tmp_path / "out", sources["text"])
-    drawn = ["visualize", "--model_name_or_path", bert, "--text", "a", "--output_dir", tmp_path / "out"]
-    for argv in (frontier, calibrated, drawn):
-        assert message in one_line(capsys, *argv)
-
-
 def test_unusable_tokenizer_files_are_listed(sources, tmp_path, capsys):
     source = shutil.copytree(sources["t5"], tmp_path / "t5")
     for path in source.glob("*token*"):
@@ -224,19 +207,19 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     *_, argv = converts(sources["bert"], out, sources["text"])
     argv = [*argv, "--kv_lora_rank", 8, 4, "--disable_tqdm"]
-    whole = measure.SavedFrontier.save
+    whole = frontier.SavedFrontier.save
 
     def stopped(self, frontier, left):
         whole(self, frontier, left)
         if left == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(measure.SavedFrontier, "save", stopped)
+    monkeypatch.setattr(frontier.SavedFrontier, "save", stopped)
     assert cli.main([str(item) for item in argv]) == 130
     assert "frontier.json contains the finished measurements" in capsys.readouterr().err
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
-    monkeypatch.setattr(measure.SavedFrontier, "save", whole)
+    monkeypatch.setattr(frontier.SavedFrontier, "save", whole)
     assert "belongs to an interrupted call with another" in one_line(capsys, *argv, "--seed", 4)
     assert json.loads((out / "frontier.json").read_text()) == before
     assert run(capsys, *argv)[0] == 0

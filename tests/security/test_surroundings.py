@@ -12,7 +12,7 @@ from architectures import BERT
 from fixtures.glue.tiny_bert import make_tiny_bert
 
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.methods import MeanPooling
+from hf_attn_variants.conversion.attention_tensors import MeanPooling
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

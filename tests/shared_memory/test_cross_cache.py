@@ -6,8 +6,7 @@ from fixtures.caches import cache_of
 from fixtures.upstream_seq2seq import source_batch, tiny_model
 
 from hf_attn_variants import share_memory
-from hf_attn_variants.shared_memory.attention import SharesMemory
-from hf_attn_variants.shared_memory.cache_layers import SourceLayer
+from hf_attn_variants.shared_memory.attention import SharesMemory, SourceLayer
 
 IDS = torch.randint(4, 60, (3, 30), generator=torch.Generator().manual_seed(1))
 

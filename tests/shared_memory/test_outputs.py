@@ -7,8 +7,7 @@ from fixtures.caches import cache_of, with_cache
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 
 from hf_attn_variants import share_memory
-from hf_attn_variants.shared_memory.attention import SharesMemory, cross_attentions
-from hf_attn_variants.shared_memory.cache_layers import SourceLayer
+from hf_attn_variants.shared_memory.attention import SharesMemory, SourceLayer, cross_attentions
 
 pytestmark = pytest.mark.cross_product
 

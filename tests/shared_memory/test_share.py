@@ -421,11 +421,6 @@ def test_later_change_of_implementation_uses_transformers_forward(source_form):
     assert torch.equal(model.generate(**batch, **BEAMS), expected) and 9 in seen
 
 
-def test_share_memory_is_public():
-    assert "share_memory" in hf_attn_variants.__all__ and "share_memory" in dir(hf_attn_variants)
-    assert hf_attn_variants.share_memory is share_memory
-
-
 def test_unknown_cross_attention_raises_an_error():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     parts = [transformers.BertConfig(vocab_size=20, **sizes) for _ in range(2)]

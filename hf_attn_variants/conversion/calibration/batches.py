@@ -1,4 +1,13 @@
-"""Batches of model inputs for a calibration, and checks of texts and audio that look unsuitable."""
+"""Batches of model inputs for a calibration, and checks of texts and audio that look unsuitable.
+
+    texts ──► tokens ──► split_examples ──► to fit to ──┐
+                               │                        ├──► passages ──► group_by_length ──► make_batches
+                               ├──────────► held out ───┘                    (with targets for a decoder)
+                               │
+                               └──────────► held out, as users give them ──► make_untruncated_batches
+
+The first two kinds of batches are for the attentions, and the last one measures the quality of the whole model.
+"""
 
 import logging
 import math
@@ -17,33 +26,6 @@ from ...progress import progress_bar
 from ...registration import longest_input
 from ..calibration_settings import FIT_TOKENS, LONGEST, Calibration
 
-__all__ = [
-    "ENCODER_OUTPUTS",
-    "IGNORED",
-    "MIN_TOKENS",
-    "Batch",
-    "add_text_lengths",
-    "check_amount",
-    "check_audio",
-    "check_source_loss",
-    "check_targets",
-    "check_texts",
-    "drop_encoder_outputs",
-    "generate_targets",
-    "get_generated_tokens",
-    "group_by_length",
-    "join_passages",
-    "make_batches",
-    "make_decoder_arguments",
-    "make_next_token_labels",
-    "make_untruncated_batches",
-    "pad_rows",
-    "reads_passages",
-    "reuse_encoder_outputs",
-    "split_examples",
-    "tokenize_texts",
-]
-
 logger = logging.getLogger(__name__)
 
 # Number of tokens to fit to per element of a hidden state. A regression of the outputs has one unknown per element.
@@ -57,8 +39,6 @@ MAX_TOKENS_PER_WORD = 1.65
 MAX_WORD_LENGTH = 12.0
 # Number of words that are enough to check the language.
 MAX_WORDS = 4096
-# Maximum number of distinct tokens relative to uniform draws. Text has 0.1 to 0.3, random tokens have 0.9.
-MAX_DISTINCT_SHARE = 0.6
 # Shares of unknown tokens that cause a warning and an error.
 WARN_UNKNOWN_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.9
 # Maximum loss of the original model, relative to the loss ln(vocabulary) of a random guess. With a larger loss, the
@@ -101,14 +81,13 @@ def check_amount(stacks: Iterable[str], width: int, batches: Sequence[Mapping[st
             )
 
 
-def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]], vocabulary: int) -> None:
+def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]]) -> None:
     """Warn about texts that do not look like text in the language of the tokenizer, or are mostly duplicates.
 
     Args:
         tokenizer: The tokenizer of the model.
         texts: The examples, or pairs of texts.
         encoded: The token ids of the examples.
-        vocabulary: Number of tokens in the vocabulary of the model.
 
     Raises:
         ValueError: if almost all tokens are unknown, because any converted model would seem to be good.
@@ -117,9 +96,8 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
     if (distinct_texts := len(set(joined))) < (1 - WARN_SHARE) * len(joined):
         message = "Only %d of the %d calibration texts are different. Give other texts."
         logger.warning(message, distinct_texts, len(joined))
-    special, unknown = set(tokenizer.all_special_ids), getattr(tokenizer, "unk_token_id", None)
-    rows = [[token for token in row if token not in special or token == unknown] for row in encoded]
-    tokens = [token for row in rows for token in row]
+    special, unknown = _special_tokens(tokenizer), getattr(tokenizer, "unk_token_id", None)
+    tokens = [token for row in encoded for token in row if token not in special]
     if len(tokens) < MIN_CHECKED_TOKENS:
         return
     share = sum(token == unknown for token in tokens) / len(tokens)
@@ -130,23 +108,19 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
     if share > WARN_UNKNOWN_SHARE:
         message = "%.0f %% of the calibration tokens are unknown to the tokenizer. Check that it belongs to the model."
         logger.warning(message, 100 * share)
-    # The expected number of distinct tokens among as many uniform draws.
-    uniform = vocabulary * -math.expm1(-len(tokens) / vocabulary)
-    if vocabulary > len(tokens) / 8 and (distinct := len(set(tokens))) > MAX_DISTINCT_SHARE * uniform:
-        logger.warning(
-            "The %d calibration tokens contain %d different ones, almost as many as random tokens. Check that the "
-            "texts are of the kind that the model reads.",
-            len(tokens),
-            distinct,
-        )
-    words = [word for text in joined for word in text.split()]
+    _check_language(tokenizer, [word for text in joined for word in text.split()])
+
+
+def _check_language(tokenizer: Any, words: list[str]) -> None:
+    """Warn about words that the tokenizer splits into more tokens than words of its own language."""
     if sum(map(len, words)) > MAX_WORD_LENGTH * len(words):
         return
     words = [word for word in map(_normalize_word, words) if word][:MAX_WORDS]
     if len(words) < MIN_CHECKED_TOKENS / 4:
         return
+    special = _special_tokens(tokenizer)
     word_tokens = tokenizer(words, truncation=True, max_length=MAX_WORDS)["input_ids"]
-    pieces = sum(token not in special or token == unknown for row in word_tokens for token in row) / len(words)
+    pieces = sum(token not in special for row in word_tokens for token in row) / len(words)
     if pieces > MAX_TOKENS_PER_WORD:
         logger.warning(
             "The tokenizer splits a calibration word into %.1f tokens on average, and words of its own language into "
@@ -154,6 +128,11 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
             pieces,
             MAX_TOKENS_PER_WORD,
         )
+
+
+def _special_tokens(tokenizer: Any) -> set[int]:
+    """Return the special tokens of a tokenizer, without the unknown token, which stands for a word."""
+    return set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
 
 
 def _normalize_word(text: str) -> str:
@@ -486,11 +465,11 @@ def _tokenize_examples(
     texts: Any = calibration.texts
     config = model.config
     encoded, segments = tokenize_texts(config, tokenizer, texts, calibration.length)
-    check_texts(tokenizer, texts, encoded, config.vocab_size)
+    check_texts(tokenizer, texts, encoded)
     positions = longest_input(config)
     if reads_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
-        special = set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
+        special = _special_tokens(tokenizer)
         counts = [sum(token not in special for token in row) for row in encoded]
         for rows in map(sorted, split):  # separately, so that no passage to fit to contains a held-out text
             part_texts, part_counts = [texts[row] for row in rows], [counts[row] for row in rows]
@@ -536,14 +515,8 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
             f"`target_texts` must be given for {name}, because it cannot generate targets. Use "
             "--calibration_target_file on the command line."
         )
-    if calibration.target_texts is not None and reads is DecoderInput.SOURCE:
-        raise ValueError(
-            f"`target_texts` must not be given for {name}, because its decoder reads the text itself. Leave it out."
-        )
-    if calibration.target_texts is not None and reads is DecoderInput.NOTHING:
-        raise ValueError(
-            f"`target_texts` must not be given for {name}, because it is not an encoder-decoder. Leave it out."
-        )
+    if calibration.target_texts is not None and reads in (DecoderInput.SOURCE, DecoderInput.NOTHING):
+        raise ValueError(f"`target_texts` must not be given for {name}, whose decoder reads no targets. Leave it out.")
 
 
 def generate_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:

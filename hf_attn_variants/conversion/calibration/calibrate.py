@@ -1,10 +1,22 @@
-"""Calibration: fitting new heads to the outputs of the original attentions on text or audio."""
+"""Calibration: fitting new attentions to the outputs of the original ones on text or audio.
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+    examples ──► batches ──► original model ──► inputs of each attention            (batches, recording)
+                    │                                   │
+                    │        shared latents: one pass over all attentions that read them
+                    │                                   │
+                    │        for each attention:  new heads ─► latent ─► kernel     (methods, fitting)
+                    │                                   │
+                    │        averaged heads instead, if their error on held-out examples is smaller
+                    ▼
+    held-out examples ──► outputs of the whole original model                       (source_outputs)
+
+Each attention is fitted to its inputs in the original model, and therefore independently of the others. The inputs of
+as many attentions as fit into memory are recorded in one pass over the batches (`recording.group_modules`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,11 +26,20 @@ from ...model_properties import DecoderInput, decoder_input, set_languages
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import is_watched, progress_bar
 from ..attention_modules import AttentionModule
-from ..attention_tensors import AttentionTensors, HeadCounts, LatentForms, best_latent
+from ..attention_tensors import (
+    AttentionTensors,
+    CalibratedMethod,
+    HeadCounts,
+    LatentForms,
+    LatentInText,
+    LayerContext,
+    MeanPooling,
+    best_latent,
+)
 from ..calibration_settings import Calibration
 from ..checkpoint.models import TensorSource
-from ..methods import CalibratedMethod, LatentInText, LayerContext, MeanPooling
 from ..plan import ConversionPlan, explain_not_calibrated, seeded_generator
+from ..report import CalibrationResult
 from .batches import (
     Batch,
     add_text_lengths,
@@ -32,55 +53,29 @@ from .batches import (
 from .examples import make_audio_batches
 from .fitting import error_compared_with, round_error
 from .methods import latent_forms
-from .recording import AttentionInputs, compute_attention, group_modules, record_inputs
+from .recording import compute_attention, group_modules, record_inputs
 from .source_outputs import SourceModel, SourceOutputs
-
-__all__ = ["CalibrationResult", "calibrate", "calibration_settings", "forms_on_text", "is_calibrated"]
-
-# Cost of the work on an attention, in calls of it: for the closed form of a batch, and for a step of the fit.
-CLOSED_FORM_CALLS, STEP_CALLS = 12.0, 4.0
-# The expected duration is logged if it is at least this many seconds.
-MIN_LOGGED_SECONDS = 20.0
-
-logger = logging.getLogger(__name__)
 
 # Batches of model inputs: of the examples to fit to, and of the held-out examples.
 Batches = tuple[list[Batch], list[Batch]]
-
-
-class CalibrationResult(NamedTuple):
-    """The result of a calibration.
-
-    Attributes:
-        attentions: The new projections of every fitted attention on the CPU, by module name.
-        source_outputs: The outputs of the original model on held-out examples, for comparison with the converted
-            model. None: nothing was fitted, or they were not requested.
-        batches: The inputs of the original model, for another calibration of the same model on the same examples.
-        calibration: The calibration with the lengths of its texts.
-    """
-
-    attentions: dict[str, AttentionTensors]
-    source_outputs: SourceOutputs | None
-    batches: Batches | None = None
-    calibration: Calibration | None = None
 
 
 def calibrate(
     plan: ConversionPlan,
     reader: TensorSource,
     source: SourceModel,
-    calibration: Calibration | None,
+    calibration: Calibration,
     with_source_outputs: bool = True,
     batches: Batches | None = None,
 ) -> CalibrationResult:
     """Fit every attention that the plan changes to the outputs of the original attention.
 
     Args:
-        plan: The plan of the conversion. With a calibration, its method is a `CalibratedMethod`.
+        plan: The plan of the conversion. Its method is a `CalibratedMethod`.
         reader: The tensors of the original model.
         source: Function that loads the original model in this package's class. Only its generation settings are
             changed.
-        calibration: The text or audio. None: nothing is fitted.
+        calibration: The text or audio.
         with_source_outputs: Whether the converted model will be compared with the original one.
         batches: The batches of an earlier calibration of this model with the same examples and seed.
 
@@ -88,12 +83,12 @@ def calibrate(
         ValueError: as for `is_calibrated`, and if there is too little text, no tokenizer, or an attention that the
             text does not reach.
     """
-    if calibration is None or not is_calibrated(plan, calibration):
-        return CalibrationResult({}, None)
-    with _start_run(plan, reader, source, calibration, batches) as run, _explain_linalg_errors(run):
+    if not is_calibrated(plan, calibration):
+        return CalibrationResult({})
+    with _start_run(plan, reader, source, calibration, batches) as run:
         outputs = run.compute_source_outputs() if with_source_outputs else None
         run.find_shared_latents()
-        return CalibrationResult(run.fit_attentions(), outputs, run.batches, run.calibration)
+        return CalibrationResult(run.fit_attentions(), outputs, run.batches, run.settings())
 
 
 def forms_on_text(
@@ -103,7 +98,7 @@ def forms_on_text(
     source: SourceModel,
     calibration: Calibration,
 ) -> list[LatentForms]:
-    """Return the quadratic forms of latents of some attentions, measured on text.
+    """Return the quadratic forms of latents of some attentions with their original heads, measured on text.
 
     Args:
         plan, reader, source, calibration: As for `calibrate`.
@@ -112,8 +107,11 @@ def forms_on_text(
     Raises:
         ValueError: as for `calibrate`.
     """
-    with _start_run(plan, reader, source, calibration) as run, _explain_linalg_errors(run):
-        return run.compute_forms(modules)
+    with _start_run(plan, reader, source, calibration) as run:
+        return [
+            latent_forms(calls.tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
+            for calls in run.record_calls(modules)
+        ]
 
 
 def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
@@ -130,7 +128,10 @@ def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
                 "none: leave it out."
             )
         return False
-    _check_kind(plan, calibration)
+    if plan.reads_audio is not (calibration.audio is not None):
+        kind, option = ("audio", "calibration_audio_dir") if plan.reads_audio else ("text", "calibration_file")
+        name = plan.model_class.__name__.removeprefix("AttnVariant")
+        raise ValueError(f"`calibration` must be {kind} for {name}. Give it (--{option}).")
     if (reason := explain_not_calibrated(plan)) is not None:
         raise ValueError(f'`method` {plan.method.name!r} cannot be used for this model: {reason}. Use method "mean".')
     if not plan.reads_audio:
@@ -138,49 +139,20 @@ def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
     return True
 
 
-def _check_kind(plan: ConversionPlan, calibration: Calibration) -> None:
-    """Check that a calibration is audio if the model reads audio, and text otherwise."""
-    name = plan.model_class.__name__.removeprefix("AttnVariant")
-    if plan.reads_audio and calibration.audio is None:
-        raise ValueError(f"`calibration` must be audio for {name}, got text. Give a folder (--calibration_audio_dir).")
-    if not plan.reads_audio and calibration.audio is not None:
-        raise ValueError(f"`calibration` must be text for {name}, got audio. Give texts (--calibration_file).")
-
-
-def calibration_settings(plan: ConversionPlan, calibration: Calibration) -> dict[str, Any]:
-    """Return the settings of the calibration for the report."""
-    are_passages = reads_passages(plan.model_class, plan.config, calibration)
-    return calibration.settings(plan.method, calibration.passage_length if are_passages else None)
-
-
 @contextmanager
-def _explain_linalg_errors(run: "CalibrationRun") -> Iterator[None]:
-    """Name the attention in errors of linear algebra. Its weights are finite, but its outputs on the text are not."""
-    try:
-        yield
-    except torch.linalg.LinAlgError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"The attention {run.current_name!r} cannot be fitted, because its outputs on the calibration are too "
-            f"large or not finite ({reason}). Check the weights of the checkpoint, or convert with method "
-            '"mean" (--method mean).'
-        ) from error
-
-
 def _start_run(
     plan: ConversionPlan,
     reader: TensorSource,
     source: SourceModel,
     calibration: Calibration,
     batches: Batches | None = None,
-) -> "CalibrationRun":
-    """Load the original model and make its batches. Arguments as for `calibrate`."""
+) -> Iterator["CalibrationRun"]:
+    """Load the original model, make its batches, and name the attention in errors of linear algebra.
+
+    Arguments as for `calibrate`.
+    """
     model, processor = source(plan)
-    is_audio = calibration.audio is not None
     processor = calibration.processor or processor
-    if processor is None:
-        name = "feature_extractor" if is_audio else "tokenizer"
-        raise ValueError(f"`{name}` must be given for a model without one. Use `Calibration(..., {name}={name})`.")
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     model = model.eval().to(device)
     calibration = add_text_lengths(calibration, processor, plan.config)
@@ -188,7 +160,16 @@ def _start_run(
         batches = _make_batches(plan, model, processor, calibration)
         config: Any = plan.config
         check_amount([module.site.stack_of(config) for module in plan.reduced], config.hidden_size, batches[0])
-    return CalibrationRun(plan, reader, model, processor, calibration, batches)
+    run = CalibrationRun(plan, reader, model, processor, calibration, batches)
+    try:
+        yield run
+    except torch.linalg.LinAlgError as error:  # the weights are finite, but the outputs on the text are not
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"The attention {run.current_name!r} cannot be fitted, because its outputs on the calibration are too "
+            f"large or not finite ({reason}). Check the weights of the checkpoint, or convert with method "
+            '"mean" (--method mean).'
+        ) from error
 
 
 def _make_batches(
@@ -213,14 +194,12 @@ def _make_held_out_generator(plan: ConversionPlan) -> torch.Generator:
     return seeded_generator(plan.seed, "held-out texts")
 
 
-@dataclass(frozen=True)
-class AttentionCalls:
-    """An attention of the original model and its calls on the text. If it has a latent, the inputs are latents."""
+class AttentionCalls(NamedTuple):
+    """An attention of the original model with its calls on the text. If it has a latent, the inputs are latents."""
 
     module: AttentionModule
     tensors: AttentionTensors
     layer: LayerContext
-    inputs: list[AttentionInputs]
 
     @property
     def heads(self) -> HeadCounts:
@@ -244,28 +223,16 @@ class CalibrationRun:
         self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
         self.calibration, self.batches = calibration, batches
         self.current_name = plan.reduced[0].name  # for error messages
-        self._parts = sum(
-            (m.heads.relation == "pool") + (m.heads.rank_relation == "compress") + m.gets_kernel for m in plan.reduced
-        )
-        # For the progress bar, a closed form counts as the number of fitting steps that take as long. It counts as one
-        # step until the duration has been measured.
-        self._closed_form_steps, self._fit_steps = 1, self._method.steps(calibration)
-        total = self._parts * (1 + self._fit_steps)
-        self._bar = progress_bar(total=total, desc="calibrating", unit="step", smoothing=0)
-        self._parts_done = 0
-        self._is_estimated = False
-        self._errors: list[float | None] = []
         # For attentions that share a latent: their new heads, their quadratic forms, and the latents by name.
         self._new_heads: dict[str, AttentionTensors] = {}
         self._forms: dict[str, LatentForms] = {}
         self._latents: dict[str | None, torch.Tensor] = {}
 
-    def __enter__(self) -> "CalibrationRun":
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._bar.__exit__(*raised)
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the calibration for the report."""
+        calibration = self.calibration
+        are_passages = reads_passages(self._plan.model_class, self._plan.config, calibration)
+        return calibration.settings(self._plan.method, calibration.passage_length if are_passages else None)
 
     def compute_source_outputs(self) -> SourceOutputs:
         """Return the outputs of the original model on the held-out examples, without truncation."""
@@ -280,88 +247,55 @@ class CalibrationRun:
     def find_shared_latents(self) -> None:
         """Compute the latents that several attentions share, after one pass over all these attentions."""
         sharing = [module for module in self._plan.reduced if module.new_latent is not None]
-        for calls in self._record_calls(sharing):
+        for calls in self.record_calls(sharing):
             name, tensors = calls.module.name, self._convert_heads(calls)
             if calls.heads.relation == "pool":
                 self._new_heads[name] = tensors.to("cpu")
-            self._forms[name] = latent_forms(tensors, calls.heads, calls.inputs, calls.layer.generator)
+            self._forms[name] = latent_forms(tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
             self._latents[latent] = best_latent(forms, readers[0].heads.new_rank)
 
-    def compute_forms(self, modules: Sequence[AttentionModule]) -> list[LatentForms]:
-        """Return the quadratic forms of latents of these attentions with their original heads."""
-        self._is_estimated = True  # There is no fit whose duration could be estimated.
-        return [
-            latent_forms(calls.tensors, calls.heads, calls.inputs, calls.layer.generator)
-            for calls in self._record_calls(list(modules))
-        ]
-
     def fit_attentions(self) -> dict[str, AttentionTensors]:
         """Return the new projections of every attention, by module name."""
         converted = {}
-        for calls in self._record_calls(self._plan.reduced):
+        for calls in self.record_calls(self._plan.reduced):
             name = calls.module.name
             tensors = self._new_heads.pop(name, None)
             tensors = self._convert_heads(calls) if tensors is None else tensors.to(calls.tensors.query_weight.device)
             if calls.heads.rank_relation == "compress":
                 tensors = self._add_latent(calls, tensors)
             if calls.module.gets_kernel:
-                tensors = self._add_kernel(calls, tensors)
-            tensors = _add_errors(calls.tensors, tensors, calls.heads, calls.layer)
-            converted[name] = tensors.to("cpu")
-            self._errors.append(tensors.details["output_relative_error"])
-            known = [error for error in self._errors if error is not None]
-            if len(known) == len(self._errors):
-                mean = sum(known) / len(known)
-                self._bar.set_postfix_str(f"mean error per attention {mean:.1%}", refresh=is_watched())
+                tensors = _remove_error(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
+                tensors = self._method.with_kernel(tensors, calls.heads, calls.layer)
+            converted[name] = _add_errors(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
         return converted
 
-    def _record_calls(self, modules: list[AttentionModule]) -> Iterator[AttentionCalls]:
+    def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[AttentionCalls]:
         """Yield the calls of each attention. Attentions whose inputs fit into memory are recorded together."""
+        if not modules:
+            return
         fit_batches, held_out_batches = self.batches
         batches, config = [*fit_batches, *held_out_batches], self._model.config
-        for group in group_modules(modules, self._plan.model_class, config, batches):
-            recorded = record_inputs(self._model, [module.name for module in group], batches)
-            if not self._is_estimated:
-                self._log_estimate(group, recorded)
-            for module in group:
-                number = 1 + modules.index(module)
-                self.current_name = module.name
-                self._bar.set_description(f"calibrating attention {number} of {len(modules)}", refresh=is_watched())
-                tensors = module.read(self._read)
-                tensors = replace(tensors, latent_weight=None)  # the recorded inputs are its latents
-                inputs = recorded.pop(module.name)
-                uses = max(1, len(inputs) // len(batches))
-                inputs, held_out = inputs[: uses * len(fit_batches)], inputs[uses * len(fit_batches) :]
-                error = error_compared_with(tensors, module.heads, held_out)
-                context = {"uses": uses, "held_out": held_out, "held_out_error": error, "on_step": self._on_step}
-                yield AttentionCalls(module, tensors, self._plan.layer(module, **context), inputs)
-
-    @torch.no_grad()
-    def _log_estimate(self, group: Sequence[AttentionModule], calls: Mapping[str, Sequence[AttentionInputs]]) -> None:
-        """Log the expected duration of the fit once, estimated from the duration of one call of each attention."""
-        self._is_estimated, reduced = True, self._plan.reduced
-        closed = steps = 0.0
-        size = self.calibration.fit_option("fit_batch_size")
-        for module in group:
-            tensors, inputs = module.read(self._read), calls[module.name]
-            tensors = replace(tensors, latent_weight=None)
-            started = time.perf_counter()
-            compute_attention(tensors, inputs[len(inputs) // 2], module.heads.query)
-            seconds = time.perf_counter() - started
-            closed += CLOSED_FORM_CALLS * seconds * len(inputs)
-            steps += STEP_CALLS * seconds * self._fit_steps * min(1.0, size / len(inputs[0].states))
-        if steps:
-            self._closed_form_steps = max(1, round(closed / steps * self._fit_steps))
-            self._bar.total = self._parts * (self._closed_form_steps + self._fit_steps)
-        share = len(reduced) / len(group)
-        closed, steps = closed * share, steps * share
-        if closed + steps > MIN_LOGGED_SECONDS:
-            fit = f", {_format_duration(steps)} of it for steps that --fit_steps 0 or --quick skip" if steps else ""
-            message = "Fitting %d attentions to %d examples takes about %s%s."
-            logger.info(message, len(reduced), len(self.calibration.examples), _format_duration(closed + steps), fit)
+        with progress_bar(total=len(modules), desc="calibrating", unit="attention", smoothing=0) as bar:
+            for group in group_modules(modules, self._plan.model_class, config, batches):
+                recorded = record_inputs(self._model, [module.name for module in group], batches)
+                for module in group:
+                    self.current_name = module.name
+                    bar.set_description(f"calibrating {module.name}", refresh=is_watched())
+                    # The recorded inputs are the latents of an attention that has any.
+                    tensors = replace(module.read(self._read), latent_weight=None)
+                    inputs = recorded.pop(module.name)
+                    uses = max(1, len(inputs) // len(batches))
+                    inputs, held_out = inputs[: uses * len(fit_batches)], inputs[uses * len(fit_batches) :]
+                    with torch.no_grad():
+                        targets = [compute_attention(tensors, batch, module.heads.query)[0] for batch in inputs]
+                    error = error_compared_with(tensors, module.heads, held_out)
+                    context: dict[str, Any] = {"calibration": self.calibration, "inputs": inputs, "targets": targets}
+                    layer = self._plan.layer(module, uses=uses, held_out_error=error, **context)
+                    yield AttentionCalls(module, tensors, layer)
+                    bar.update()
 
     def _read(self, name: str) -> torch.Tensor:
         """Return a tensor of the original model in float32, on the device of the calibration."""
@@ -371,55 +305,19 @@ class CalibrationRun:
         """Return the projections of an attention with its new heads."""
         if calls.heads.relation != "pool":
             return self._plan.with_new_heads(calls.module, calls.tensors)
-        tensors = self._method.convert_module(calls.tensors, calls.heads, calls.layer, calls.inputs, self.calibration)
-        self._finish_part()
-        return tensors
+        return self._method.convert_module(calls.tensors, calls.heads, calls.layer)
 
     def _add_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
         """Return the projections of an attention with its latent."""
         module, heads = calls.module, calls.heads
         forms = self._forms.pop(module.name, None)
         if forms is None:
-            forms = latent_forms(tensors, heads, calls.inputs, calls.layer.generator)
+            forms = latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
         weight = self._latents.get(module.new_latent)
         if weight is None:
             weight = best_latent([forms.key, forms.value], heads.new_rank)
-        tensors = self._method.with_latent(
-            _remove_error(tensors),
-            heads,
-            calls.layer,
-            calls.inputs,
-            _compute_outputs(calls),
-            self.calibration,
-            LatentInText(weight, forms, module.site.shares_latent),
-        )
-        self._finish_part()
-        return tensors
-
-    def _add_kernel(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
-        """Return the projections of an attention with its kernel."""
-        tensors = _remove_error(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
-        targets = _compute_outputs(calls)
-        tensors = self._method.with_kernel(tensors, calls.heads, calls.layer, calls.inputs, targets, self.calibration)
-        self._finish_part()
-        return tensors
-
-    def _on_step(self) -> None:
-        """Update the progress bar after a fitting step."""
-        # The closed form is finished before the first step.
-        started = self._parts_done * (self._closed_form_steps + self._fit_steps) + self._closed_form_steps
-        self._bar.update(1 + max(0, started - self._bar.n))
-
-    def _finish_part(self) -> None:
-        """Update the progress bar after new heads, a latent or a kernel."""
-        self._parts_done += 1
-        self._bar.update(self._parts_done * (self._closed_form_steps + self._fit_steps) - self._bar.n)
-
-
-@torch.no_grad()
-def _compute_outputs(calls: AttentionCalls) -> list[torch.Tensor]:
-    """Return the outputs of the original attention on the text, [b, n, D] each."""
-    return [compute_attention(calls.tensors, batch, calls.heads.query)[0] for batch in calls.inputs]
+        latent = LatentInText(weight, forms, module.site.shares_latent)
+        return self._method.with_latent(_remove_error(tensors), heads, calls.layer, latent)
 
 
 def _remove_error(tensors: AttentionTensors) -> AttentionTensors:
@@ -449,8 +347,3 @@ def _add_errors(
         details.pop("head_groups", None)  # averaging does not reorder heads
         return replace(averaged, details=details)
     return replace(converted, details=details)
-
-
-def _format_duration(seconds: float) -> str:
-    """Return a duration in seconds or minutes as text."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"

@@ -27,18 +27,6 @@ from .batches import (
     split_examples,
 )
 
-__all__ = [
-    "AUDIO_FILES",
-    "as_calibration",
-    "generate_transcripts",
-    "load_audio",
-    "make_audio_batch",
-    "make_audio_batches",
-    "read_audio_calibration",
-    "read_calibration",
-    "read_features",
-]
-
 # Suffixes of audio files. All except the first need the package soundfile.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
 # The first bytes of wav files.
@@ -75,15 +63,9 @@ def read_audio_calibration(
     if size < MIN_TEXTS:
         raise ValueError(f"`size` (--calibration_size) must be at least {MIN_TEXTS}, got {size}.")
     root = Path(folder).expanduser()
-    if root.is_file():
-        raise NotADirectoryError(
-            f"`folder` (--calibration_audio_dir) must be a folder, got the file {os.fspath(folder)!r:.200}. Give the "
-            "folder that contains it."
-        )
     if not root.is_dir():
         raise NotADirectoryError(
-            f"`folder` (--calibration_audio_dir) must be a folder, but {os.fspath(folder)!r:.200} does not exist. "
-            "Check the path."
+            f"`folder` (--calibration_audio_dir) must be a folder, got {os.fspath(folder)!r:.200}. Check the path."
         )
     recordings = sorted(path for path in root.rglob("*") if path.suffix.lower() in AUDIO_FILES and path.is_file())
     if len(recordings) < MIN_TEXTS:
@@ -110,8 +92,6 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
         ValueError: if the file is not audio, or needs the package soundfile and it is not installed.
     """
     path = Path(path).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"The audio file {os.fspath(path)!r:.200} does not exist. Check the path.")
     if path.suffix.lower() == ".wav":
         try:
             return _read_wav(path)

@@ -20,11 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..attention_tensors import AttentionTensors, HeadCounts
-from ..calibration_settings import Calibration
-from .recording import AttentionInputs, compute_attention
-
-__all__ = ["error_compared_with", "fit", "refit_output", "refits_of_output", "relative_error", "round_error"]
+from ..attention_tensors import AttentionInputs, AttentionTensors, HeadCounts, LayerContext
+from .recording import compute_attention
 
 # Share of the mean second moment that is added to each direction before whitening, so that rare directions are not
 # amplified.
@@ -39,16 +36,7 @@ STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 REFIT_STRENGTHS = (1e-6, 1e-2, 1.0)
 
 
-def fit(
-    tensors: AttentionTensors,
-    heads: HeadCounts,
-    inputs: Sequence[AttentionInputs],
-    targets: Sequence[torch.Tensor],
-    calibration: Calibration,
-    generator: torch.Generator,
-    held_out_error: Callable[[AttentionTensors], float | None],
-    on_step: Callable[[], Any] = lambda: None,
-) -> tuple[AttentionTensors, float | None]:
+def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tuple[AttentionTensors, float | None]:
     """Fit the projections of one attention to outputs with Adam, as long as the error on held-out text decreases.
 
     The gradient only passes through this attention. Adam optimizes W C^1/2, where C is the second moment of the input
@@ -57,17 +45,13 @@ def fit(
     Args:
         tensors: The initial projections.
         heads: The head counts.
-        inputs: Inputs of the attention on text.
-        targets: Outputs to fit to, [b, n, D] each.
-        calibration: The calibration with the number, learning rate and batch size of the steps.
-        generator: Random number generator that selects the examples of each step.
-        held_out_error: Function that returns the error of projections on held-out text, or None if it is not finite.
-        on_step: Function to call after each step.
+        layer: The inputs, their targets, and the calibration with the options of the steps.
 
     Returns:
         The projections with the smallest error of all measurements, and this error. The error is None if none of the
         measurements was finite.
     """
+    inputs, targets, calibration, generator = layer.inputs, layer.targets, layer.calibration, layer.generator
     coordinates = _Whitened(tensors, heads, inputs)
     rate, size = calibration.fit_option("fit_learning_rate"), calibration.fit_option("fit_batch_size")
     groups = [{"params": [p], "lr": rate * _root_mean_square(p)} for p in coordinates.parameters]
@@ -87,11 +71,10 @@ def fit(
             loss.backward()
         optimizer.step()
         schedule.step()
-        on_step()
         if step % MEASURED_EVERY and step < steps:
             continue
         fitted = coordinates.detached_tensors()
-        error = held_out_error(fitted)
+        error = layer.held_out_error(fitted)
         if error is not None and error < best_error:
             best, best_error, best_step = fitted, error, step
         elif step - best_step >= PATIENCE:

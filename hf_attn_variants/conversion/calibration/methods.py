@@ -2,7 +2,7 @@
 
 **Closed form of heads.** BERT, ALBERT and T5 have no rotary positions inside the dot product. Therefore only products
 of weights matter: head i has the logits x^T B_i y with B_i = W_q,i^T W_k,i, and adds W_o,i W_v,i sum_j p_ij y_j to the
-output. Heads can be reordered, and the groups are those that lose least (`head_groups`). For the g heads of a group:
+output. Heads can be reordered, and the groups are those that lose least (`best_groups`). For the g heads of a group:
 
 - Keys: the best shared key head in the least-squares sense over the text spans the first d right singular vectors of
   the stacked T_i^1/2 [K_i] S^1/2. T_i is the second moment of the queries of head i. S is that of the keys of the
@@ -32,33 +32,39 @@ errors of the output. Therefore no weights have to be chosen between keys and va
 same encoder outputs.
 """
 
+from __future__ import annotations
+
+import itertools
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...modeling.mechanisms.head_sharing import consecutive_groups
 from ..attention_tensors import (
+    AttentionInputs,
     AttentionTensors,
+    CalibratedMethod,
     HeadCounts,
     LatentForm,
     LatentForms,
+    LatentInText,
+    LayerContext,
     join_heads,
     on_latent,
     reorder_heads,
     repeat_heads,
     split_heads,
 )
-from ..calibration_settings import FIT_DEFAULTS, Calibration
-from ..methods import CalibratedMethod, LatentInText, LayerContext
+from ..calibration_settings import FIT_DEFAULTS
 from .fitting import fit, refit_output, refits_of_output, round_error
-from .head_groups import HeadMoments, best_groups, head_moments, heads_are_free, pseudo_inverse, square_root
-from .recording import AttentionInputs, attention_weights, compute_attention
+from .recording import attention_weights
 
-__all__ = ["Aligned", "Calibrated", "latent_forms"]
+logger = logging.getLogger(__name__)
 
 # Weight of directions that do not occur in the text, relative to the mean direction: they can occur in other text.
 UNSEEN_SHARE = 1e-4
@@ -77,7 +83,10 @@ def latent_forms(
         generator: Random number generator for the directions e.
     """
     count, shared = heads.query, heads.query // heads.value[1]
-    key, value = projections = [_repeat_weight(tensors, role, heads) for role in ("key", "value")]  # [h, d, D]
+    key, value = projections = [
+        _by_query_head(weight, heads)
+        for weight in (tensors.key_weight, tensors.value_weight)  # [h, d, D]
+    ]
     output = tensors.output_weight.double().unflatten(1, (count, -1)).transpose(0, 1)  # [h, D, d]
     products = (_compute_query_moments(tensors, heads, inputs), output.mT @ output)  # [h, d, d]
     # The share of each head in the S of all heads.
@@ -154,12 +163,6 @@ def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -
     return LatentForm(gram * (energy / (gram * metric).sum().clamp_min(1e-300)), metric)
 
 
-def _repeat_weight(tensors: AttentionTensors, role: str, heads: HeadCounts) -> torch.Tensor:
-    """Return the key or value weights of each query head in float64, [h, d, D]."""
-    weight = getattr(tensors, f"{role}_weight").double()
-    return split_heads(repeat_heads(weight, weight.shape[0] // heads.head_dim, heads.query), heads.query)
-
-
 def _compute_query_moments(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]
 ) -> torch.Tensor:
@@ -193,17 +196,10 @@ class Aligned(CalibratedMethod):
     name = "aligned"
 
     @torch.no_grad()
-    def convert_module(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        calibration: Calibration,
-    ) -> AttentionTensors:
+    def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the projections after alignment and averaging. Arguments as for `CalibratedMethod`."""
         groups = consecutive_groups(heads.query, heads.key[1])
-        moments = head_moments(tensors, heads, inputs, groups)
+        moments = head_moments(tensors, heads, layer.inputs, groups)
         key_rotations = torch.cat([_align_heads(moment, heads.head_dim) for moment in moments.keys])  # [h, d, d]
         value_rotations = torch.cat([_align_heads(moment.mean(0), heads.head_dim) for moment in moments.values])
         rotate_queries = partial(_rotate_and_average, rotations=key_rotations, new_heads=heads.query)
@@ -254,74 +250,40 @@ class Calibrated(CalibratedMethod):
     name = "calibrated"
     options = tuple(FIT_DEFAULTS)
 
-    def steps(self, calibration: Calibration) -> int:
-        """Return the number of fitting steps."""
-        return calibration.fit_option("fit_steps")
-
-    def convert_module(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        calibration: Calibration,
-    ) -> AttentionTensors:
+    def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the projections with new heads. Arguments as for `CalibratedMethod`."""
-        with torch.no_grad():
-            targets = [compute_attention(tensors, batch, heads.query)[0] for batch in inputs]
         groups = consecutive_groups(heads.query, heads.key[1])
-        if heads_are_free(heads, inputs):
-            groups = best_groups(tensors, heads, inputs, layer.generator, layer.uses)
+        if heads_are_free(heads, layer.inputs):
+            groups = best_groups(tensors, heads, layer.inputs, layer.generator, layer.uses)
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
-        forms = ((layer.held_out_error(form), form) for form in closed_forms(tensors, heads, inputs, targets))
-        error, closed = min(forms, key=lambda pair: math.inf if pair[0] is None else pair[0])
+        forms = closed_forms(tensors, heads, layer.inputs, layer.targets)
+        measured = ((layer.held_out_error(form), form) for form in forms)
+        error, closed = min(measured, key=lambda pair: math.inf if pair[0] is None else pair[0])
         closed = replace(closed, details=closed.details | {"output_relative_error": round_error(error)})
-        return self._fit(closed, heads, layer, inputs, targets, calibration, closed_error=error)
+        return self._fit(closed, heads, layer, closed_error=error)
 
     def with_latent(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        targets: Sequence[torch.Tensor],
-        calibration: Calibration,
-        latent: LatentInText,
+        self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
     ) -> AttentionTensors:
         """Return the attention with a latent: keys and values by regression, then the output, then a fit of all.
 
         The latent is fitted too if only this attention uses it. The default learning rate is multiplied by the
-        relative error of the closed form. Arguments as for `CalibratedMethod`.
+        relative error of the closed form.
         """
-        tensors = refit_output(on_latent(tensors, latent.weight, latent.forms), heads, inputs, targets)
-        fixed = tensors.latent_weight if latent.is_shared else None
-        return self._fit(tensors, heads, layer, inputs, targets, calibration, fixed)
+        tensors = on_latent(tensors, latent.weight, latent.forms)
+        tensors = refit_output(tensors, heads, layer.inputs, layer.targets)
+        return self._fit(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
 
-    def with_kernel(
-        self,
-        tensors: AttentionTensors,
-        heads: HeadCounts,
-        layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        targets: Sequence[torch.Tensor],
-        calibration: Calibration,
-    ) -> AttentionTensors:
-        """Return the attention with a kernel: the output by regression, then a fit of the kernel and all projections.
-
-        Arguments as for `CalibratedMethod`.
-        """
-        tensors = refit_output(tensors, heads, inputs, targets)
-        return self._fit(tensors, heads, layer, inputs, targets, calibration)
+    def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
+        """Return the attention with a kernel: the output by regression, then a fit of the kernel and projections."""
+        return self._fit(refit_output(tensors, heads, layer.inputs, layer.targets), heads, layer)
 
     def _fit(
         self,
         closed: AttentionTensors,
         heads: HeadCounts,
         layer: LayerContext,
-        inputs: Sequence[AttentionInputs],
-        targets: Sequence[torch.Tensor],
-        calibration: Calibration,
         fixed_latent: torch.Tensor | None = None,
         closed_error: float | None = None,
     ) -> AttentionTensors:
@@ -329,30 +291,30 @@ class Calibrated(CalibratedMethod):
 
         Args:
             closed: The closed form.
-            heads, layer, inputs, targets, calibration: As for `with_latent`.
+            heads, layer: As for `convert_module`.
             fixed_latent: A latent that is not fitted, because other attentions use it too.
             closed_error: The error of the closed form on held-out text, if it is already known.
         """
-        if not self.steps(calibration):
+        calibration, measure = layer.calibration, layer.held_out_error
+        if not calibration.fit_option("fit_steps"):
             return closed
-        before, start = layer.held_out_error(closed) if closed_error is None else closed_error, closed
+        before, start = measure(closed) if closed_error is None else closed_error, closed
         if closed.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
             # The closed form of a latent is already close to the optimum, and large steps would move away from it.
             rate = max(before, MIN_RATE_ERROR) * calibration.fit_option("fit_learning_rate")
-            calibration = replace(calibration, fit_learning_rate=rate)
+            layer = replace(layer, calibration=replace(calibration, fit_learning_rate=rate))
         if fixed_latent is not None:
             start = replace(closed, latent_weight=None)
-            inputs = [replace(batch, key_value_states=closed.latent(batch.key_value_states)) for batch in inputs]
+            inputs = [replace(batch, key_value_states=closed.latent(batch.key_value_states)) for batch in layer.inputs]
+            layer = replace(layer, inputs=inputs)
 
         def add_latent(tensors: AttentionTensors) -> AttentionTensors:
             return tensors if fixed_latent is None else replace(tensors, latent_weight=fixed_latent)
 
-        def held_out_error(tensors: AttentionTensors) -> float | None:
-            return layer.held_out_error(add_latent(tensors))
-
-        fitted, after = fit(start, heads, inputs, targets, calibration, layer.generator, held_out_error, layer.on_step)
-        for refitted in refits_of_output(fitted, heads, inputs, targets):
-            error = held_out_error(refitted)
+        layer = replace(layer, held_out_error=lambda tensors: measure(add_latent(tensors)))
+        fitted, after = fit(start, heads, layer)
+        for refitted in refits_of_output(fitted, heads, layer.inputs, layer.targets):
+            error = layer.held_out_error(refitted)
             if error is not None and (after is None or error < after):
                 fitted, after = refitted, error
         is_better = before is not None and after is not None and after < before
@@ -406,7 +368,7 @@ def _share_keys(
         queries: Second moments of the queries, [h, d, d].
         keys: Second moments of the stacked keys of each group, [g*d, g*d].
     """
-    query, key = (_augment(tensors, role, heads) for role in ("query", "key"))  # [h, d, D + 1]
+    query, key = (_by_query_head(tensors.joined(role), heads) for role in ("query", "key"))  # [h, d, D + 1]
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
     energies = []
     for group, moment in zip(groups, keys, strict=True):
@@ -434,7 +396,7 @@ def _share_values(
         groups: The query heads of each group.
         moments: The second moments on text.
     """
-    value = _augment(tensors, "value", heads)  # [h, d, D + 1]
+    value = _by_query_head(tensors.joined("value"), heads)  # [h, d, D + 1]
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     new: dict[str, list[torch.Tensor]] = {"value": [], "output": []}
     energies = []
@@ -490,9 +452,9 @@ def _find_shared_head(
     return shared, from_shared, float(energy[:head_dim].sum() / energy.sum().clamp_min(1e-300))
 
 
-def _augment(tensors: AttentionTensors, role: str, heads: HeadCounts) -> torch.Tensor:
-    """Return a projection per query head in float64, [h, d, D + 1] with the bias as the last column, or [h, d, D]."""
-    projection = tensors.joined(role).double()
+def _by_query_head(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
+    """Return a projection [k*d, ...] per query head in float64, [h, d, ...]. Shared heads are repeated."""
+    projection = projection.double()
     return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
 
 
@@ -503,3 +465,241 @@ def _compute_balance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """
     sizes = first.square().mean((0, 2)).sqrt(), second.square().mean(1).sqrt()
     return (sizes[0].clamp_min(1e-30) / sizes[1].clamp_min(1e-30)).sqrt()[:, None]
+
+
+# Directions with less weight than this, relative to the largest, are numerical noise of float32 activations.
+RANK_TOLERANCE = 1e-7
+# Maximum number of tokens for the search. It needs the moments of all heads together, which cost h times as much as
+# those of groups.
+SEARCH_TOKENS = 8192
+RANDOM_STARTS = 16
+# Maximum memory for the search, which needs two sets of the moments.
+MAX_SEARCH_BYTES = 8 * 2**30
+Groups = list[list[int]]
+
+
+def _project_heads(tensors: AttentionTensors, role: str, heads: HeadCounts, states: torch.Tensor) -> torch.Tensor:
+    """Return the queries, keys or values of all query heads (shared heads are repeated): [b, n, D] to [b, n, h, d]."""
+    projected = tensors.project(role, states).unflatten(-1, (-1, heads.head_dim))
+    return projected.repeat_interleave(heads.query // projected.shape[2], dim=2)
+
+
+def _center_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs) -> torch.Tensor:
+    """Return the keys of all tokens minus their mean in each text, which a softmax ignores: [rows, h, d]."""
+    present = batch.key_mask()
+    keys = _project_heads(tensors, "key", heads, batch.key_value_states)
+    counts = present.sum(1).clamp_min(1)[:, None, None]
+    keys = keys - ((keys * present[..., None, None]).sum(1) / counts)[:, None]
+    return keys[present]
+
+
+class HeadMoments(NamedTuple):
+    """Second moments on text in float64, for the closed form.
+
+    Attributes:
+        queries: Moments of the queries of each head, [h, d, d].
+        keys: For each group of query heads that will share a key/value head, the moment of its stacked centered keys,
+            [g*d, g*d].
+        values: For each group, the moments of its stacked values after the attention of each head, [g, g*d, g*d].
+        attended_keys: For each group, the moment of its stacked keys as its heads attend to them, [g*d, g*d]. Each key
+            has the weight p that a query gives it, and the mean z under p is subtracted. An error E of the keys
+            changes the softmax by a Kullback-Leibler divergence of half of sum_j p_j (q^T E (k_j - z))^2, to second
+            order. The list is empty unless it is requested.
+    """
+
+    queries: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    attended_keys: list[torch.Tensor]
+
+
+def head_moments(
+    tensors: AttentionTensors,
+    heads: HeadCounts,
+    inputs: Sequence[AttentionInputs],
+    groups: Sequence[Sequence[int]],
+    with_attended_keys: bool = False,
+) -> HeadMoments:
+    """Return the moments of the heads of an attention on text.
+
+    Args:
+        tensors: The projections of the attention.
+        heads: The head counts.
+        inputs: Inputs of the attention on text.
+        groups: Groups of query heads that will share a key/value head.
+        with_attended_keys: Whether to compute `HeadMoments.attended_keys`.
+    """
+    d = heads.head_dim
+    like: dict[str, Any] = {"dtype": torch.float64, "device": tensors.query_weight.device}
+    queries = torch.zeros(heads.query, d, d, **like)
+    keys = [torch.zeros(len(group) * d, len(group) * d, **like) for group in groups]
+    values = [torch.zeros(len(group), len(group) * d, len(group) * d, **like) for group in groups]
+    attended_keys = [torch.zeros_like(moment) for moment in keys] if with_attended_keys else []
+    query_count = key_count = 0
+    for batch in inputs:
+        query = _project_heads(tensors, "query", heads, batch.states)[batch.valid]  # [rows, h, d]
+        key = _center_keys(tensors, heads, batch)
+        queries += torch.einsum("rhd,rhe->hde", query, query)
+        query_count, key_count = query_count + query.shape[0], key_count + key.shape[0]
+        for group, moment in zip(groups, keys, strict=True):
+            stacked = key[:, list(group)].flatten(1)
+            moment += stacked.T @ stacked
+        weights = attention_weights(tensors, batch, heads.query)  # [b, h, n, m]
+        value = _project_heads(tensors, "value", heads, batch.key_value_states)  # [b, m, h, d]
+        for group, moments in zip(groups, values, strict=True):
+            stacked = value[:, :, list(group)].flatten(2)
+            for head, moment in zip(group, moments, strict=True):
+                attended = (weights[:, head] @ stacked)[batch.valid]
+                moment += attended.T @ attended
+        for group, moment in zip(groups, attended_keys, strict=False):
+            moment += _attended_key_moment(tensors, heads, batch, weights[:, list(group)], list(group))
+    return HeadMoments(
+        queries / query_count,
+        [moment / key_count for moment in keys],
+        [moment / query_count for moment in values],
+        [moment / query_count for moment in attended_keys],
+    )
+
+
+def _attended_key_moment(
+    tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, weights: torch.Tensor, group: list[int]
+) -> torch.Tensor:
+    """Return the moment of attended keys of a group in one batch. `weights` are those of its heads, [b, g, n, m]."""
+    keys = _project_heads(tensors, "key", heads, batch.key_value_states)[:, :, group].flatten(2)  # [b, m, g*d]
+    weights = weights.masked_fill(~batch.valid[:, None, :, None], 0.0)
+    weighted = keys * weights.sum((1, 2))[..., None]
+    means = (weights @ keys[:, None]).transpose(1, 2)[batch.valid].flatten(0, 1)  # z for each query and head
+    return (keys.flatten(0, 1).T @ weighted.flatten(0, 1) - means.T @ means).double() / len(group)
+
+
+def square_root(moment: torch.Tensor) -> torch.Tensor:
+    """Return the symmetric square root of a positive semi-definite matrix."""
+    values, vectors = torch.linalg.eigh((moment + moment.T) / 2)
+    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+
+
+def pseudo_inverse(root: torch.Tensor) -> torch.Tensor:
+    """Return the pseudo-inverse of a `square_root`."""
+    values, vectors = torch.linalg.eigh((root + root.T) / 2)
+    floor = values.max().clamp_min(1e-300) * math.sqrt(RANK_TOLERANCE)
+    return (vectors * torch.where(values > floor, 1 / values.clamp_min(floor), 0.0)) @ vectors.T
+
+
+def heads_are_free(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:
+    """Return whether heads can be reordered, that is, whether only their own projections distinguish them.
+
+    T5's self-attentions cannot, because head i has the same position bias in all layers.
+    """
+    is_symmetric = heads.query == heads.output and heads.key == heads.value
+    return is_symmetric and all(batch.position_bias is None for batch in inputs)
+
+
+@torch.no_grad()
+def best_groups(
+    tensors: AttentionTensors,
+    heads: HeadCounts,
+    inputs: Sequence[AttentionInputs],
+    generator: torch.Generator,
+    uses: int = 1,
+) -> Groups:
+    """Search the groups of query heads that lose the least energy of logits and values if each group shares a head.
+
+    The search first minimizes the loss of pairs of heads within groups, with swaps from random starts. The best
+    result, or groups of consecutive heads if they are better, is then improved by swaps that minimize the loss of
+    whole groups.
+
+    Args:
+        tensors: The projections of the attention. `heads_are_free` must hold.
+        heads: The head counts.
+        inputs: Inputs of the attention on text.
+        generator: Random number generator for the starts.
+        uses: Number of consecutive inputs that come from the same batch of text.
+
+    Returns:
+        The query heads of each group.
+    """
+    count = heads.key[1]
+    units = consecutive_groups(heads.query, heads.key[0])  # heads that already share a head stay together
+    if count == 1 or count == len(units):
+        return consecutive_groups(heads.query, count)
+    if (needed_bytes := 16 * heads.query * (heads.query * heads.head_dim) ** 2) > MAX_SEARCH_BYTES:
+        message = "The search for groups of %d heads of size %d would need %.0f GB. Consecutive heads share a head."
+        logger.warning(message, heads.query, heads.head_dim, needed_bytes / 1e9)
+        return consecutive_groups(heads.query, count)
+    loss = _make_sharing_loss(tensors, heads, _sample_inputs(inputs, uses), units)
+
+    def pairs_loss(group: Sequence[int]) -> float:
+        """Return the sum of the losses of all pairs in a group."""
+        return sum(loss(pair) for pair in itertools.combinations(sorted(group), 2))
+
+    starts = [torch.randperm(len(units), generator=generator).tolist() for _ in range(RANDOM_STARTS)]
+    size = len(units) // count
+    by_pairs = [
+        _improve_by_swaps([order[i : i + size] for i in range(0, len(order), size)], pairs_loss) for order in starts
+    ]
+    best_by_pairs = min(by_pairs, key=lambda groups: sum(map(pairs_loss, groups)))
+    candidates = (best_by_pairs, consecutive_groups(len(units), count))
+    best = min(candidates, key=lambda groups: sum(map(loss, groups)))
+    best = _improve_by_swaps(best, loss)
+    return [[head for unit in group for head in units[unit]] for group in sorted(sorted(group) for group in best)]
+
+
+def _make_sharing_loss(
+    tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], units: Groups
+) -> Callable[[Sequence[int]], float]:
+    """Return a function of a group of units: the share of the energy of logits and values that it loses."""
+    d = heads.head_dim
+    all_heads = list(range(heads.query))
+    queries, (keys,), (values,), _ = head_moments(tensors, heads, inputs, [all_heads])
+    output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
+    # In these coordinates the energy is the trace, and d dimensions preserve the sum of the d largest eigenvalues.
+    keys = _transform(keys, [square_root(moment) for moment in queries])
+    metric = [square_root(weight.T @ weight) for weight in output]
+    values = torch.stack([_transform(moment, metric) for moment in values])
+    total_keys = keys.trace()
+    total_values = sum(values[i, i * d : (i + 1) * d, i * d : (i + 1) * d].trace() for i in all_heads)
+    losses: dict[tuple[int, ...], float] = {}
+
+    def loss(group: Sequence[int]) -> float:
+        """Return the loss of a group. Known losses are not computed again."""
+        group = tuple(sorted(group))
+        if group not in losses:
+            members = [head for unit in group for head in units[unit]]
+            rows = torch.cat([torch.arange(head * d, (head + 1) * d, device=keys.device) for head in members])
+            key_moment = keys[rows][:, rows]
+            value_moment = values[members].mean(0)[rows][:, rows]
+            lost = [torch.linalg.eigvalsh(moment)[:-d].sum() for moment in (key_moment, value_moment)]
+            losses[group] = float(lost[0] / total_keys + lost[1] / total_values)
+        return losses[group]
+
+    return loss
+
+
+def _transform(moment: torch.Tensor, roots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the moment of stacked heads after each head is multiplied by its matrix in `roots`."""
+    scale = torch.block_diag(*roots)
+    return scale @ moment @ scale.T
+
+
+def _sample_inputs(inputs: Sequence[AttentionInputs], uses: int) -> list[AttentionInputs]:
+    """Return evenly spaced inputs with about `SEARCH_TOKENS` tokens."""
+    tokens = sum(int(batch.valid.sum()) for batch in inputs)
+    stride = max(1, tokens // SEARCH_TOKENS)
+    while math.gcd(stride, uses) > 1:  # otherwise the sample would only contain some of the layers
+        stride += 1
+    return list(inputs)[::stride]
+
+
+def _improve_by_swaps(groups: Groups, loss: Callable[[Sequence[int]], float]) -> Groups:
+    """Swap members of two groups as long as this decreases the sum of the losses of the groups."""
+    groups = [list(group) for group in groups]
+    improved = True
+    while improved:
+        improved = False
+        for a, b in itertools.combinations(range(len(groups)), 2):
+            for i, j in itertools.product(range(len(groups[a])), range(len(groups[b]))):
+                first, second = list(groups[a]), list(groups[b])
+                first[i], second[j] = second[j], first[i]
+                if loss(first) + loss(second) < loss(groups[a]) + loss(groups[b]) - 1e-9:
+                    groups[a], groups[b], improved = first, second, True
+    return groups

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,55 +24,12 @@ from ...modeling.ops.softmax_attention import attention_with_weights, fused_atte
 from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
 from ..attention_modules import AttentionModule
-from ..attention_tensors import AttentionTensors
+from ..attention_tensors import AttentionInputs, AttentionTensors
 from .batches import drop_encoder_outputs, reuse_encoder_outputs
-
-__all__ = ["AttentionInputs", "attention_weights", "compute_attention", "group_modules", "record_inputs"]
 
 UNREADABLE = "The original model cannot read the calibration, so its configuration is wrong"
 # Maximum size of recorded inputs. If the modules need more, they are recorded in several passes over the text.
 MAX_RECORDED_BYTES = 3 * 2**30
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """The inputs of one call of an attention module with a batch.
-
-    Args:
-        states: Inputs x of the queries, [b, n, D_x].
-        key_value_states: Inputs y of the keys and values, [b, m, D_y]. In self-attention they are the same tensor as
-            `states`. If the model has a latent, they are the latent.
-        mask: Additive mask that broadcasts to [b, h, n, m], or None.
-        position_bias: Position bias [1, h, n, m], or None.
-        valid: Whether queries are tokens, not padding, [b, n].
-        scaling: Factor of the dot products.
-        is_causal: Whether query i only attends to keys 0..i. It is False if `mask` contains this already.
-    """
-
-    states: torch.Tensor
-    key_value_states: torch.Tensor
-    mask: torch.Tensor | None
-    position_bias: torch.Tensor | None
-    valid: torch.Tensor
-    scaling: float
-    is_causal: bool = False
-
-    def rows(self, index: torch.Tensor) -> AttentionInputs:
-        """Return the inputs of some examples of the batch."""
-        key_value_states = self.key_value_states[index]
-        states = key_value_states if self.key_value_states is self.states else self.states[index]
-        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
-        return replace(self, states=states, key_value_states=key_value_states, mask=mask, valid=self.valid[index])
-
-    def key_mask(self) -> torch.Tensor:
-        """Return which keys and values at least one query can attend to, [b, m]."""
-        if self.key_value_states is self.states:
-            return self.valid
-        batch_size, length = self.key_value_states.shape[:2]
-        if self.mask is None:
-            return torch.ones(batch_size, length, dtype=torch.bool, device=self.key_value_states.device)
-        reachable = self.mask.amax(1) > torch.finfo(self.mask.dtype).min / 2  # [b or 1, n, m]
-        return reachable.any(1).expand(batch_size, -1)
 
 
 def compute_attention(
@@ -274,7 +230,7 @@ AttentionMaskInterface.register(RECORDING, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])
 
 
 def group_modules(
-    modules: list[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
+    modules: Sequence[AttentionModule], model_class: Any, config: Any, batches: Sequence[dict[str, torch.Tensor]]
 ) -> Iterator[list[AttentionModule]]:
     """Yield groups of modules whose recorded inputs fit into `MAX_RECORDED_BYTES`.
 

@@ -33,15 +33,6 @@ from .batches import (
 )
 from .examples import make_audio_batch
 
-__all__ = [
-    "SourceModel",
-    "SourceOutputs",
-    "check_has_processor",
-    "load_processor",
-    "source_in_memory",
-    "source_of_folder",
-]
-
 # Function that loads the original model of a plan in float32, and its tokenizer or feature extractor if there is one.
 SourceModel = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 
@@ -74,25 +65,6 @@ def source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibr
         return model, None if has_processor else load_processor(folder, calibration)
 
     return source
-
-
-def check_has_processor(calibration: Calibration) -> None:
-    """Check that the calibration of a model in memory contains a tokenizer or a feature extractor.
-
-    Raises:
-        ValueError: if it does not.
-    """
-    if calibration.processor is not None:
-        return
-    if calibration.audio is not None:
-        raise ValueError(
-            "`feature_extractor` must be given for a model in memory. Use "
-            "`calibration=Calibration(audio=files, feature_extractor=feature_extractor)`."
-        )
-    raise ValueError(
-        "`tokenizer` must be given for a model in memory. Use "
-        "`calibration=Calibration(texts, tokenizer=tokenizer)` or `read_calibration(path, tokenizer=tokenizer)`."
-    )
 
 
 def load_processor(folder: Path, calibration: Calibration | None) -> Any:

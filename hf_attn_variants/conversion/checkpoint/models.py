@@ -3,7 +3,6 @@
 import copy as copying
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,28 +13,14 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import is_out_of_memory
-from ...files import load_json
+from ...modeling.fields.mechanism_fields import has_kernel
 from ...modeling.mechanisms.kernels.kernel_table import drawn_names
 from ...modeling.variant_names import plain_implementation
 from .source import learned_tokens, local_folder
 from .tensor_files import CheckpointReader, TensorEntry, dtype_name, require_finite
 
-__all__ = [
-    "TOKENIZER_FILES",
-    "ModelReader",
-    "TensorSource",
-    "assemble",
-    "check_learned_tokens",
-    "check_tokenizer_files",
-    "load_tokenizer_of",
-    "model_of_tensors",
-    "reading_checkpoint",
-]
-
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
-# JSON files of a tokenizer that must be objects.
-TOKENIZER_OBJECTS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
 # Suffixes of the files that a tokenizer can be loaded from.
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", ".model", ".spm", ".bpe", ".vocab")
 
@@ -52,8 +37,7 @@ def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
     name = os.fspath(source)
     # Transformers, huggingface_hub and safetensors raise their own types of errors.
     try:
-        with _delay_mismatch_reports() as reports:
-            yield os.path.expanduser(source)
+        yield os.path.expanduser(source)
     except (ValueError, OSError) as error:
         if name in str(error):
             raise
@@ -63,44 +47,9 @@ def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        if reports:
-            raise ValueError(f"{name}: config.json does not match the weights: {reports[0]}") from error
         # The first line of errors of huggingface_hub is the field, and the second line is the value.
         text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         raise ValueError(f"{name}: {type(error).__name__}: {text}") from error
-
-
-@contextmanager
-def _delay_mismatch_reports() -> Iterator[list[str]]:
-    """Delay the log records of Transformers about mismatching tensors until it is clear that there is no error.
-
-    Yields:
-        A list that gets the first mismatch of each record.
-    """
-    reports: list[str] = []
-    delayed: list[logging.LogRecord] = []
-
-    def delay(record: logging.LogRecord) -> bool:
-        line = re.search(r"^(\S+)\s*\|.*MISMATCH.*?\|(.*)", record.getMessage(), re.MULTILINE)
-        if line is None:
-            return record.levelno >= level
-        reports.append(f"{line[1]}: {line[2].strip()}")
-        delayed.append(record)
-        return False
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    old_level, level = logger.level, logger.getEffectiveLevel()
-    logger.addFilter(delay)
-    if level > logging.WARNING:  # only errors are shown
-        logger.setLevel(logging.INFO)  # Transformers only makes these records if its logger shows warnings
-    try:
-        yield reports
-    finally:
-        logger.removeFilter(delay)
-        logger.setLevel(old_level)
-    for record in delayed:
-        if record.levelno >= level:
-            logger.handle(record)
 
 
 def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
@@ -122,7 +71,7 @@ def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) ->
 
 
 def check_tokenizer_files(source: str, advice: str = "") -> None:
-    """Check that a folder has files of a tokenizer, and that its JSON files contain objects as Transformers expects.
+    """Check that a folder has files of a tokenizer.
 
     Args:
         source: A folder, or a Hub id, for which nothing is checked.
@@ -130,20 +79,10 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
 
     Raises:
         OSError: if the folder has no file that a tokenizer can be loaded from.
-        ValueError: if a JSON file has other contents. The message names the file.
     """
     folder = Path(source)
     if folder.is_dir() and not any(name.endswith((*TOKENIZER_FILES, "config.json")) for name in _file_names(folder)):
         raise _no_tokenizer_error(source, advice)
-    for name in TOKENIZER_OBJECTS:
-        path = folder / name
-        value = load_json(path, "utf-8-sig") if path.is_file() else {}
-        if not isinstance(value, dict):
-            raise ValueError(f"{path} must be a JSON object, got {type(value).__name__}. Correct or remove it.")
-        if name == "added_tokens.json" and (wrong := [key for key, token in value.items() if type(token) is not int]):
-            raise ValueError(
-                f"{path}: the token {wrong[0]!r} must have an integer id, got {value[wrong[0]]!r:.60}. Correct it."
-            )
 
 
 def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:
@@ -225,8 +164,9 @@ class ModelReader:
                 "of peft, give the model inside."
             )
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        drawn = tuple(f".{name}" for name in drawn_names())
-        self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(drawn)}
+        if hasattr(model.config, "variant_fields") and has_kernel(model.config):
+            drawn = tuple(f".{name}" for name in drawn_names())
+            self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(drawn)}
         self.entries = {}
         for name, tensor in self._tensors.items():
             if ".lora_" in name or ".base_layer." in name:

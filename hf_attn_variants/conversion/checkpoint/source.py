@@ -1,9 +1,17 @@
-"""The folder of a checkpoint: checks before it is read, its configuration, and the files other than weights."""
+"""The folder of a checkpoint: checks before it is read, its configuration, and the files other than weights.
+
+folder or Hub id ──► resolve_source ──► check_files          links out of the folder, pipes, unfinished runs
+                           │            check_whole_model    adapters, pickled weights
+                           ▼
+                        folder ──► read_config               config.json
+                              └──► side_files                files to copy, files to leave out
+"""
 
 import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -26,23 +34,6 @@ from ...files import (
     load_json,
 )
 from ...model_folder import ADAPTER_FILES, unfinished_model_advice
-
-__all__ = [
-    "cached_folder",
-    "check_files",
-    "check_no_adapter",
-    "check_no_pickle",
-    "check_source",
-    "check_whole_model",
-    "copy_side_files",
-    "explain_unsafe_path",
-    "learned_tokens",
-    "local_folder",
-    "read_config",
-    "resolve_source",
-    "side_files",
-    "warn_about_remote_code",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -379,51 +370,37 @@ def _module_folders(folder: Path) -> set[str]:
 def _download(name: str, revision: str | None, token: str | bool | None, allow_pickle: bool, weights: bool) -> Path:
     """Download a checkpoint into the cache. Arguments and errors as for `resolve_source`."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     arguments: dict[str, Any] = {"repo_id": name, "revision": revision, "token": token}
-    try:
+    with _explain_download(name):
         try:
             files = HfApi().list_repo_files(**arguments)
         except (HfHubHTTPError, HFValidationError):
             raise
         except Exception:  # the Hub cannot be reached, or HF_HUB_OFFLINE is set: use a copy in the cache
+            files = []
             folder = Path(snapshot_download(**arguments, local_files_only=True))
-            if weights:
-                check_whole_model(folder, allow_pickle)
-            return folder
+    if not files:
         if weights:
-            check_no_adapter(name, files)
-        if weights and not allow_pickle:
-            _check_pickles(name, files)
-        return _download_snapshot(allow_patterns=list(_select_files(files, allow_pickle)), **arguments)
-    except HFValidationError as error:
-        raise FileNotFoundError(f"There is no folder {name!r}, and it is not a Hub id. Check the path.") from error
-    except LocalEntryNotFoundError as error:
-        raise OSError(
-            f"There is no folder {name!r}, and as a Hub id it is not in the cache and the Hub cannot be reached. "
-            "Check the network connection."
-        ) from error
-    except HfHubHTTPError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise OSError(f"There is no folder {name!r}, and the Hub does not accept it as an id: {reason}") from error
+            check_whole_model(folder, allow_pickle)
+        return folder
+    if weights:
+        check_no_adapter(name, files)
+    if weights and not allow_pickle:
+        _check_pickles(name, files)
+    with _explain_download(name):
+        return Path(snapshot_download(allow_patterns=list(_select_files(files, allow_pickle)), **arguments))
 
 
-def _download_snapshot(**arguments: Any) -> Path:
-    """Download a repository. Connection errors of any library become OSError."""
-    from huggingface_hub import snapshot_download
-
+@contextmanager
+def _explain_download(name: str) -> Iterator[None]:
+    """Convert all errors of a download into `OSError`. The HTTP library has its own errors for broken connections."""
     try:
-        return Path(snapshot_download(**arguments))
-    except OSError:  # errors of the Hub and of the disk
-        raise
-    except Exception as error:  # the HTTP library has its own errors for broken connections
-        if type(error).__module__.startswith("huggingface_hub"):
-            raise
-        raise OSError(
-            f"The download of {arguments['repo_id']!r} was interrupted ({type(error).__name__}: {error}). Repeat the "
-            "command, which continues the download."
-        ) from error
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise OSError(f"{name!r} is not a folder, and it cannot be downloaded as a Hub id ({reason}).") from error
 
 
 def _check_pickles(name: str, files: list[str]) -> None:

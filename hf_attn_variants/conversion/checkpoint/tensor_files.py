@@ -5,6 +5,10 @@ length of the header (little-endian), a JSON header with the dtype, shape and by
 `safetensors.safe_open` is not used for three reasons. It maps files into memory, so a file that is truncated during
 reading ends the process (SIGBUS), and its pages count as memory. Its errors do not distinguish a file that is too
 short from one that is too long. It slices rows, and packed dtypes need bytes.
+
+**Positions.** A checkpoint with learned position embeddings can get more positions. "tiled" repeats the existing ones
+(arXiv 2004.05150, section 5). "interpolated" stretches them to the new number: each new position lies between two old
+neighbors (arXiv 2306.15595, equation 4, applied to learned positions).
 """
 
 import json
@@ -14,29 +18,20 @@ import pickle
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 
 from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
+from ...model_folder import read_json
+from ...modeling.fields.field_checks import check_size
+from ...modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from ...registration import variant_config_class
 from .source import check_no_pickle
-
-__all__ = [
-    "DTYPE_NAMES",
-    "TORCH_DTYPES",
-    "CheckpointReader",
-    "SafetensorsWriter",
-    "TensorEntry",
-    "cast",
-    "dtype_name",
-    "element_size",
-    "open_checkpoint",
-    "require_finite",
-    "write_index",
-]
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -519,3 +514,122 @@ def _make_header(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str])
     raw = json.dumps(header, separators=(",", ":")).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
     return struct.pack("<Q", len(raw)) + raw
+
+
+POSITIONS_FIELD, EXTENSION_FIELD = POSITION_FIELDS = "max_position_embeddings", "position_extension"
+POSITION_WEIGHT = "embeddings.position_embeddings.weight"
+EXTENSIONS = ("tiled", "interpolated")
+# Buffers of old checkpoints with one element per position. They are left out because models create them.
+POSITION_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
+# Files with the maximum length of inputs, each with the name of its field.
+LENGTH_FIELDS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json": "max_seq_length"}
+
+
+class LongerCheckpoint(CheckpointReader):
+    """A reader of a checkpoint that adds learned positions. The caller closes the files of the original reader."""
+
+    def __init__(self, stored: CheckpointReader, name: str, positions: int, first: int, extension: str) -> None:
+        super().__init__(stored.folder, stored.files, stored.index_metadata)
+        self.stored, self.name, self.positions, self.first, self.extension = stored, name, positions, first, extension
+        self.entries = {key: entry for key, entry in stored.entries.items() if not key.endswith(POSITION_BUFFERS)}
+        width = stored.entries[name].shape[1]
+        self.entries[name] = replace(stored.entries[name], shape=(positions, width))
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor. The position embeddings [n, D] keep their first rows; the other rows are extended."""
+        tensor = self.stored.read(name)
+        if name != self.name:
+            return tensor
+        first, others = tensor[: self.first], tensor[self.first :]
+        extend = _repeat_rows if self.extension == "tiled" else _interpolate_rows
+        return torch.cat([first, extend(others, self.positions - self.first)])
+
+    def chunks(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the elements of one tensor as short flat tensors."""
+        return self.stored.chunks(name) if name != self.name else iter([self.read(name).flatten()])
+
+    def close(self) -> None:
+        """Do nothing, because the caller closes the files."""
+
+
+def _repeat_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
+    """Repeat the rows of a table [n, D] until there are `rows` of them."""
+    return table.repeat(-(-rows // table.shape[0]), 1)[:rows]
+
+
+def _interpolate_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
+    """Interpolate a table [n, D] linearly to `rows` rows; the first and the last row do not change."""
+    columns = table.float().T[None]  # [1, D, n]
+    stretched = torch.nn.functional.interpolate(columns, rows, mode="linear", align_corners=True)
+    return stretched[0].T.contiguous().to(table.dtype)
+
+
+def extend_positions(
+    config: dict[str, Any], reader: CheckpointReader, fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], CheckpointReader]:
+    """Return the configuration and the reader of a checkpoint with the number of positions that `fields` contain.
+
+    Args:
+        config: The contents of config.json.
+        reader: The reader of the tensors.
+        fields: The fields of a conversion. `max_position_embeddings` includes the first positions of RoBERTa that no
+            token uses, as in its configuration. `position_extension` is one of `EXTENSIONS` (None: "tiled").
+
+    Returns:
+        The configuration and the reader, both unchanged if `fields` do not contain `max_position_embeddings`.
+
+    Raises:
+        ValueError: if the model has no learned positions like BERT, the number is not larger than before, the
+            extension is unknown or has no number, or the model is a Linformer, whose learned sums have a fixed length.
+    """
+    positions, extension = (fields.get(name) for name in POSITION_FIELDS)
+    if extension is not None and extension not in EXTENSIONS:
+        names = ", ".join(f'"{name}"' for name in EXTENSIONS)
+        raise ValueError(f"`{EXTENSION_FIELD}` must be one of {names}, got {extension!r}.")
+    if positions is None:
+        if extension is not None:
+            raise ValueError(
+                f"`{EXTENSION_FIELD}` needs `{POSITIONS_FIELD}`, got {extension!r} without it. Give both."
+            )
+        return config, reader
+    tables = [name for name in reader.entries if name.endswith(POSITION_WEIGHT)]
+    if len(tables) != 1:
+        raise ValueError(
+            f"`{POSITIONS_FIELD}` must only be given for models with learned positions like BERT, got a "
+            f"{config.get('model_type')!r} checkpoint. Leave it out."
+        )
+    old_positions = reader.entries[tables[0]].shape[0]
+    check_size(POSITIONS_FIELD, positions, old_positions + 1)
+    kernel = config.get("attention_kernel")
+    if kernel in KERNELS and kernel_class(kernel).counts_tokens:
+        raise ValueError(
+            f"`{POSITIONS_FIELD}` must not change in a model with the kernel {kernel!r}, whose learned sums have "
+            f"{old_positions} positions. Leave it out."
+        )
+    longer = LongerCheckpoint(
+        reader, tables[0], positions, _count_unused_positions(config), extension or EXTENSIONS[0]
+    )
+    return config | {POSITIONS_FIELD: positions}, longer
+
+
+def lengthen_tokenizer(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Write the number of positions into the files of the tokenizer and of sentence-transformers, if it was changed.
+
+    Args:
+        stage: The new folder.
+        config: The new config.json.
+        fields: The fields of the conversion.
+    """
+    if fields.get(POSITIONS_FIELD) is None:
+        return
+    for file, name in LENGTH_FIELDS.items():
+        path = stage / file
+        if (settings := read_json(path)) is not None:
+            values = settings | {name: fields[POSITIONS_FIELD] - _count_unused_positions(config)}
+            path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _count_unused_positions(config: Mapping[str, Any]) -> int:
+    """Return the number of first positions that no token uses: RoBERTa starts after the index of the padding token."""
+    after_padding = variant_config_class(config.get("model_type", "")).positions_after_padding
+    return config.get("pad_token_id", 1) + 1 if after_padding else 0

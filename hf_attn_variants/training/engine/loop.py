@@ -103,8 +103,7 @@ def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[i
         token without attention scores, and the pair of FLOPs per token and key of the self-attention and of the
         cross-attention. The dictionary is empty if the architecture is not supported.
     """
-    from ...inspection.costs import variant_config
-    from ...inspection.counting import flops_per_token
+    from ...inspection.costs import flops_per_token, variant_config
 
     if config is None:
         return {}
@@ -122,7 +121,7 @@ def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[i
 
 def _find_head_layers(model: Any) -> list[nn.Linear]:
     """Return the linear layers after the base model that process every token."""
-    from ...inspection.counting import runs_once_per_sequence
+    from ...inspection.costs import runs_once_per_sequence
 
     base = {id(module) for module in model.base_model.modules()}
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]

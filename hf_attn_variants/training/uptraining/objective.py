@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...inspection.sentence_similarity import mean_pooled
+from ...inspection.scores import mean_pooled
 from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
 from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input

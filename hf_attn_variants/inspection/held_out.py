@@ -19,20 +19,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...conversion.calibration.batches import (
+from ..conversion.calibration.batches import (
     IGNORED,
     add_text_lengths,
     drop_encoder_outputs,
     make_next_token_labels,
     reuse_encoder_outputs,
 )
-from ...conversion.calibration.examples import make_audio_batch, read_features
-from ...conversion.calibration_settings import Calibration
-from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
-from ...progress import progress_bar
-from ..sentence_similarity import mean_pooled
-
-__all__ = ["MEASURES", "HeldOutText", "held_out_text"]
+from ..conversion.calibration.examples import make_audio_batch, read_features
+from ..conversion.calibration_settings import Calibration
+from ..model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
+from ..progress import progress_bar
+from .scores import mean_pooled
 
 MASKED_SHARE = 0.15
 # {measure: its description and unit}.

@@ -26,27 +26,34 @@ from typing import Any
 
 import torch
 
-from ...conversion.calibration.batches import add_text_lengths
-from ...conversion.calibration.calibrate import calibrate
-from ...conversion.calibration.methods import Calibrated
-from ...conversion.calibration.source_outputs import load_processor, source_in_memory
-from ...conversion.calibration_settings import Calibration
-from ...conversion.checkpoint.models import ModelReader, assemble, reading_checkpoint
-from ...conversion.checkpoint.source import read_config, resolve_source
-from ...conversion.checkpoint.tensor_files import require_finite
-from ...conversion.plan import explain_not_fittable, make_plan, seeded_generator
-from ...conversion.writing import converted_tensors
-from ...errors import as_value_error
-from ...files import atomic_write, check_output_dir, load_json, make_folders
-from ...modeling.attention.attention_sites import AttentionSite
-from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...modeling.fields.variant_config import can_cache
-from ...progress import is_watched, progress_bar
-from ...registration import longest_input, variant_model_class
-from ..costs import has_latents, kv_head_counts, kv_heads_field, values_by_layer, variant_config, variant_name
-from ..counting import kv_cache_bytes_per_token
-from ..speed import decoding_or_pass, run_times
+from ..conversion.calibration.batches import add_text_lengths
+from ..conversion.calibration.calibrate import calibrate
+from ..conversion.calibration.methods import Calibrated
+from ..conversion.calibration.source_outputs import load_processor, source_in_memory
+from ..conversion.calibration_settings import Calibration
+from ..conversion.checkpoint.models import ModelReader, assemble, reading_checkpoint
+from ..conversion.checkpoint.source import read_config, resolve_source
+from ..conversion.checkpoint.tensor_files import require_finite
+from ..conversion.plan import explain_not_fittable, make_plan, seeded_generator
+from ..conversion.writing import converted_tensors
+from ..errors import as_value_error
+from ..files import atomic_write, check_output_dir, load_json, make_folders
+from ..modeling.attention.attention_sites import AttentionSite
+from ..modeling.attention.variant_mixins import AttnVariantModelMixin
+from ..modeling.fields.variant_config import can_cache
+from ..progress import is_watched, progress_bar
+from ..registration import longest_input, variant_model_class
+from .costs import (
+    has_latents,
+    kv_cache_bytes_per_token,
+    kv_head_counts,
+    kv_heads_field,
+    values_by_layer,
+    variant_config,
+    variant_name,
+)
 from .held_out import MEASURES, held_out_text
+from .speed import decoding_or_pass, run_times
 
 __all__ = [
     "ConvertedAttentions",

@@ -8,10 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from .frontier import Frontier, FrontierRow
 from .held_out import MEASURES
-from .measure import Frontier, FrontierRow
-
-__all__ = ["draw_frontier"]
 
 # {kind of variant: (color, marker)}. The colors are distinguishable for color-blind readers.
 KINDS = {

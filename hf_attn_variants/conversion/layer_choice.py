@@ -1,0 +1,353 @@
+"""The choice of the fields of each layer: ranks that fit into a cache budget, and layers that stay unchanged.
+
+**Cache budget** (`kv_cache_bytes`). The budget does not choose head counts. Keys and values of k heads are a latent of
+2 k d numbers with tied projections, and a free latent of that size loses less.
+
+**Token-matching layers** (`keep_matching_layers`). A model compares two texts with heads that find the same word in
+the other text ("duplicate token heads", arXiv 2211.00593, section 3). Shared keys and kernels make these heads less
+precise. This hardly changes the outputs for single texts, but a fine-tuning on pairs of texts then learns late or
+never (docs/what_did_not_help.md). Few layers have such a head, two of six in MiniLM. Any text shows them, because
+words also occur twice in single texts. The share of a layer with attention weights P is
+
+    s(layer) = max over heads i of  mean over tokens t that occur again of  sum of P_i[t, u] over u != t with x_u = x_t
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..modeling.attention.attention_sites import AttentionSite
+from ..modeling.fields.variant_config import can_cache
+from ..modeling.ops.variant_attention import AttentionHeads
+from ..progress import progress_bar
+from ..registration import longest_input, variant_config_class
+from .attention_modules import AttentionModule
+from .calibration_settings import Calibration
+from .checkpoint.tensor_files import TensorEntry, element_size
+from .plan import ConversionPlan
+
+
+def cached_numbers(heads: AttentionHeads, width: int) -> int:
+    """Return how many numbers one attention caches per token: its latent, or its keys and values.
+
+    Args:
+        heads: The heads of the attention.
+        width: Size of the input of keys and values. A latent is at most as wide.
+    """
+    if heads.rank is not None:
+        return min(heads.rank, width)
+    return heads.key * heads.head_dim + heads.value * heads.value_dim
+
+
+def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite, int]]) -> dict[str, int] | None:
+    """Return the cache size per token of each kind of attention, summed over all layers, in bytes.
+
+    A latent that all layers share counts once. Decoders also cache the keys and values of short source texts
+    (`latent_attention.is_short`). These are not counted, because they are not larger than the projections.
+
+    Args:
+        config: The variant configuration of the model.
+        attentions: The kind of each attention, and its bytes per token (see `cached_numbers`).
+
+    Returns:
+        {kind: bytes}: "self" or "decoder" per generated token, "cross" per source token. None for a model without a
+        cache: an encoder, or a model that `can_cache` excludes.
+    """
+    if not can_cache(config):
+        return None
+    sites: Counter[str] = Counter()
+    for site, size in attentions:
+        # The attention of an encoder, or of an encoder-only model, is not cached.
+        if site.stack_of(config) != "decoder":
+            continue
+        is_shared = site.shares_latent and getattr(config, site.rank_field or "", None) is not None
+        sites[site.name] = size if is_shared else sites[site.name] + size
+    return dict(sites) or None
+
+
+# Fields of a plan that selects the attentions to compress. The ranks do not matter.
+PROBE = {"cross_kv_lora_rank": 1, "kv_lora_rank": 1}
+# Fields that the budget determines.
+BUDGET_FIELDS = {*PROBE, "num_key_value_heads"}
+# Ranks are multiples of RANK_STEP, which suits GPU kernels, if there are MIN_STEPPED_RANK numbers per layer or more.
+RANK_STEP, MIN_STEPPED_RANK = 8, 16
+
+
+def check_cache_bytes(kv_cache_bytes: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the cache budget of a source token and of a generated token, in bytes.
+
+    Args:
+        kv_cache_bytes: The value of the user.
+        fields: The other fields of the conversion.
+
+    Raises:
+        ValueError: if the value is not two positive integers, or if a field sets a rank or the key/value heads too.
+    """
+    sizes = tuple(kv_cache_bytes) if isinstance(kv_cache_bytes, Sequence) else ()
+    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(
+            "`kv_cache_bytes` must be two integers of at least 1 (bytes per source token and per generated token), "
+            f"got {kv_cache_bytes!r}."
+        )
+    by_layer = fields.get("per_layer_values") or {}
+    conflicts = [name for name in sorted(BUDGET_FIELDS) if fields.get(name) is not None or name in by_layer]
+    if conflicts:
+        raise ValueError(f"`kv_cache_bytes` determines `{conflicts[0]}`. Give only one of the two.")
+    return sizes
+
+
+def check_has_cache(config: Mapping[str, Any]) -> None:
+    """Check that a config.json belongs to an encoder-decoder, whose cache can have a budget.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    architecture = next(iter(config.get("architectures") or ()), "")
+    has_latents = "cross_kv_lora_rank" in variant_config_class(config.get("model_type", "")).rank_fields()
+    if not has_latents or architecture.endswith(("EncoderModel", "ForTokenClassification")):
+        raise ValueError(
+            "`kv_cache_bytes` must only be given for encoder-decoders, which cache source and generated tokens, got "
+            f"{architecture or config['model_type']}. Give head counts or ranks instead."
+        )
+
+
+def fields_within(
+    probe: ConversionPlan,
+    kv_cache_bytes: tuple[int, int],
+    entries: Mapping[str, TensorEntry],
+    losses: Callable[[list[AttentionModule]], list[torch.Tensor]],
+) -> dict[str, Any]:
+    """Return the fields with the latent ranks whose cache fits into the budget.
+
+    Args:
+        probe: A plan that compresses all attentions to latents (`PROBE`).
+        kv_cache_bytes: Bytes per source token and per generated token, in the stored dtype.
+        entries: The tensors of the original model.
+        losses: Function that returns for each of the given modules the energy lost by rank (`lost_by_rank`).
+
+    Raises:
+        ValueError: if the budget is below one number per latent and token, or not below the present cache size.
+    """
+    config, width = probe.source_config, probe.source_config.hidden_size
+    sizes, numbers = [], {}
+    for module in probe.modules:
+        stored = entries[module.tensors["key_weight"]].dtype
+        itemsize = element_size(stored) if probe.dtype is None else probe.dtype.itemsize
+        numbers[module.name] = cached_numbers(module.site.heads(config, module.name), width)
+        sizes.append((module.site, numbers[module.name] * itemsize))
+    old_sizes = cache_bytes_per_token(config, sizes) or {}
+    if not old_sizes:
+        raise ValueError(
+            "`kv_cache_bytes` must only be given for decoders with a cache, but the dynamic talking-heads projections "
+            "of this model do not allow one. Leave it out."
+        )
+    source, generated = (size // itemsize for size in kv_cache_bytes)
+    layers = [module for module in probe.modules if module.site.name == "decoder"]
+    minimums = {"source": 1, "generated": len(layers)}
+    for (name, minimum), limit in zip(minimums.items(), (source, generated), strict=True):
+        if limit < minimum:
+            raise ValueError(
+                f"`kv_cache_bytes` must allow at least {minimum} numbers per {name} token (one per latent), got "
+                f"{limit}. Give more bytes."
+            )
+    fields: dict[str, Any] = {}
+    if source * itemsize < old_sizes["cross"]:
+        fields["cross_kv_lora_rank"] = min(source, width)
+    if generated * itemsize < old_sizes["decoder"]:
+        max_ranks = [min(numbers[module.name], width) for module in layers]
+        ranks = ranks_within(losses(layers), generated, max_ranks)
+        # A layer that needs no smaller cache keeps its latent, or its keys and values.
+        old = [(numbers[module.name], module.site.heads(config, module.name).rank) for module in layers]
+        new_ranks = [old_rank if rank == count else rank for rank, (count, old_rank) in zip(ranks, old, strict=True)]
+        fields["per_layer_values"] = {"kv_lora_rank": new_ranks}
+    if not fields:
+        raise ValueError(
+            f"`kv_cache_bytes` must be below the present cache size of {old_sizes['cross']} bytes per source token or "
+            f"{old_sizes['decoder']} bytes per generated token, got {kv_cache_bytes[0]} and {kv_cache_bytes[1]}. Give "
+            "fewer bytes."
+        )
+    return fields
+
+
+def ranks_within(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[int]) -> list[int]:
+    """Return a rank for each layer so that all layers together lose the least energy.
+
+    Args:
+        lost: For each layer, the share of energy lost by rank, starting at rank 0. It must be convex.
+        total: Maximum of the sum of all ranks. It is at least the number of layers.
+        max_ranks: Maximum rank of each layer.
+    """
+    step = RANK_STEP if total >= MIN_STEPPED_RANK * len(lost) else 1
+    ranks = [min(step, max_rank) for max_rank in max_ranks]
+
+    def gain(layer: int) -> float:
+        """Return the loss avoided per number by one more step, or -1 if no further step is possible."""
+        rank = ranks[layer]
+        more = min(rank + step, max_ranks[layer])
+        if more == rank or sum(ranks) + more - rank > total:
+            return -1.0
+        losses = lost[layer]
+        return float(losses[min(rank, len(losses) - 1)] - losses[min(more, len(losses) - 1)]) / (more - rank)
+
+    while max(gains := [gain(layer) for layer in range(len(ranks))]) >= 0:
+        best = gains.index(max(gains))
+        ranks[best] = min(ranks[best] + step, max_ranks[best])
+    return ranks
+
+
+# Number of texts, and of tokens per text, that are used. The attention weights of all layers must fit into memory. A
+# hundred lines are enough to find the two layers of MiniLM. The length does not depend on the calibration's
+# `max_length`, because heads that copy from one part of a text to another only show if both parts are read.
+MAX_TEXTS, MAX_TOKENS = 512, 128
+# Fields that change a layer, without their prefix: heads, latent and kernel.
+LAYER_FIELDS = ("num_key_value_heads", "kv_lora_rank", "attention_kernel")
+
+
+def check_matching_layers(
+    plan: ConversionPlan, fields: Mapping[str, Any], count: Any, calibration: Calibration | None
+) -> None:
+    """Check that a number of token-matching layers can stay unchanged. This needs no text.
+
+    Args:
+        plan: The plan that converts all layers.
+        fields: The fields of this plan.
+        count: Number of layers that stay unchanged.
+        calibration: The calibration whose text is used to find these layers.
+
+    Raises:
+        ValueError: if the number leaves no layer to convert, there is no text, there is no encoder, its layers share
+            their weights, or another argument changes all layers or selects layers.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"`keep_matching_layers` must be an integer of at least 1, got {count!r}.")
+    if calibration is None:
+        raise ValueError("`keep_matching_layers` needs text to find layers. Give `calibration` (--calibration_file).")
+    prefix = _get_encoder_prefix(plan)
+    if prefix is None or plan.reads_audio:
+        raise ValueError(
+            "`keep_matching_layers` must only be given for models with an encoder that reads text, got "
+            f"{plan.model_class.__name__}. Leave it out."
+        )
+    names = _list_layer_fields(prefix, fields)
+    if not names:
+        raise ValueError(
+            "`keep_matching_layers` needs new heads, ranks or a kernel for the other encoder layers. Give "
+            f"`{prefix}num_key_value_heads`, for example."
+        )
+    by_layer = [name for name in fields.get("per_layer_values") or {} if name in plan.config.by_layer_fields()]
+    conflicts = [f"per_layer_values` of `{name}" for name in by_layer if _is_layer_field(prefix, name)]
+    conflicts += [name for name in (f"{prefix}attention_pattern",) if fields.get(name) is not None]
+    if conflicts:
+        raise ValueError(
+            f"`keep_matching_layers` must not be given with `{conflicts[0]}`, which selects other layers. Leave one "
+            "of them out."
+        )
+    modules = [module for module in plan.modules if not module.site.is_cross_attention and _is_in(prefix, module)]
+    if any(plan.model_class.module_runs(plan.config, module.name) > 1 for module in modules):
+        raise ValueError(
+            "`keep_matching_layers` must only be given for models whose layers do not share weights. Leave it out."
+        )
+    if count >= len(modules):
+        raise ValueError(
+            f"`keep_matching_layers` must be less than the number of layers ({len(modules)}), got {count}. Give a "
+            "smaller number."
+        )
+
+
+@torch.no_grad()
+def matching_shares(
+    plan: ConversionPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
+) -> list[float]:
+    """Return the share s of each encoder layer (see the module docstring).
+
+    If the model is a decoder-only BERT, only earlier tokens u < t count.
+
+    Args:
+        plan: The plan that converts all layers.
+        model: The original model in this package's class.
+        tokenizer: Its tokenizer.
+        calibration: The calibration. Its first `MAX_TEXTS` texts or pairs are used, up to `MAX_TOKENS` tokens each.
+
+    Raises:
+        ValueError: if no example contains a word twice, or the tokenizer does not belong to the model.
+    """
+    from .calibration.batches import pad_rows, tokenize_texts
+
+    config, texts = model.config, calibration.texts[:MAX_TEXTS]
+    device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    encoder = (model.get_encoder() if _get_encoder_prefix(plan) else model.base_model).eval().to(device)
+    length = min(MAX_TOKENS, longest_input(config) or MAX_TOKENS)
+    encoded, segments = tokenize_texts(config, tokenizer, texts, length)
+    special = torch.tensor(tokenizer.all_special_ids)
+    sums: dict[int, Any] = defaultdict(float)
+    count = 0
+    starts = range(0, len(texts), calibration.batch_rows)
+    for start in progress_bar(starts, desc="finding token-matching layers", leave=False):
+        rows = slice(start, start + calibration.batch_rows)
+        batch = pad_rows(encoded[rows], tokenizer.pad_token_id)
+        if segments is not None:
+            batch["token_type_ids"] = pad_rows(segments[rows], 0)["input_ids"]
+        same = _find_same_tokens(batch, special)
+        if getattr(config, "is_decoder", False):
+            same = same.tril()
+        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        for layer, weights in enumerate(encoder(**on_device, output_attentions=True).attentions):
+            sums[layer] = sums[layer] + (weights.cpu() * same[:, None]).sum((0, 2, 3)).double()  # [h]
+        count += int(same.any(-1).sum())
+    if not count:
+        raise ValueError(
+            "`keep_matching_layers` needs texts that contain a word twice, and the calibration has none. Give longer "
+            "texts."
+        )
+    return [round(float(sums[layer].amax()) / count, 4) for layer in range(len(sums))]
+
+
+def fields_keeping(
+    plan: ConversionPlan, fields: Mapping[str, Any], shares: Sequence[float], count: int
+) -> dict[str, Any]:
+    """Return the fields of a conversion that leaves the layers with the largest shares unchanged.
+
+    Args:
+        plan, fields, count: The arguments of `check_matching_layers`.
+        shares: The share of each layer from `matching_shares`.
+    """
+    unchanged = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
+    by_layer = dict(fields.get("per_layer_values") or {})
+    names = _list_layer_fields(_get_encoder_prefix(plan) or "", fields)
+    for name in names:
+        old = [plan.source_config.layer_value(name, layer) for layer in range(len(shares))]
+        by_layer[name] = [old[layer] if layer in unchanged else fields[name] for layer in range(len(shares))]
+    return {**fields, **dict.fromkeys(names), "per_layer_values": by_layer}
+
+
+def _get_encoder_prefix(plan: ConversionPlan) -> str | None:
+    """Return the prefix of the fields of an encoder, or None if there is no encoder."""
+    if "encoder_num_key_value_heads" not in plan.config.kv_heads_fields():
+        return ""
+    return "encoder_" if any(_is_in("encoder_", module) for module in plan.modules) else None
+
+
+def _is_in(prefix: str, module: Any) -> bool:
+    """Return whether an attention is in the encoder or decoder with this prefix."""
+    return module.site.stack_prefix == prefix
+
+
+def _is_layer_field(prefix: str, name: str) -> bool:
+    """Return whether a field changes the layers of the encoder or decoder with this prefix."""
+    return name in [f"{prefix}{field}" for field in LAYER_FIELDS]
+
+
+def _list_layer_fields(prefix: str, fields: Mapping[str, Any]) -> list[str]:
+    """Return the given fields that change the layers of the encoder or decoder with this prefix."""
+    return [name for name, value in fields.items() if value is not None and _is_layer_field(prefix, name)]
+
+
+def _find_same_tokens(batch: dict[str, torch.Tensor], special: torch.Tensor) -> torch.Tensor:
+    """Return which pairs of tokens are equal, [b, n, n]. Padding and special tokens are not equal to any token."""
+    ids = batch["input_ids"]
+    is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
+    same = (ids[:, :, None] == ids[:, None, :]) & is_word[:, :, None] & is_word[:, None, :]
+    return same & ~torch.eye(ids.shape[1], dtype=torch.bool)

@@ -1,1 +1,0 @@
-"""The size and the loss of the variants of a checkpoint, measured without writing them."""
