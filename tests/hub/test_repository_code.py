@@ -206,6 +206,51 @@ def test_remote_model_supports_copy_pickle_switch_and_save(name, repositories, t
     assert result.returncode == 0, result.stderr[-3000:]
 
 
+EXTENDED = textwrap.dedent(
+    """
+    import multiprocessing, operator, sys, torch
+    from concurrent.futures import ProcessPoolExecutor
+    from pathlib import Path
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import AutoModel
+
+    folder = Path(sys.argv[1])
+    saved = load_file(folder.parent / f"tensors-{folder.name}.safetensors")
+    batch = {name.removeprefix("input."): value for name, value in saved.items() if name.startswith("input.")}
+
+    def load():
+        return AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+
+    def check(result, atol=1e-5):
+        torch.testing.assert_close(result.last_hidden_state, saved["expected"], atol=atol, rtol=0)
+
+    with torch.no_grad():
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            check(pool.submit(operator.methodcaller("__call__", **batch), load().requires_grad_(False)).result())
+        check(torch.compile(load(), backend="aot_eager")(**batch))
+        check(torch.export.export(load(), (), batch).module()(**batch))
+        merged = get_peft_model(load(), LoraConfig(target_modules=["query", "value"]))
+        check(merged(**batch))
+        check(merged.merge_and_unload()(**batch))
+
+        from hf_attn_variants import quantize
+        from hf_attn_variants.quantization import packed_linear
+
+        packed_linear.MIN_WEIGHTS = 1
+        quantized = quantize(load())
+        check(quantized(**batch), atol=0.3)
+    """
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", REPOSITORIES)
+def test_remote_model_supports_spawn_compile_export_lora_and_quantize(name, repositories, tmp_path):
+    result = run_elsewhere(EXTENDED, repositories / name, home=tmp_path / "home", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
 def test_package_model_supports_copy_and_pickle():
     model, batch = BERT.model("BertModel", "gqa").eval(), BERT.batch("BertModel")
     with torch.no_grad():
