@@ -353,7 +353,7 @@ def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | 
         ValueError: if the folder is inside `source`.
     """
     path = Path(os.path.realpath(os.path.expanduser(output_dir)))
-    if path.exists() and any(path.iterdir()):
+    if (path.exists() or path.is_symlink()) and any(path.iterdir()):
         raise FileExistsError(f"The output folder {str(path)!r} is not empty. Give a new folder, or empty this one.")
     parent = _find_existing_ancestor(path)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):

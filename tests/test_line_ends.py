@@ -31,7 +31,7 @@ def test_line_readers_agree_on_line_ends(tmp_path, end, suffix):
     texts = ["one\u2028half", "two\x85b", "a\x0cb"]
     source = write(tmp_path / f"b.txt{suffix}", texts, end)
     assert read_lines([source]) == texts
-    assert read_pairs(source, write(tmp_path / "c.txt", ["x", "y", "z"], "\n"))[2] == ("a\x0cb", "z")
+    assert read_pairs(source, write(tmp_path / "c.txt", ["x", "y", "z"], "\n")).texts[2] == ("a\x0cb", "z")
     rows = ['{"text": "x"}', '{"text": "y"}']
     result = [record.values["text"] for record in read_records(Path(write(tmp_path / f"d.jsonl{suffix}", rows, end)))]
     assert result == ["x", "y"]

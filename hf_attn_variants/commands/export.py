@@ -65,6 +65,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     parser.add_argument("--disable_tqdm", action="store_true", help="show no progress bars")
     args = parse_with_checkpoint(parser, argv)
+    for name, export_format in FORMAT_OPTIONS.items():
+        if getattr(args, name) is not None and args.to != export_format:
+            parser.error(f"--{name} is only supported with --to {export_format}. Remove --{name}.")
     check_output_dir(args.output_dir)
     return args
 

@@ -371,7 +371,7 @@ def test_talking_heads_checkpoint_keeps_its_head_count():
         ({"model_type": "gpt2"}, "'gpt2' is not supported"),
         ({"num_attention_heads": 5}, "must divide `hidden_size`"),
         ({"num_attention_heads": "12"}, "configuration is wrong|whole number"),
-        ({"num_hidden_layers": 10**9}, "at most 10000"),
+        ({"num_hidden_layers": 10**9}, "from 0 to 10000"),
         ({"num_attention_heads": -4}, "at least 1"),
         ({"per_layer_config": {"0": {}}, "model_type": "bert"}, "unequal layers"),
         ({"per_layer_values": {"num_key_value_heads": [4]}}, "list of 2 values"),

@@ -206,8 +206,8 @@ def test_invalid_onnx_options_and_missing_packages_raise_before_any_work(tmp_pat
         export_onnx(tmp_path, tmp_path / "onnx", opset=17)
     command = ["export", "x", "--to", "onnx", "--output_dir", "out"]
     for options, message in (
-        (["--dtype", "float32"], "--dtype is only for --to transformers"),
-        (["--to", "transformers", "--opset", "18"], "--opset is only for --to onnx"),
+        (["--dtype", "float32"], "--dtype is only supported with --to transformers"),
+        (["--to", "transformers", "--opset", "18"], "--opset is only supported with --to onnx"),
     ):
         with pytest.raises(SystemExit):
             cli.main([*command, *options])

@@ -432,8 +432,6 @@ def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--held_out_target_file", "x"], "--held_out_target_file requires --held_out_file"),
-        (["--loss", "-1"], "--loss must be at least 0"),
         (["--kv_lora_rank", "33"], "from 1 to 32"),
         (["--held_out_size", "1"], "`held_out_size`"),
         (["--encoder_num_key_value_heads", "2"], "`encoder_num_key_value_heads`"),
