@@ -216,7 +216,7 @@ def load_converted(
         check_kept(_measure_quality(result, model), request.strict)
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
-        model._generate_as_configured()
+        model._update_generation_settings()
     return model
 
 

@@ -159,7 +159,7 @@ class ConversionRequest:
             message = f"There is no {examples} to calibrate on. {loss} {advice} {how_to_confirm}"
         else:
             message = f"{loss} A calibration is not possible: {reason}. {how_to_confirm}"
-        has_decoder = any(module.site.stack_of(plan.config) == "decoder" for module in plan.reduced)
+        has_decoder = any(module.site.get_stack_name(plan.config) == "decoder" for module in plan.reduced)
         if self.needs_method and has_decoder and (pools or gets_kernel):
             raise ValueError(message)
         return message

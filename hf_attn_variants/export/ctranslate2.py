@@ -178,7 +178,7 @@ def _transformers_model_type(config: Mapping[str, Any]) -> str:
     """Return the Transformers model type for a `config.json` of a variant or of a Transformers checkpoint."""
     _, model_config = source_model(config)
     model_type: str = config["model_type"]
-    types = model_config.upstream_model_types
+    types = model_config.transformers_model_types
     return model_type if model_type in types else types[0]
 
 
@@ -238,7 +238,7 @@ def _describe_export(
     if reads_audio:
         usage = whisper_usage(*arguments)
     else:
-        usage = translator_usage(*arguments, model.config.upstream_model_types[0])
+        usage = translator_usage(*arguments, model.config.transformers_model_types[0])
     return CTranslate2Export(
         os.fspath(output_dir),
         upstream_architecture(type(model)),

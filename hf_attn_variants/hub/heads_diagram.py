@@ -5,9 +5,9 @@ from typing import Any
 
 from ..inspection.costs import values_by_layer
 from ..inspection.tables import talking_by_place
-from ..modeling.fields.field_table import PLACES, row_of
+from ..modeling.fields.field_table import PLACES, get_field_row
 from ..modeling.mechanisms.head_sharing import consecutive_groups
-from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeads, query_heads_there
+from ..modeling.mechanisms.talking_heads import BOTH, LOGITS, WEIGHTS, TalkingHeadsSettings, get_query_heads
 
 __all__ = ["heads_diagram", "layers_text"]
 
@@ -59,7 +59,7 @@ def _describe_latent(config: Any, field: str, is_t5: bool) -> str:
     for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
         parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
-    prefix, _ = row_of(field)
+    prefix, _ = get_field_row(field)
     owner = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
     text = f"Keys and values of {owner} are computed from {', '.join(parts)} for each {PLACES[prefix].token}."
     return text if parts else ""
@@ -87,7 +87,7 @@ def _compute_width(queries: list[str], keys: list[str]) -> int:
 def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Return the talking-heads projections: one line if they are the same in all places, otherwise one per place."""
     by_place = {
-        prefix: [_draw_chain(query_heads_there(config, prefix), talking) for talking in layers]
+        prefix: [_draw_chain(get_query_heads(config, prefix), talking) for talking in layers]
         for prefix, layers in talking_by_place(config, kv_fields).items()
     }
     if len({chain for chains in by_place.values() for chain in chains}) == 1:
@@ -100,7 +100,7 @@ def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _draw_chain(heads: int, talking: TalkingHeads) -> str:
+def _draw_chain(heads: int, talking: TalkingHeadsSettings) -> str:
     """Return the talking-heads projections of one attention module, or an empty text if it has none."""
     if talking.kind is None:
         return ""

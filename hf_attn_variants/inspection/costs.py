@@ -16,16 +16,16 @@ from ..conversion.attention_tensors import rank_relation, relation
 from ..conversion.checkpoint.source import check_whole_model, local_folder, read_config
 from ..errors import as_value_error
 from ..files import CONFIG_NAME
-from ..modeling.fields.field_table import PLACES, row_of
+from ..modeling.fields.field_table import PLACES, get_field_row
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.mechanism_fields import has_kernel
-from ..modeling.fields.variant_config import can_cache
+from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.additive_score import AdditiveScore
-from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, sharing_of
-from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
-from ..modeling.mechanisms.latents import rank_of_map
-from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
-from ..modeling.mechanisms.talking_heads import BOTH, KIND, dynamic_terms, has_talking_heads, supports_cache
+from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, get_head_sharing
+from ..modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
+from ..modeling.mechanisms.latents import get_projection_rank
+from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class
+from ..modeling.mechanisms.talking_heads import BOTH, KIND, get_dynamic_terms, has_talking_heads, supports_cache
 from ..registration import variant_config_class, variant_model_class
 from .counting import (
     CacheSizes,
@@ -216,7 +216,7 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
         field: The key/value head field of the encoder or decoder to describe.
     """
     counts = set(values_by_layer(config, field)) or {getattr(config, field)}
-    sharing = sharing_of(counts, config.query_heads(field))
+    sharing = get_head_sharing(counts, config.query_heads(field))
     number = str(max(counts)) if len(counts) == 1 else f"{min(counts)}..{max(counts)} by layer"
     parts = [f"{sharing.label}-{number}" if sharing is GroupedQuery else sharing.label]
     for name in _rank_fields(config, field):
@@ -234,14 +234,14 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     ]
     prefix = "encoder_" if field.startswith("encoder_") else ""
     pattern = getattr(config, f"{prefix}attention_pattern")
-    if pattern is not None and "attention_block_size" in pattern_class(pattern).needed:
+    if pattern is not None and "attention_block_size" in get_pattern_class(pattern).needed:
         parts.append(f"{pattern.replace('_', ' ')} {getattr(config, f'{prefix}attention_block_size')}")
     elif pattern is not None:
         windows = values_by_layer(config, f"{prefix}attention_window")
         parts.append("window " + "..".join(map(str, sorted({w for w in windows if w is not None}))))
     for place in [prefix] if prefix else ["", "cross_"]:
         if (kernel := getattr(config, f"{place}attention_kernel", None)) is not None:
-            window = f" {getattr(config, f'{place}attention_window')}" if kernel_class(kernel).reads_window else ""
+            window = f" {getattr(config, f'{place}attention_window')}" if get_kernel_class(kernel).needs_window else ""
             layers = _in_layers(values_by_layer(config, f"{place}attention_kernel"))
             parts.append(f"{'cross ' if place == 'cross_' else ''}{kernel}{window}{layers}")
     return " + ".join(parts)
@@ -376,8 +376,8 @@ def variant_rows(
     if has_kernel(current) or _has_fixed_form(current):  # not compatible with kernels, or not convertible
         return
     # Dynamic terms that read the encoder outputs would be computed from the latents.
-    keeps_cross_cache = supports_cache(dynamic_terms(current, "cross_"))
-    if latents and can_cache(current) and keeps_cross_cache and not has_latents(current, field):
+    keeps_cross_cache = supports_cache(get_dynamic_terms(current, "cross_"))
+    if latents and supports_decoder_cache(current) and keeps_cross_cache and not has_latents(current, field):
         yield from latent_rows(current, ranks)
     # Talking heads need the same number of heads in encoder and decoder.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
@@ -428,7 +428,7 @@ def kv_head_counts(config: Any, field: str) -> list[int]:
     """
     heads = config.query_heads(field)
     value_heads = {
-        config.talking_heads_of(prefix, layer).output
+        config.get_talking_heads(prefix, layer).output
         for prefix in places_of_stacks(config, (field,))
         for layer in range(config.layer_count(prefix + KIND))
     }
@@ -453,7 +453,7 @@ def _is_convertible(source: Any, target: Any) -> bool:
         ]
         for field, check in checks:
             for pair in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True):
-                old, new = (rank_of_map(value, width) if check is rank_relation else value for value in pair)
+                old, new = (get_projection_rank(value, width) if check is rank_relation else value for value in pair)
                 check(old, new)
     except ValueError:
         return False
@@ -463,8 +463,8 @@ def _is_convertible(source: Any, target: Any) -> bool:
 def _has_fixed_form(config: Any) -> bool:
     """Return whether a configuration cannot be converted, because its attention has parameters of another form."""
     values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
-    by_head = [name for name in KERNELS if kernel_class(name).of_key_heads]
-    by_head += [name for name in PATTERNS if pattern_class(name).learned]
+    by_head = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
+    by_head += [name for name in PATTERNS if get_pattern_class(name).learned]
     has_other_shapes = has_scores(config) or config.value_head_dim is not None
     return has_other_shapes or any(name in values for name in by_head)
 
@@ -478,5 +478,5 @@ def score_name(config: Any, prefix: str) -> str | None:
 def has_scores(config: Any) -> bool:
     """Return whether any attention of a configuration has scores other than the dot product."""
     field = AdditiveScore.field
-    prefixes = [prefix for prefix in row_of(field)[1].prefixes if hasattr(config, prefix + field)]
+    prefixes = [prefix for prefix in get_field_row(field)[1].prefixes if hasattr(config, prefix + field)]
     return any(score_name(config, prefix) is not None for prefix in prefixes)

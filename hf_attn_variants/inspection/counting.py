@@ -14,10 +14,10 @@ from torch import nn
 
 from ..conversion.cache_budget import cache_bytes_per_token, cached_numbers
 from ..modeling.attention.attention_sites import AttentionSite
-from ..modeling.attention.latent_attention import latent_flops
+from ..modeling.attention.latent_attention import count_latent_flops
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.variant_config import can_cache
-from ..modeling.mechanisms.talking_heads import has_talking_heads, mixing_flops
+from ..modeling.fields.variant_config import supports_decoder_cache
+from ..modeling.mechanisms.talking_heads import count_mixing_flops, has_talking_heads
 from ..modeling.ops.variant_attention import VariantAttention
 
 __all__ = [
@@ -97,7 +97,7 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
     """Return the `cache_bytes_per_token` of a variant model, with `itemsize` bytes per number."""
     sizes = []
     for site, path, module in model.named_attentions():
-        numbers = cached_numbers(site.heads(model.config, path), model.config.hidden_size)
+        numbers = cached_numbers(site.get_heads(model.config, path), model.config.hidden_size)
         sizes.append((site, 0 if _keeps_state(module, site) else itemsize * numbers))
     return cache_bytes_per_token(model.config, sizes)
 
@@ -127,12 +127,12 @@ def kv_cache_bytes(
     )
     sizes = []
     for site, path, module in model.named_attentions():
-        core, heads = _core(module, site), site.heads(model.config, path)
+        core, heads = _core(module, site), site.get_heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
         size = itemsize * tokens * cached_numbers(heads, model.config.hidden_size)
         if core.kernel is not None:  # cross-attention caches the keys and values of the state too
-            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.state_numbers(heads)
+            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.num_state_values(heads)
             size = state + (0 if core.kernel.is_causal else size)
         sizes.append((site, size if site.is_cross_attention and is_shared else num_beams * size))
     cache = cache_bytes_per_token(model.config, sizes)
@@ -175,8 +175,9 @@ def flops_per_token(
         length: The number of tokens that a token attends to in an encoder-only model or in a decoder.
         source_length: The same number for the encoder of an encoder-decoder and for cross-attention.
         decodes: Whether a token of the decoder is the next one of a generation. Latents are then counted in the form
-            that the model uses (`latent_attention.absorbs`, `is_short`), and otherwise in the expanded form.
-        batch_size: The number of sequences per batch, which the form of short latents depends on (`is_short`).
+            that the model uses (`latent_attention.should_absorb_projections`, `is_short_latent`). Otherwise, they are
+            counted in the expanded form.
+        batch_size: The number of sequences per batch, which the form of short latents depends on (`is_short_latent`).
 
     Returns:
         {"encoder": ..., "decoder": ...} for the parts that the model has. The encoder includes the keys, values and
@@ -188,30 +189,34 @@ def flops_per_token(
     linears = {
         name.removeprefix(prefix): module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    has_decoder = any(site.stack_of(config) == "decoder" for site, _, _ in model.named_attentions())
-    decodes = decodes and can_cache(config)
+    has_decoder = any(site.get_stack_name(config) == "decoder" for site, _, _ in model.named_attentions())
+    decodes = decodes and supports_decoder_cache(config)
     for site, path, module in model.named_attentions():
-        runs, stack, heads = model.module_runs(config, path), site.stack_of(config), site.heads(config, path)
+        runs, stack, heads = (
+            model.count_module_runs(config, path),
+            site.get_stack_name(config),
+            site.get_heads(config, path),
+        )
         key_stack = "encoder" if site.is_cross_attention else stack
         projections = {role: linears.pop(f"{path}.{linear}") for role, linear in site.projections.items()}
         flops[stack] += 2 * runs * (projections["query"].weight.numel() + projections["output"].weight.numel())
-        latent = linears.pop(site.latent_path(path), None)  # layers may share a latent, which counts once
+        latent = linears.pop(site.get_latent_path(path), None)  # layers may share a latent, which counts once
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         core = _core(module, site)
-        attended = attended if core.key_range is None else core.key_range.keys_read(attended)
+        attended = attended if core.key_range is None else core.key_range.num_attended_keys(attended)
         if core.compression is not None:
-            attended = core.compression.keys_read(attended)
+            attended = core.compression.num_attended_keys(attended)
         query_dim = projections["query"].in_features
         key_dim = projections["key"].in_features if site.is_cross_attention else query_dim
-        parts = [mixing_flops(heads, query_dim, key_dim, attended)]
+        parts = [count_mixing_flops(heads, query_dim, key_dim, attended)]
         key_value = (projections["key"], projections["value"])
         if decodes and heads.rank is not None:
             is_step, is_cached = stack == "decoder", site.is_cross_attention
-            parts.append(latent_flops(core, key_value, attended, batch_size, is_step, is_cached))
+            parts.append(count_latent_flops(core, key_value, attended, batch_size, is_step, is_cached))
         else:
             parts.append(_attention_flops(core, key_value, attended))
-        parts += [extra.flops() for extra in (core.compression, core.score) if extra is not None]
+        parts += [extra.count_flops() for extra in (core.compression, core.score) if extra is not None]
         for per_key, per_query in parts:
             flops[key_stack] += runs * per_key
             flops[stack] += runs * per_query
@@ -219,7 +224,7 @@ def flops_per_token(
         if not runs_once_per_sequence(model, name):
             parent = name.split(".")[0] if config.is_encoder_decoder else None
             stack = parent if parent in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
-            flops[stack] += 2 * model.module_runs(config, name) * linear.weight.numel()
+            flops[stack] += 2 * model.count_module_runs(config, name) * linear.weight.numel()
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
@@ -235,7 +240,7 @@ def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Line
     """
     heads, per_key = core.heads, 2 * sum(projection.weight.numel() for projection in key_value)
     if core.kernel is not None:
-        key_features, query_features = core.kernel.flops(heads, attended)
+        key_features, query_features = core.kernel.count_flops(heads, attended)
         return per_key + heads.key * key_features, heads.query * query_features
     return per_key, 2 * attended * (heads.query * heads.head_dim + heads.output * heads.value_dim)
 
@@ -254,7 +259,7 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
     """
     flops: dict[int, int] = {}
     for site, path, module in model.named_attentions():
-        runs = model.module_runs(model.config, path)
+        runs = model.count_module_runs(model.config, path)
         flops |= {id(linear): 2 * runs * linear.weight.numel() for linear in _linear_layers(model, site, path, module)}
     return sum(flops.values())
 
@@ -275,7 +280,7 @@ def attention_parameters(model: AttnVariantModelMixin) -> int:
 
 def _linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
     """Return the linear layers of an attention module, with its latent projection."""
-    parent, _, name = site.latent_path(path).rpartition(".")
+    parent, _, name = site.get_latent_path(path).rpartition(".")
     latent = getattr(model.base_model.get_submodule(parent), name, None) if name else None
     linears = [module.get_submodule(name) for name in site.projections.values()]
     return linears if latent is None else [*linears, latent]

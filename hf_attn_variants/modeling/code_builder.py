@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["build_code", "file_names"]
+__all__ = ["build_code", "get_file_names"]
 
 FOLDER = Path(__file__).parent
 # Each of these files has the classes of one architecture or family, and is not joined with others.
@@ -42,14 +42,14 @@ ANY = (
 # The names at which the code of mechanisms begins: {name: mechanisms that need it} (`fields/composition.py`).
 ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "build_code": (),
-    "_added": ("talking_heads",),
-    "_check_kernel_kept": ("linear_attention",),
+    "_compare_talking_heads": ("talking_heads",),
+    "_check_kernel_unchanged": ("linear_attention",),
     "_check_layer": ("talking_heads",),
     "_check_not_ignored": ANY,
-    "add_latent_map": ("latents",),
+    "add_latent_projection": ("latents",),
     "add_summary_parameters": ("patterns",),
     "AdditiveScore": ("additive_score",),
-    "as_full_attention": ("linear_attention", "patterns"),
+    "key_range_to_mask_and_bias": ("linear_attention", "patterns"),
     "attend_in_blocks": ("patterns",),
     "attend_to_latent": ("latents",),
     "attend_to_one_latent": ("latents",),
@@ -63,37 +63,37 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "check_global_mask": ("linear_attention", "patterns"),
     "check_kernels": ("linear_attention",),
     "check_patterns": ("linear_attention", "patterns"),
-    "check_together": ANY,
-    "checked_layer_values": ("unequal_layers",),
-    "compression_of": ("patterns",),
+    "check_combinations": ANY,
+    "validate_layer_values": ("unequal_layers",),
+    "create_compression": ("patterns",),
     "DistanceBias": ("patterns", "linear_attention"),
-    "drawn_names": ("linear_attention",),
+    "get_random_buffer_names": ("linear_attention",),
     "DynamicTerms": ("talking_heads",),
-    "fills_blocks": ("linear_attention", "patterns"),
-    "from_per_layer_config": ("unequal_layers",),
+    "should_compute_in_blocks": ("linear_attention", "patterns"),
+    "merge_per_layer_config": ("unequal_layers",),
     "init_kernel": ("linear_attention",),
     "install_kernel": ("linear_attention",),
-    "_keep_state": ("linear_attention",),
-    "keep_window": ("linear_attention", "patterns"),
+    "_prepare_state_layer": ("linear_attention",),
+    "limit_cache_to_window": ("linear_attention", "patterns"),
     "kernel_attention_forward": ("linear_attention",),
-    "kernel_class": ("linear_attention",),
+    "get_kernel_class": ("linear_attention",),
     "KernelStateLayer": ("linear_attention",),
     "Latent": ("latents",),
     "MemoryCompressed": ("patterns",),
-    "one_latent_serves": ("latents",),
-    "pattern_class": ("patterns",),
-    "projection_shapes": ("talking_heads",),
-    "projection_std": ("talking_heads",),
+    "should_use_latent_kernels": ("latents",),
+    "get_pattern_class": ("patterns",),
+    "get_projection_shapes": ("talking_heads",),
+    "get_projection_std": ("talking_heads",),
     "KeyRange": ("linear_attention", "patterns"),
-    "score_of": ("additive_score",),
+    "create_additive_score": ("additive_score",),
     "SinusoidalPositions": ("sinusoidal_positions",),
-    "sinusoids": ("sinusoidal_positions",),
-    "settle_padding": ("additive_score", "linear_attention", "patterns", "talking_heads"),
-    "shared_latent": ("latents",),
-    "summary_table": ("patterns",),
+    "compute_sinusoids": ("sinusoidal_positions",),
+    "set_padding_rule": ("additive_score", "linear_attention", "patterns", "talking_heads"),
+    "get_shared_latent": ("latents",),
+    "compute_summary_bias": ("patterns",),
     "talking_heads_attention": ("linear_attention", "patterns", "talking_heads"),
     "TransientPattern": ("patterns",),
-    "with_global_tokens_first": ("linear_attention", "patterns"),
+    "attend_with_global_tokens_first": ("linear_attention", "patterns"),
 }
 # A stub has the name of the definition that it replaces.
 STUB = "class {name}(Missing):\n    mechanisms = {mechanisms!r}\n"
@@ -148,15 +148,15 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     """
     modules = _read_modules()
     stubs = {name: needed_by for name, needed_by in ENTRY_POINTS.items() if not _is_included(needed_by, mechanisms)}
-    reached = _reached(modules, roots, stubs)
+    reached = _find_used_definitions(modules, roots, stubs)
     files: dict[str, list[_Module]] = {}
-    for module in _in_order(modules, {name for name, _ in reached}):
+    for module in _order_blocks(modules, {name for name, _ in reached}):
         files.setdefault(module.file, []).append(module)
     texts = {f"{file}.py": _file_text(parts, modules, reached, stubs) for file, parts in sorted(files.items())}
     return _with_constants(texts, mechanisms)
 
 
-def file_names() -> set[str]:
+def get_file_names() -> set[str]:
     """Return the names of all files that a repository may have."""
     return {f"{_file_of(path)}.py" for path in FOLDER.rglob("*.py") if path.stem not in ("__init__", "code_builder")}
 
@@ -189,7 +189,7 @@ def _read_module(path: Path) -> _Module:
         if not body and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and not docstring:
             docstring = source[1]
             continue
-        names = frozenset(_defined(node))
+        names = frozenset(_find_defined_names(node))
         if "__all__" in names:
             continue
         is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
@@ -198,7 +198,7 @@ def _read_module(path: Path) -> _Module:
         if not is_relative:
             comment = "\n".join(line for line in source[0].split("\n") if line.startswith("#"))
             whole = f"{comment}\n{source[1]}" if comment else source[1]
-            body.append(_Definition(whole, names, frozenset(_used(node)), node))
+            body.append(_Definition(whole, names, frozenset(_find_used_names(node)), node))
         for child in ast.walk(node):
             if isinstance(child, ast.ImportFrom) and child.level and child.module is not None:
                 module = child.module.rpartition(".")[2]
@@ -212,7 +212,7 @@ def _is_for_type_checkers(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
 
 
-def _defined(node: ast.stmt) -> Iterator[str]:
+def _find_defined_names(node: ast.stmt) -> Iterator[str]:
     """Yield the names that a statement at the top of a module binds."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
@@ -220,16 +220,16 @@ def _defined(node: ast.stmt) -> Iterator[str]:
         yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
     elif isinstance(node, ast.If | ast.With | ast.Try):
         for child in (*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())):
-            yield from _defined(child)
+            yield from _find_defined_names(child)
         for handler in getattr(node, "handlers", ()):
             for child in handler.body:
-                yield from _defined(child)
+                yield from _find_defined_names(child)
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             yield from (child.id for child in ast.walk(target) if isinstance(child, ast.Name))
 
 
-def _used(node: ast.AST) -> Iterator[str]:
+def _find_used_names(node: ast.AST) -> Iterator[str]:
     """Yield the names that a statement uses, also those in quoted annotations."""
     for child in ast.walk(node):
         if isinstance(child, ast.Name):
@@ -242,7 +242,7 @@ def _is_annotation(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*(\[[\w\s,.|\[\]]*\])?(\s*\|\s*[\w.\[\]]+)*", text) is not None
 
 
-def _reached(
+def _find_used_definitions(
     modules: Mapping[str, _Module], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
 ) -> set[tuple[str, str]]:
     """Return (module, name) of each definition that the roots use directly or indirectly, including stubs."""
@@ -286,10 +286,10 @@ def _reached(
 
 
 # The class of stubs, which a repository defines in its first file.
-BASE_STUB = (NAMES, "Missing")
+BASE_STUB = (NAMES, "MissingDefinition")
 
 
-def _in_order(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
+def _order_blocks(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
     """Yield modules, each after those that it imports when it runs."""
     done: set[str] = set()
 
@@ -325,7 +325,7 @@ def _file_text(
                 continue
             if stubbed := sorted(name for name in names if name in stubs):
                 body += [STUB.format(name=name, mechanisms=stubs[name]) for name in stubbed]
-                _add_import(imports, (NAMES, "Missing"), "Missing", module, modules)
+                _add_import(imports, (NAMES, "MissingDefinition"), "MissingDefinition", module, modules)
                 continue
             definitions.append(definition)
             if isinstance(definition.node, ast.Import | ast.ImportFrom):
@@ -337,8 +337,8 @@ def _file_text(
             if name in uses and place in reached:
                 _add_import(imports, place, name, module, modules)
         if body:
-            docstring = _as_comment(module.docstring) if texts else module.docstring
-            texts += [docstring if definitions else "", _joined(body)]
+            docstring = _docstring_to_comment(module.docstring) if texts else module.docstring
+            texts += [docstring if definitions else "", _join_statements(body)]
     lines = [f"from {source} import {', '.join(sorted(names))}" for source, names in sorted(imports.items())]
     future = [line for line in lines if line.startswith("from __future__")]
     relative = [line for line in lines if line.startswith("from .")]
@@ -347,7 +347,7 @@ def _file_text(
     return "\n\n\n".join(part for part in (texts[0], head, *texts[1:]) if part) + "\n"
 
 
-def _as_comment(docstring: str) -> str:
+def _docstring_to_comment(docstring: str) -> str:
     """Return the docstring of a module as a comment, because only the first one is the docstring of a joined file."""
     return "\n".join(f"# {line}".rstrip() for line in ast.literal_eval(docstring).strip().split("\n"))
 
@@ -391,7 +391,7 @@ def _guarded_imports(block: ast.With, names: set[str]) -> str:
     return "\n".join(lines)
 
 
-def _joined(parts: list[str]) -> str:
+def _join_statements(parts: list[str]) -> str:
     """Return statements with two blank lines around each function and class."""
     text = ""
     for part in filter(None, parts):
@@ -428,7 +428,9 @@ def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) ->
     """Write the included mechanisms and a digest into the files. The digest is a part of the registered names."""
     included = None if mechanisms is None else tuple(sorted(mechanisms))
     name = f"attn_variants_{BASE}.py"
-    files[name] = re.sub(r"^INCLUDED\b.*$", f"INCLUDED = {included!r}", files[name], flags=re.MULTILINE)
+    files[name] = re.sub(
+        r"^INCLUDED_MECHANISMS\b.*$", f"INCLUDED_MECHANISMS = {included!r}", files[name], flags=re.MULTILINE
+    )
     digest = hashlib.sha256("".join(files[file] for file in sorted(files)).encode()).hexdigest()[:DIGEST_LENGTH]
     files[name] = re.sub(r"^CODE_DIGEST\b.*$", f'CODE_DIGEST = "{digest}"', files[name], flags=re.MULTILINE)
     return files

@@ -11,13 +11,13 @@ from pathlib import Path
 from .code_builder import build_code
 from .variant_names import CODE_DIGEST
 
-__all__ = ["CONFIGURATIONS", "code_files", "is_package_class", "write_code"]
+__all__ = ["CONFIGURATIONS", "get_code_files", "is_package_class", "write_code"]
 
 FOLDER = Path(__file__).parent
 CONFIGURATIONS = "configuration_attn_variants"
 
 
-def code_files(config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> Mapping[str, str]:
+def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> Mapping[str, str]:
     """Return the files of a repository: {file name: text}.
 
     Args:
@@ -41,8 +41,8 @@ def code_files(config_class: type, modeling_file: str, mechanisms: Iterable[str]
 
 
 def write_code(folder: str | Path, config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> None:
-    """Write the files of a repository into a folder; arguments as for `code_files`."""
-    for name, text in code_files(config_class, modeling_file, mechanisms).items():
+    """Write the files of a repository into a folder; arguments as for `get_code_files`."""
+    for name, text in get_code_files(config_class, modeling_file, mechanisms).items():
         (Path(folder) / name).write_bytes(text.encode())
 
 

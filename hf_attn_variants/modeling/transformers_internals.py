@@ -18,29 +18,29 @@ from typing import Any
 import transformers
 from torch import nn
 
-from .variant_names import ATTN_VARIANTS_VERSION, MODEL_FOLDERS, NEWEST_RUN, OLDEST_RUN
+from .variant_names import ATTN_VARIANTS_VERSION, MODEL_FOLDERS, NEWEST_TESTED, OLDEST_TESTED
 
 __all__ = [
-    "Arguments",
-    "UpstreamChanged",
-    "auto_class_names",
-    "cache_name",
-    "cache_of",
-    "changed",
+    "MethodArguments",
+    "TransformersChangedError",
+    "build_change_error",
     "check_attention_function",
     "check_attributes",
     "check_caches",
     "check_called",
     "check_configurations",
+    "check_known_arguments",
     "check_mask_functions",
     "check_method",
     "check_models",
     "check_paths",
-    "known_imports",
-    "refuse_two_caches",
-    "refuse_unknown",
-    "upstream_class",
-    "variants_of",
+    "check_single_cache",
+    "collect_variant_classes",
+    "get_auto_class_names",
+    "get_cache",
+    "get_cache_name",
+    "get_transformers_class",
+    "guarded_imports",
 ]
 
 # The names of arguments by role, with the newest name first. If a method of Transformers lacks a role, the import
@@ -62,7 +62,7 @@ CACHE_ROLES = ("cache", "cache_length")
 # Arguments that an attention receives and that do not change its outputs. They select the outputs of a model or belong
 # to the Trainer. All other unknown arguments raise an error. For example, packed sequences (`cu_seq_lens_q`) would
 # otherwise be read as a single text.
-UNCHANGING = frozenset(
+ARGUMENTS_WITHOUT_EFFECT = frozenset(
     {
         "labels",  # from Seq2SeqTrainer; `generate` passes it to the encoder
         "num_items_in_batch",
@@ -75,35 +75,37 @@ UNCHANGING = frozenset(
     }
 )
 # Arguments that the code of this package passes to the attention functions.
-OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "key_range", "x2l", "x2w"})
+OWN_ARGUMENTS = frozenset(
+    {"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "key_range", "x2l", "x2w"}
+)
 
 
-class UpstreamChanged(ImportError):
+class TransformersChangedError(ImportError):
     """An error about a change in the internals of Transformers that this code does not support."""
 
 
-def changed(what: str) -> UpstreamChanged:
+def build_change_error(what: str) -> TransformersChangedError:
     """Return a one-line error that describes the change and lists the possible solutions."""
-    return UpstreamChanged(
+    return TransformersChangedError(
         f"transformers {transformers.__version__} has changed a part that hf_attn_variants {ATTN_VARIANTS_VERSION} "
-        f"uses, and outputs could be wrong: {what}. This code was tested with transformers {OLDEST_RUN} to "
-        f"{NEWEST_RUN}. Install one of these releases, or install a newer hf_attn_variants and import it before you "
+        f"uses, and outputs could be wrong: {what}. This code was tested with transformers {OLDEST_TESTED} to "
+        f"{NEWEST_TESTED}. Install one of these releases, or install a newer hf_attn_variants and import it before you "
         "load the model. Its command `attn-variants refresh` updates the code of a repository."
     )
 
 
 @contextmanager
-def known_imports() -> Iterator[None]:
-    """Convert failed imports of internals of Transformers into `UpstreamChanged`."""
+def guarded_imports() -> Iterator[None]:
+    """Convert failed imports of internals of Transformers into `TransformersChangedError`."""
     try:
         yield
-    except UpstreamChanged:
+    except TransformersChangedError:
         raise
     except (ImportError, AttributeError) as error:
-        raise changed(str(error)) from error
+        raise build_change_error(str(error)) from error
 
 
-class Arguments:
+class MethodArguments:
     """The arguments of a method of Transformers by their roles, independent of the names and order in this release.
 
     Args:
@@ -113,7 +115,7 @@ class Arguments:
         returns: the number of values that both methods return. None = the number is not checked.
 
     Raises:
-        UpstreamChanged: if the method lacks a role or returns another number of values.
+        TransformersChangedError: if the method lacks a role or returns another number of values.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Arguments:
         place = f"`{owner.__name__}.{method}`"
         parameters = _parameters(owner, method)
         self.order = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)
-        self.names: tuple[str, ...] = tuple(_name_of(role, parameters, place) for role in roles)
+        self.names: tuple[str, ...] = tuple(_find_current_name(role, parameters, place) for role in roles)
         self.name_of = dict(zip(roles, self.names, strict=True))
         # Arguments that Transformers accepts under two names.
         self.former = tuple(
@@ -136,7 +138,7 @@ class Arguments:
         self.places = tuple((name, positions.get(name, len(self.order))) for name in self.names)
         self.others = tuple((name, at) for name, at in positions.items() if name not in self.names)
         if returns is not None:
-            _check_returned(getattr(owner, method), returns, place)
+            _check_return_count(getattr(owner, method), returns, place)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the values of the roles, with None for missing ones, and rename `kwargs` to the current names."""
@@ -155,7 +157,7 @@ class Arguments:
                 kwargs[name] = args[at]
         return values, kwargs
 
-    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
+    def to_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
         """Return a dictionary of all arguments of a call under the names of this release.
 
         Args:
@@ -174,13 +176,13 @@ class Arguments:
                     kwargs[name] = value
 
 
-def upstream_class(cls: type, ours: type) -> type:
+def get_transformers_class(cls: type, ours: type) -> type:
     """Return the class of Transformers whose `forward` a class with the mixin `ours` inherits."""
-    upstreams = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
-    return next(base for base in upstreams if "forward" in vars(base))
+    bases = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
+    return next(base for base in bases if "forward" in vars(base))
 
 
-def variants_of(names: Mapping[str, Any]) -> dict[type, type]:
+def collect_variant_classes(names: Mapping[str, Any]) -> dict[type, type]:
     """Return a dictionary from each class of Transformers, the last base, to the variant class that a file defines.
 
     Args:
@@ -190,13 +192,13 @@ def variants_of(names: Mapping[str, Any]) -> dict[type, type]:
     return {member.__bases__[-1]: member for member in classes if member.__module__ == names["__name__"]}
 
 
-def auto_class_names(model_type: str) -> dict[str, str]:
+def get_auto_class_names(model_type: str) -> dict[str, str]:
     """Return a dictionary from each Auto class to the name of its Transformers class for a model type.
 
     Raises:
-        UpstreamChanged: if `AutoModel` has no class for the model type.
+        TransformersChangedError: if `AutoModel` has no class for the model type.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers.models.auto import modeling_auto
     class_names: dict[str, str] = {}
     for name in sorted(auto_name for auto_name in vars(modeling_auto) if auto_name.startswith("AutoModel")):
@@ -205,7 +207,7 @@ def auto_class_names(model_type: str) -> dict[str, str]:
         if classes:
             class_names[name] = classes if isinstance(classes, str) else classes[0]
     if "AutoModel" not in class_names:
-        raise changed(f"`AutoModel` has no class for {model_type}")
+        raise build_change_error(f"`AutoModel` has no class for {model_type}")
     return class_names
 
 
@@ -213,12 +215,12 @@ def check_called(owner: type, method: str, name: str) -> None:
     """Check that a method of Transformers still calls the method that a class of this package overrides.
 
     Raises:
-        UpstreamChanged: if the code of the method does not contain the name.
+        TransformersChangedError: if the code of the method does not contain the name.
     """
     check_attributes(owner, (method,))
     code = inspect.unwrap(getattr(owner, method)).__code__
     if name not in code.co_names and name not in code.co_consts:
-        raise changed(f"`{owner.__name__}.{method}` no longer calls `{name}`")
+        raise build_change_error(f"`{owner.__name__}.{method}` no longer calls `{name}`")
 
 
 def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
@@ -230,14 +232,14 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
         names: the first arguments after `self`, in their order.
 
     Raises:
-        UpstreamChanged: if the method is missing or has other arguments.
+        TransformersChangedError: if the method is missing or has other arguments.
     """
     parameters = _parameters(owner, method)
     first = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)[: len(names)]
-    needed = [name for name, parameter in parameters.items() if _is_needed(parameter) and name not in names]
+    needed = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in names]
     if first != names or needed:
         taken = ", ".join(parameters) or "nothing"
-        raise changed(
+        raise build_change_error(
             f"`{owner.__name__}.{method}` takes {taken}, but this code expects {', '.join(names) or 'nothing'}"
         )
 
@@ -246,26 +248,26 @@ def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
     """Check that an object of Transformers has the attributes that this package reads.
 
     Raises:
-        UpstreamChanged: if the object lacks one of them.
+        TransformersChangedError: if the object lacks one of them.
     """
     for name in names:
         if not hasattr(thing, name):
             kind = thing if isinstance(thing, type) else type(thing)
-            raise changed(f"`{kind.__name__}` has no `{name}`")
+            raise build_change_error(f"`{kind.__name__}` has no `{name}`")
 
 
-def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+def check_known_arguments(kwargs: Mapping[str, Any]) -> None:
     """Check that an attention function does not receive arguments that it would ignore.
 
     Raises:
         ValueError: if an unknown argument is not None.
     """
     for name, value in kwargs.items():
-        if value is not None and name not in UNCHANGING and name not in OWN:
+        if value is not None and name not in ARGUMENTS_WITHOUT_EFFECT and name not in OWN_ARGUMENTS:
             raise ValueError(
                 f"An argument of an attention function must be known, got `{name}`, which would be ignored. "
                 f"Leave it out. If you did not pass it, transformers {transformers.__version__} did: use "
-                f"transformers {OLDEST_RUN} to {NEWEST_RUN}, or a newer hf_attn_variants."
+                f"transformers {OLDEST_TESTED} to {NEWEST_TESTED}, or a newer hf_attn_variants."
             )
 
 
@@ -273,7 +275,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _is_needed(parameter: inspect.Parameter) -> bool:
+def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind not in _VARIABLE
 
 
@@ -287,53 +289,55 @@ def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if parameter.kind not in _VARIABLE}
 
 
-def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
+def _find_current_name(role: str, parameters: Mapping[str, Any], place: str) -> str:
     for name in ROLES[role]:
         if name in parameters:
             return name
-    raise changed(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ROLES[role])}")
+    raise build_change_error(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ROLES[role])}")
 
 
-def _check_returned(function: Any, returns: int, place: str) -> None:
+def _check_return_count(function: Any, returns: int, place: str) -> None:
     """Check in the bytecode that each `return` of a function has this number of values, with the outputs first."""
     code = inspect.unwrap(function).__code__
-    steps = [step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IDLE]
-    ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURNS]
+    steps = [
+        step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IGNORED_OPCODES
+    ]
+    ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURN_OPCODES]
     sizes = {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
     if sizes != {returns}:
         counts = " or ".join(str(count or "no tuple") for count in sorted(sizes))
-        raise changed(f"{place} returns {counts} values, but this code expects {returns}")
+        raise build_change_error(f"{place} returns {counts} values, but this code expects {returns}")
     loads = list(dis.get_instructions(code.replace(co_code=code.co_code[-2 * (returns + 2) :])))
-    names = [name for step in loads for name in _names_loaded(step)][-returns:]
+    names = [name for step in loads for name in _loaded_variable_names(step)][-returns:]
     if names and any(part in names[0] for part in ("weight", "bias", "prob")):
-        raise changed(f"{place} returns {', '.join(names)}, but this code expects outputs first")
+        raise build_change_error(f"{place} returns {', '.join(names)}, but this code expects outputs first")
 
 
-def _names_loaded(step: dis.Instruction) -> tuple[str, ...]:
+def _loaded_variable_names(step: dis.Instruction) -> tuple[str, ...]:
     if not step.opname.startswith("LOAD_FAST"):
         return ()
     return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # Python 3.13 loads two at once
 
 
-_IDLE = {dis.opmap[name] for name in ("CACHE", "NOP") if name in dis.opmap}
-_RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
+_IGNORED_OPCODES = {dis.opmap[name] for name in ("CACHE", "NOP") if name in dis.opmap}
+_RETURN_OPCODES = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
 
 
 @lru_cache(maxsize=1)
-def cache_name() -> str:
+def get_cache_name() -> str:
     """Return the name of the cache argument and output of models in this release."""
-    with known_imports():
+    with guarded_imports():
         from transformers.modeling_outputs import BaseModelOutputWithPast
     parts = {field.name: field for field in fields(BaseModelOutputWithPast)}
-    return _name_of("cache", parts, "`BaseModelOutputWithPast`")
+    return _find_current_name("cache", parts, "`BaseModelOutputWithPast`")
 
 
-def cache_of(output: Any) -> Any:
+def get_cache(output: Any) -> Any:
     """Return the cache in the output of a model."""
-    return getattr(output, cache_name())
+    return getattr(output, get_cache_name())
 
 
-def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
+def check_single_cache(kwargs: Mapping[str, Any]) -> None:
     """Check that a call does not pass caches under both the old and the current name.
 
     Transformers would ignore the cache under the old name.
@@ -386,7 +390,7 @@ CACHE_ATTRIBUTES = ("is_compileable", "layers")
 PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "self_attention_cache")
 # The first arguments of an attention function, which are positional, and the arguments of a mask function.
 ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
-KNOWN_BY_NAME = {"dropout", "position_bias", "scaling"}  # a layer passes these as keyword arguments
+KEYWORD_ARGUMENTS = {"dropout", "position_bias", "scaling"}  # a layer passes these as keyword arguments
 MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -395,9 +399,9 @@ def check_models() -> None:
     """Check the internals of `PreTrainedModel` that every model uses. This runs once per process.
 
     Raises:
-        UpstreamChanged: if a method or an attribute has changed.
+        TransformersChangedError: if a method or an attribute has changed.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers import PreTrainedModel
     _check_methods(PreTrainedModel, MODEL_METHODS)
     # A variant configuration detects by this call that a model is being built (`fields/saving_and_loading.py`).
@@ -409,9 +413,9 @@ def check_caches() -> None:
     """Check the caches of Transformers, their layers and `EncoderDecoderCache`. This runs once per process.
 
     Raises:
-        UpstreamChanged: if a method or an attribute has changed.
+        TransformersChangedError: if a method or an attribute has changed.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
     _check_methods(DynamicLayer, LAYER_METHODS)
     _check_methods(Cache, CACHE_METHODS)
@@ -425,9 +429,9 @@ def check_configurations() -> None:
     """Check the internals of `PreTrainedConfig` that variant configurations use. This runs once per process.
 
     Raises:
-        UpstreamChanged: if a method or an attribute has changed.
+        TransformersChangedError: if a method or an attribute has changed.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers import PreTrainedConfig
     check_attributes(PreTrainedConfig, CONFIG_METHODS)
     check_attributes(PreTrainedConfig(), CONFIG_ATTRIBUTES)
@@ -440,7 +444,7 @@ def check_attention_function(owner: type) -> None:
 
     Raises:
         TypeError: if the class belongs to a new architecture and does not use Transformers' attention interface.
-        UpstreamChanged: if the eager function is missing or takes other arguments.
+        TransformersChangedError: if the eager function is missing or takes other arguments.
     """
     function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
     if function is None:
@@ -450,7 +454,7 @@ def check_attention_function(owner: type) -> None:
                 f"`{owner.__name__}` must use Transformers' attention interface, but {missing}. Choose an "
                 "architecture whose attention class calls an attention function of `ALL_ATTENTION_FUNCTIONS`."
             )
-        raise changed(missing)
+        raise build_change_error(missing)
     parameters = inspect.signature(function).parameters
     taken = tuple(parameters)
     needed = {
@@ -458,28 +462,28 @@ def check_attention_function(owner: type) -> None:
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty and parameter.kind not in _VARIABLE
     }
-    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KNOWN_BY_NAME - {*ATTENTION_ARGUMENTS}:
-        raise changed(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
+    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KEYWORD_ARGUMENTS - {*ATTENTION_ARGUMENTS}:
+        raise build_change_error(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
 
 
 def check_mask_functions(*functions: Any) -> None:
     """Check that the mask functions of Transformers take the arguments that this package reads.
 
     Raises:
-        UpstreamChanged: if a function lacks one of these arguments.
+        TransformersChangedError: if a function lacks one of these arguments.
     """
     for function in functions:
         taken = inspect.signature(function).parameters
         for name in MASK_ARGUMENTS:
             if name not in taken:
-                raise changed(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
+                raise build_change_error(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
 
 
 def check_paths(module: nn.Module, paths: Iterable[str]) -> None:
     """Check that a module has submodules at these paths.
 
     Raises:
-        UpstreamChanged: if a submodule is missing.
+        TransformersChangedError: if a submodule is missing.
     """
     for path in paths:
         part = module

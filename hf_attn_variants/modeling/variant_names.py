@@ -7,20 +7,20 @@ __all__ = [
     "CODE_DIGEST",
     "CONFIG_FORMAT",
     "EAGER",
-    "INCLUDED",
+    "INCLUDED_MECHANISMS",
     "MODEL_FOLDERS",
     "NAME_SUFFIX",
-    "NEWEST_RUN",
-    "OLDEST_RUN",
+    "NEWEST_TESTED",
+    "OLDEST_TESTED",
     "RECORDING",
     "SDPA",
-    "Missing",
-    "plain_implementation",
+    "MissingDefinition",
+    "get_plain_implementation",
 ]
 
 ATTN_VARIANTS_VERSION = "0.2.0"
 # The range of transformers that this code was run with (docs/compatibility.md).
-OLDEST_RUN, NEWEST_RUN = "5.15", "5.24"
+OLDEST_TESTED, NEWEST_TESTED = "5.15", "5.24"
 # The folders of transformers.models with the attention classes that this code was run with.
 MODEL_FOLDERS = (
     *("albert", "bart", "bert", "distilbert", "electra", "m2m_100", "marian", "mbart", "pegasus", "roberta", "t5"),
@@ -32,7 +32,7 @@ MODEL_FOLDERS = (
 CONFIG_FORMAT = 5
 
 # `code_builder` replaces these two values in a repository: the mechanisms that its code includes, and its digest.
-INCLUDED: tuple[str, ...] | None = None
+INCLUDED_MECHANISMS: tuple[str, ...] | None = None
 CODE_DIGEST = ""
 
 # Transformers and torch keep one table of names per process. The version and the digest keep the installed package and
@@ -44,14 +44,14 @@ SDPA = f"attn_variants_sdpa_{NAME_SUFFIX}"
 RECORDING = f"attn_variants_recording_{NAME_SUFFIX}"
 
 
-def plain_implementation(name: Any) -> Any:
+def get_plain_implementation(name: Any) -> Any:
     """Return "eager" or "sdpa" for a registered name of this package or of a repository, and other names unchanged."""
     if isinstance(name, str) and name.startswith(("attn_variants_eager_", "attn_variants_sdpa_")):
         return name.split("_")[2]
     return name
 
 
-class Missing:
+class MissingDefinition:
     """A definition that a repository does not include, because its model does not use the mechanism.
 
     Raises:

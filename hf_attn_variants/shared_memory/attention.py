@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..modeling.attention.latent_attention import by_head, is_plain, keys_and_values
-from ..modeling.attention.shared_rows import rows_of_sentences, share_rows
-from ..modeling.ops.beams import beams_of, repeat_for_beams
+from ..modeling.attention.latent_attention import compute_keys_and_values, is_plain_linear, multiply_by_head
+from ..modeling.attention.shared_rows import get_sentence_rows, share_rows
+from ..modeling.ops.beams import count_beams, repeat_for_beams
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.ops.variant_attention import is_traced
-from ..modeling.transformers_internals import Arguments, known_imports, refuse_unknown
+from ..modeling.transformers_internals import MethodArguments, check_known_arguments, guarded_imports
 from .cache_layers import SourceLayer, filled_layer, holds_encoder_outputs, store_layer
 
 __all__ = [
@@ -112,7 +112,7 @@ def cross_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-with known_imports():
+with guarded_imports():
     from transformers.cache_utils import EncoderDecoderCache
 
 
@@ -149,7 +149,7 @@ class SharesMemory(_Attention):
 
     plain: type
     kind: CrossAttention
-    arguments: Arguments
+    arguments: MethodArguments
     cross_cache: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class SharesMemory(_Attention):
             return super().forward(*args, **kwargs)
         layer = filled_layer(cache, self.layer_idx)
         if not self.training:
-            encoder_outputs = rows_of_sentences(encoder_outputs, self.key_value_projections())
+            encoder_outputs = get_sentence_rows(encoder_outputs, self.key_value_projections())
         source = None
         if self.cross_cache == ENCODER_OUTPUTS:
             source = self._encoder_outputs_to_read(states, encoder_outputs, cache, layer)
@@ -170,7 +170,7 @@ class SharesMemory(_Attention):
                 return super().forward(*args, **kwargs)
             if beams <= 1 or not self._shares_keys(cache, layer, beams):
                 return super().forward(**self._repeat_arguments(args, kwargs))
-        refuse_unknown({name: value for name, value in kwargs.items() if name not in self.arguments.names})
+        check_known_arguments({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._convert_mask(mask, states), "position_bias": bias[0] if bias else None}
         if source is not None and self._absorbs(states, source):
             output, weights = self._attend_absorbed(self._query(states), source, **options)
@@ -188,7 +188,7 @@ class SharesMemory(_Attention):
             return None
         source: torch.Tensor = encoder_outputs if layer is None else layer.source
         key_linear, value_linear = self.key_value_projections()
-        if not (is_plain(key_linear, source) and is_plain(value_linear, source)):
+        if not (is_plain_linear(key_linear, source) and is_plain_linear(value_linear, source)):
             return None
         if states.dtype != key_linear.weight.dtype:
             return None
@@ -201,7 +201,7 @@ class SharesMemory(_Attention):
             return None
         if layer is None and cache is not None:
             projections = (key_linear, value_linear)
-            layer = SourceLayer(source, projections, self._head_dim(), beams_of(states, source))
+            layer = SourceLayer(source, projections, self._head_dim(), count_beams(states, source))
             if not store_layer(cache, self.layer_idx, layer):
                 return None
         return source
@@ -225,8 +225,12 @@ class SharesMemory(_Attention):
         """
         (key_linear, value_linear), head_dim = self.key_value_projections(), self._head_dim()
         latent = source[:, None]
-        output, weights = self._attend(by_head(query, key_linear.weight, head_dim), latent, latent, mask, **options)
-        output = by_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True).transpose(1, 2)
+        output, weights = self._attend(
+            multiply_by_head(query, key_linear.weight, head_dim), latent, latent, mask, **options
+        )
+        output = multiply_by_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True).transpose(
+            1, 2
+        )
         if value_linear.bias is not None:
             bias = value_linear.bias.view(-1, head_dim)
             if mask is not None and mask.dtype == torch.bool:
@@ -266,10 +270,10 @@ class SharesMemory(_Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values, from the cache or from the encoder outputs."""
         if source is not None:  # the cache keeps the encoder outputs, and these keys and values are temporary
-            return keys_and_values(source, self.key_value_projections(), self._head_dim())
+            return compute_keys_and_values(source, self.key_value_projections(), self._head_dim())
         if layer is not None:
             return layer.keys, layer.values
-        key, value = keys_and_values(encoder_outputs, self.key_value_projections(), self._head_dim())
+        key, value = compute_keys_and_values(encoder_outputs, self.key_value_projections(), self._head_dim())
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
             cache.is_updated[self.layer_idx] = True
@@ -283,7 +287,7 @@ class SharesMemory(_Attention):
         changes = {"encoder_outputs": encoder_outputs}
         if not _has_query_rows(mask, states):
             changes["mask"] = repeat_for_beams(mask, states.shape[0])
-        return self.arguments.by_name(args, kwargs, **changes)
+        return self.arguments.to_keywords(args, kwargs, **changes)
 
     def _convert_mask(self, mask: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor | None:
         """Return the mask with a single query row if all rows are equal, and finite if the kind has finite masks."""
@@ -333,10 +337,10 @@ def shared_class(plain: type, cross_cache: str) -> type:
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
 
     Raises:
-        UpstreamChanged: If the `forward` has other arguments or return values than the known one.
+        TransformersChangedError: If the `forward` has other arguments or return values than the known one.
     """
     kind: Any = kind_of(plain)
-    arguments = Arguments(forward_class(plain), kind.roles, returns=kind.returns)
+    arguments = MethodArguments(forward_class(plain), kind.roles, returns=kind.returns)
     attributes = {"plain": plain, "kind": kind, "arguments": arguments, "cross_cache": cross_cache}
     attributes |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     return type(plain.__name__, (SharesMemory, plain), attributes)

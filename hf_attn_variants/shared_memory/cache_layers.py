@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modeling.attention.latent_attention import keys_and_values
-from ..modeling.attention.shared_rows import SharedDynamicLayer, layer_at
-from ..modeling.transformers_internals import check_caches, known_imports
+from ..modeling.attention.latent_attention import compute_keys_and_values
+from ..modeling.attention.shared_rows import SharedDynamicLayer, get_empty_layer
+from ..modeling.transformers_internals import check_caches, guarded_imports
 
-with known_imports():
+with guarded_imports():
     from transformers.cache_utils import DynamicLayer
 
 check_caches()
@@ -66,16 +66,16 @@ class SourceLayer(SharedDynamicLayer):
         if self.source is not None:
             source, self.source = self.source, None
             with torch.no_grad():  # the layer is created only if no gradients are recorded
-                states: Any = keys_and_values(source, self.projections, self.head_dim)
+                states: Any = compute_keys_and_values(source, self.projections, self.head_dim)
             self._keys, self._values = states
             self.projections = None
 
     def _rows(self) -> int:
         return super()._rows() if self.source is None else self.source.shape[0]
 
-    def _change(self, rows: Any) -> None:
+    def _apply(self, rows: Any) -> None:
         if self.source is None:
-            super()._change(rows)
+            super()._apply(rows)
         else:
             self.source = rows(self.source)
 
@@ -91,7 +91,7 @@ class SourceLayer(SharedDynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         if self._rows():
-            self._change(lambda states: states.repeat_interleave(repeats, dim=0))
+            self._apply(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def __reduce__(self) -> Any:
         # Copies and pickles contain keys and values, so that they do not contain weights of the model.
@@ -132,7 +132,7 @@ def store_layer(cache: Any, index: int, layer: SourceLayer) -> bool:
         Whether the layer was stored. Static caches, offloaded caches and other kinds of layers are not changed.
     """
     cross = cache.cross_attention_cache
-    if getattr(cross, "offloading", False) or type(layer_at(cross, index)) is not DynamicLayer:
+    if getattr(cross, "offloading", False) or type(get_empty_layer(cross, index)) is not DynamicLayer:
         return False
     cross.layers[index] = layer
     cache.is_updated[index] = True

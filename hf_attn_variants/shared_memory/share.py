@@ -12,7 +12,7 @@ from ..modeling.attention.shared_rows import expand_and_mark
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.talking_heads import has_talking_heads
 from ..modeling.transformers_internals import check_attributes
-from ..modeling.variant_names import plain_implementation
+from ..modeling.variant_names import get_plain_implementation
 from .attention import (
     ENCODER_OUTPUTS,
     IMPLEMENTATIONS,
@@ -96,7 +96,7 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
 
     Raises:
         ValueError: If the model is not supported (it is unchanged then), or `cross_cache` is unknown.
-        UpstreamChanged: If the attention classes of the installed Transformers release are not supported.
+        TransformersChangedError: If the attention classes of the installed Transformers release are not supported.
 
     Example:
         >>> model = AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-small")
@@ -230,7 +230,7 @@ def _check_variant(model: Any, cross_cache: str) -> None:
 def _check_implementation(model: PreTrainedModel, supported: Iterable[str]) -> None:
     """Raise `ValueError` if the attention implementation of a model is not supported."""
     implementation = model.config._attn_implementation
-    if plain_implementation(implementation) not in supported:
+    if get_plain_implementation(implementation) not in supported:
         raise ValueError(
             f'`attn_implementation` must be "sdpa" or "eager", got "{implementation}". Call '
             '`model.set_attn_implementation("sdpa")` first.'

@@ -18,7 +18,7 @@ from hf_attn_variants.conversion.calibration.recording import (
 from hf_attn_variants.conversion.checkpoint.models import ModelReader
 from hf_attn_variants.conversion.plan import make_plan
 from hf_attn_variants.conversion.request import resolve_method
-from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
+from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class
 
 HEADS, HEAD_DIM, SIZE, BATCH, LENGTH = 4, 6, 10, 3, 7
 
@@ -140,4 +140,4 @@ def test_what_a_pattern_reads_is_recorded(architecture, head, prefix, pattern, i
 
 
 def test_each_pattern_is_recorded_or_refused():
-    assert {name for name in PATTERNS if not pattern_class(name).learned} == OF_PATTERNS.keys()
+    assert {name for name in PATTERNS if not get_pattern_class(name).learned} == OF_PATTERNS.keys()

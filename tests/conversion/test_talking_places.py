@@ -69,7 +69,7 @@ def test_a_source_keeps_those_that_it_has_and_gets_others(source, tmp_path):
     name = "decoder.block.1.layer.1.EncDecAttention.logits_proj"
     assert torch.equal(one.state_dict()[name], two.state_dict()[name])
     assert not torch.equal(one.state_dict()[name], torch.eye(12))
-    assert [two.config.talking_heads_of(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
+    assert [two.config.get_talking_heads(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
         None,
         "weights",
         "logits",

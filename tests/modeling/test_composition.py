@@ -7,14 +7,14 @@ import torch
 from architectures import BERT, T5, token_ids
 
 import hf_attn_variants
-from hf_attn_variants.modeling.fields.composition import REFUSED
+from hf_attn_variants.modeling.fields.composition import UNSUPPORTED_PAIRS
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from hf_attn_variants.modeling.mechanisms.latents import Latent
 from hf_attn_variants.modeling.mechanisms.mechanism import PREFIXES, Mechanism
-from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
+from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias, SinusoidalPositions
-from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTerms, TalkingHeads
+from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTerms, TalkingHeadsSettings
 
 # Of a pattern, what else it needs; transient summaries are T5's alone.
 SIZES = {
@@ -34,17 +34,20 @@ def samples():
         "heads": ({"num_key_value_heads": 4}, ()),
         "values": ({"value_head_dim": 6}, ()),
         "latent": ({"kv_lora_rank": 8}, (Latent,)),
-        "talking": ({"talking_heads": "both"}, (TalkingHeads,)),
-        "terms": ({"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2w"]}, (TalkingHeads, DynamicTerms)),
+        "talking": ({"talking_heads": "both"}, (TalkingHeadsSettings,)),
+        "terms": (
+            {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2w"]},
+            (TalkingHeadsSettings, DynamicTerms),
+        ),
         AdditiveScore.name: ({AdditiveScore.field: AdditiveScore.name}, (AdditiveScore,)),
         SinusoidalPositions.name: ({SinusoidalPositions.field: SinusoidalPositions.name}, (SinusoidalPositions,)),
     }
     for name in KERNELS:
-        window = {"attention_window": 4} if kernel_class(name).reads_window else {}
-        found[name] = ({"attention_kernel": name, **window}, (kernel_class(name),))
+        window = {"attention_window": 4} if get_kernel_class(name).needs_window else {}
+        found[name] = ({"attention_kernel": name, **window}, (get_kernel_class(name),))
     for name in PATTERNS:
-        sizes = {field: SIZES[field] for field in pattern_class(name).needed}
-        found[name] = ({"attention_pattern": name, **sizes}, (pattern_class(name),))
+        sizes = {field: SIZES[field] for field in get_pattern_class(name).needed}
+        found[name] = ({"attention_pattern": name, **sizes}, (get_pattern_class(name),))
     return found
 
 
@@ -56,7 +59,7 @@ def refusals(*classes):
     """The rows that are of two of these classes."""
     return [
         row
-        for row in REFUSED
+        for row in UNSUPPORTED_PAIRS
         if any(issubclass(each, row.one) for each in classes) and any(issubclass(each, row.other) for each in classes)
     ]
 
@@ -85,32 +88,34 @@ def test_a_pair_computes_or_is_refused_by_its_row(fields, classes):
 
 
 def test_every_row_is_of_mechanisms_and_is_tried_here():
-    of_t5 = {(row.one, row.other) for row in REFUSED if DistanceBias in row} | {(pattern_class(OF_T5), Latent)}
+    of_t5 = {(row.one, row.other) for row in UNSUPPORTED_PAIRS if DistanceBias in row} | {
+        (get_pattern_class(OF_T5), Latent)
+    }
     tried = {
         (row.one, row.other)
         for one, other in combinations(ALONE, 2)
         for row in refusals(*SAMPLES[one][1], *SAMPLES[other][1])
     }
-    assert {(row.one, row.other) for row in REFUSED} == of_t5 | tried
-    assert all(issubclass(each, Mechanism) for row in REFUSED for each in row[:2])
+    assert {(row.one, row.other) for row in UNSUPPORTED_PAIRS} == of_t5 | tried
+    assert all(issubclass(each, Mechanism) for row in UNSUPPORTED_PAIRS for each in row[:2])
 
 
 def test_a_mechanism_says_where_it_is_asked_for():
     config = T5.config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
-    assert [TalkingHeads.requested_in(config, prefix) for prefix in PREFIXES] == [("talking_heads", "both")] * 2 + [
-        None
-    ]
+    assert [TalkingHeadsSettings.requested_in(config, prefix) for prefix in PREFIXES] == [
+        ("talking_heads", "both")
+    ] * 2 + [None]
     assert [Latent.requested_in(config, prefix) for prefix in PREFIXES] == [None, None, ("cross_kv_lora_rank", 8)]
     assert [DistanceBias.requested_in(config, prefix) is None for prefix in PREFIXES] == [False, False, True]
     assert DistanceBias.requested_in(T5.config(position_embedding_type="sinusoidal"), "") is None
     window = BERT.config(attention_pattern="sliding_window", attention_window=4)
-    asked = {name: pattern_class(name).requested_in(window, "") for name in PATTERNS}
+    asked = {name: get_pattern_class(name).requested_in(window, "") for name in PATTERNS}
     assert {name for name, found in asked.items() if found} == {"sliding_window"}
 
 
 def test_every_mechanism_has_a_name_and_a_paper():
-    classes = [*map(kernel_class, KERNELS), *map(pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
-    for each in (*classes, Latent, TalkingHeads, DynamicTerms, DistanceBias):
+    classes = [*map(get_kernel_class, KERNELS), *map(get_pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
+    for each in (*classes, Latent, TalkingHeadsSettings, DynamicTerms, DistanceBias):
         title, arxiv = each.paper
         assert title and arxiv.count(".") == 1 and arxiv.replace(".", "").isdecimal()
         assert each.field and (each not in classes or each.name)

@@ -15,9 +15,9 @@ from hf_attn_variants.modeling.fields import field_table
 from hf_attn_variants.modeling.fields.field_table import (
     FIELDS,
     Field,
-    card_text,
     describe_field,
-    row_of,
+    describe_value_on_card,
+    get_field_row,
     variant_field,
 )
 
@@ -29,13 +29,13 @@ def test_a_configuration_has_the_fields_of_its_stacks(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
     own = {each.name: each for each in fields(row.config_class) if "variant" in each.metadata}
     has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
-    of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and row_of(name)[1].inherits}
+    of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and get_field_row(name)[1].inherits}
     expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
         of_cross if has_cross else set()
     )
     assert own.keys() == expected
     for name, each in own.items():
-        prefix, entry = row_of(name)
+        prefix, entry = get_field_row(name)
         assert each.default == entry.default_of(prefix) and each.metadata["variant"] is True
         assert {*each.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
         assert ("inherits" in each.metadata) == (bool(prefix) and entry.inherits)
@@ -47,8 +47,8 @@ def test_every_field_that_a_conversion_gives_has_a_flag(capsys):
         convert.parse_args(["--help"])
     shown = capsys.readouterr().out
     flags = {*re.findall(r"^  --(\w+)", shown, re.MULTILINE)}
-    assert {name for name in NAMES if "from_scratch" not in row_of(name)[1].facts} <= flags
-    assert not {name for name in NAMES if "from_scratch" in row_of(name)[1].facts} & flags
+    assert {name for name in NAMES if "from_scratch" not in get_field_row(name)[1].facts} <= flags
+    assert not {name for name in NAMES if "from_scratch" in get_field_row(name)[1].facts} & flags
 
 
 def test_descriptions_are_one_line_each_and_no_two_are_the_same():
@@ -73,7 +73,7 @@ def test_a_row_of_the_page_says_what_the_table_does():
 
 
 def test_what_cards_and_refusals_say_is_the_tables():
-    said = {name: card_text(name) for name in NAMES}
+    said = {name: describe_value_on_card(name) for name in NAMES}
     assert said["cross_kv_lora_rank"] == "latent dimension in cross-attention"
     assert said["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
     assert said["attention_window"] == "window size (tokens) in self-attention"

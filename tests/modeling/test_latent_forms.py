@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from torch import nn
 
 from hf_attn_variants.modeling.attention import latent_attention
@@ -43,7 +43,7 @@ def test_the_absorbed_form_has_the_expanded_ones_gradients(architecture, head, v
     for form in (True, False):
         has_m2l = "m2l" in model.config.talking_heads_dynamic
         absorbs = form and not (has_m2l and architecture is not T5)  # then key biases count
-        monkeypatch.setattr(latent_attention, "absorbs", lambda *_, absorbs=absorbs: absorbs)
+        monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_, absorbs=absorbs: absorbs)
         model.zero_grad()
         result = model(**batch)
         result.loss.backward()
@@ -94,7 +94,7 @@ def maps_of(key, value, bias):
 @pytest.mark.parametrize("masked", [False, True], ids=["", "a masked row"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_both_forms_are_the_formula(form, implementation, key, value, output, bias, masked, beams, monkeypatch):
-    monkeypatch.setattr(latent_attention, "absorbs", lambda *_: form)
+    monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_: form)
     torch.manual_seed(0)
     projections = {}
     if output != 4:
@@ -134,7 +134,7 @@ def test_a_keys_bias_counts_where_memories_choose_how_heads_mix():
     module, maps = heads_of(4, 4, 4, 4, **projections), maps_of(4, 4, True)
     query, latent = torch.randn(2, 4, 1, DIM).double(), torch.randn(2, 1, 50, RANK).double()
     m2l = torch.randn(2, 50, 4, 4, dtype=torch.float64)
-    assert latent_attention.absorbs(module, query, latent, maps, {})
+    assert latent_attention.should_absorb_projections(module, query, latent, maps, {})
     module.dynamic_names = ("m2l",)
     found, _ = attend_to_latent(module, query, latent, None, maps, scaling=0.7, m2l=m2l)
     keys, values = (each(latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2) for each in maps)
@@ -147,7 +147,7 @@ def test_a_keys_bias_counts_where_memories_choose_how_heads_mix():
 @pytest.mark.parametrize("talking", [False, True])
 def test_dropped_weights_take_their_share_of_the_value_bias_along(form, implementation, talking, monkeypatch):
     """Rows of weights sum to one neither after dropout nor after P_w; what is added is the bias times their sum."""
-    monkeypatch.setattr(latent_attention, "absorbs", lambda *_: form)
+    monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_: form)
     torch.manual_seed(0)
     projections = {"weights_proj": torch.randn(4, 4, dtype=torch.float64)} if talking else {}
     module, maps = heads_of(4, 2, 2, 4, implementation, **projections), maps_of(2, 2, True)
@@ -174,7 +174,7 @@ def test_dropout_of_a_model_that_trains(implementation, monkeypatch):
             module.p = 0.0
     batch, found = BERT.batch("BertModel"), []
     for form, name in ((True, implementation), (False, "eager")):
-        monkeypatch.setattr(latent_attention, "absorbs", lambda *_, form=form: form)
+        monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_, form=form: form)
         model.set_attn_implementation(name)
         torch.manual_seed(0)
         found.append(model(**batch).last_hidden_state)
@@ -193,7 +193,7 @@ def test_t5_decodes_with_a_cache_as_without(variant, steps, form):
         cache, pieces = None, []
         for piece in target.split(steps, dim=1):
             result = model(**batch, decoder_input_ids=piece, **with_cache(cache))
-            cache, pieces = cache_of(result), [*pieces, result.logits]
+            cache, pieces = get_cache(result), [*pieces, result.logits]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
     for beams in (1, 3):
         kwargs = batch | {"max_new_tokens": 6, "num_beams": beams, "do_sample": False}
@@ -209,7 +209,7 @@ def test_a_rank_is_chosen_by_its_cost(monkeypatch):
     inner = latent_attention._absorbed
     monkeypatch.setattr(
         latent_attention,
-        "_absorbed",
+        "_attend_in_absorbed_form",
         lambda *args, **kwargs: absorbed.append(args[1].shape[2]) or inner(*args, **kwargs),
     )
     batch = T5.batch("T5ForConditionalGeneration")

@@ -237,4 +237,4 @@ def test_the_backend_is_chosen_and_checked():
 def test_the_blocked_path_serves_where_triton_does_not(monkeypatch):
     monkeypatch.setitem(backend_choice.BACKENDS, "triton", (None, None))
     compare("auto", make_inputs("gqa"))
-    assert not backend_choice._agreed
+    assert not backend_choice._trial_results

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 
 from hf_attn_variants import share_memory
@@ -95,7 +95,7 @@ def steps_of(model, batch, pieces):
     for ids in pieces:
         given = {"encoder_outputs": outputs, "decoder_input_ids": ids, **mask}
         piece = model(**given, use_cache=True, **with_cache(cache))
-        cache = cache_of(piece)
+        cache = get_cache(piece)
         logits.append(piece.logits)
     return torch.cat(logits, 1)
 
@@ -130,7 +130,7 @@ def test_beams_read_one_memory(name, form):
     """The cache has a row for each sentence, and in the form that reads it one tensor for all layers."""
     (_, shared), kept = pair(name), []
     decoder = shared.get_decoder()
-    decoder.register_forward_hook(lambda module, args, output: kept.append((args, cache_of(output))))
+    decoder.register_forward_hook(lambda module, args, output: kept.append((args, get_cache(output))))
     shared.generate(**batch_of(name), num_beams=4, max_new_tokens=5)
     layers = kept[-1][1].cross_attention_cache.layers
     if form == "source":
@@ -256,7 +256,7 @@ def test_a_cache_goes_from_one_model_to_the_other(form):
             full = upstream(**batch, decoder_input_ids=ids.repeat(1, 2)).logits[:, 2:]
             for first, second in ((upstream, shared), (shared, upstream), (shared, shared)):
                 begun = first(**batch, decoder_input_ids=ids, use_cache=True)
-                outputs = {"encoder_outputs": (begun.encoder_last_hidden_state,), **with_cache(cache_of(begun))}
+                outputs = {"encoder_outputs": (begun.encoder_last_hidden_state,), **with_cache(get_cache(begun))}
                 given = {"attention_mask": batch["attention_mask"], **outputs}
                 torch.testing.assert_close(second(**given, decoder_input_ids=ids).logits, full, **TOLERANCE)
 

@@ -112,7 +112,7 @@ MODELS: dict[str, tuple[Model, ...]] = {
 }
 
 
-def upstream_class(host: str, model: Model) -> type:
+def get_transformers_class(host: str, model: Model) -> type:
     """Return the mutant's own class."""
     return getattr(importlib.import_module(f"transformers.models.{host}.modeling_{host}"), model.head)
 

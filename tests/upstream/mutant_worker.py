@@ -111,7 +111,7 @@ def baseline(host: str) -> dict[str, Any]:
     """Return weights and results of each model of a host in transformers as it is."""
     made = {}
     for model in mutant_models.MODELS[host]:
-        upstream = mutant_models.build(mutant_models.upstream_class(host, model), model.config)
+        upstream = mutant_models.build(mutant_models.get_transformers_class(host, model), model.config)
         kept = {"upstream": _results(upstream, model)}
         for name, fields in model.own.items():
             ours = mutant_models.our_class(host, model)
@@ -135,7 +135,7 @@ def judge(host: str, mutation: dict[str, Any], before: dict[str, Any]) -> tuple[
         try:
             weights, expected = kept["upstream"]
             config = model.config
-            upstream = mutant_models.build(mutant_models.upstream_class(host, model), config)
+            upstream = mutant_models.build(mutant_models.get_transformers_class(host, model), config)
             mutant_models.take(upstream, weights)
             wanted = mutant_models.measure(upstream, model.use)
             difference = mutant_models.first_difference(wanted, {} if mutation.get("changes") else expected)
@@ -195,7 +195,7 @@ def _outcome(run: Any, names: list[str]) -> tuple[str, str]:
         while (chain[-1].__cause__ or chain[-1].__context__) is not None:
             chain.append(chain[-1].__cause__ or chain[-1].__context__)
         for each in chain:
-            if type(each).__name__ == "UpstreamChanged" or _is_our_value_error(each):
+            if type(each).__name__ == "TransformersChangedError" or _is_our_value_error(each):
                 named = any(name in str(each) for name in names)
                 return "refused" if named else "refused without its name", f"{type(each).__name__}: {each}"[:400]
         return "raw", _last_lines()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import BERT
-from fixtures.caches import cache_name, cache_of, with_cache
+from fixtures.caches import get_cache, get_cache_name, with_cache
 from fixtures.hosts import EVERY_VARIANT, PAIRS, make, second_head
 from relatives import ENCODERS, WHISPER
 from transformers import DynamicCache, EncoderDecoderCache
@@ -68,10 +68,10 @@ def test_generation_goes_on_with_the_cache_that_it_returned(host, head, variant)
         return model.generate(input_ids=ids, attention_mask=mask, **options, **lengths, **cache)
 
     first = generate(ids, 4)
-    assert cache_of(first).get_seq_length() == ids.shape[1] + 3
-    second = generate(first.sequences, 2, **with_cache(cache_of(first)))
+    assert get_cache(first).get_seq_length() == ids.shape[1] + 3
+    second = generate(first.sequences, 2, **with_cache(get_cache(first)))
     assert torch.equal(second.sequences, generate(ids, 6).sequences)
-    assert cache_of(second).get_seq_length() == ids.shape[1] + 5
+    assert get_cache(second).get_seq_length() == ids.shape[1] + 5
 
 
 @pytest.mark.thorough
@@ -89,7 +89,7 @@ def test_a_static_cache_finds_what_a_dynamic_one_finds(host, head, variant):
 @WITH_DECODERS
 def test_a_cache_by_its_former_name(host, head):
     """`test_bc_cache_name_forward`, of transformers with two names."""
-    if cache_name() == "past_key_values":
+    if get_cache_name() == "past_key_values":
         pytest.skip("it has its first name")
     model, inputs = make(host, head, "gqa"), host.batch(head)
     if (host, head) in ALONE:

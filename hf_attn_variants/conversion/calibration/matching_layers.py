@@ -77,7 +77,7 @@ def check_matching_layers(
             "Leave one of them out."
         )
     modules = [module for module in plan.modules if not module.site.is_cross_attention and _is_in(prefix, module)]
-    if any(plan.model_class.module_runs(plan.config, module.name) > 1 for module in modules):
+    if any(plan.model_class.count_module_runs(plan.config, module.name) > 1 for module in modules):
         raise ValueError(
             "`keep_matching_layers` must only be given for models whose layers do not share weights. Leave it out."
         )

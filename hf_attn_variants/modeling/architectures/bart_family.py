@@ -6,7 +6,7 @@ from torch import nn
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
-from ..attention.shared_rows import rows_of_sentences
+from ..attention.shared_rows import get_sentence_rows
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
 
@@ -51,7 +51,7 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
     out_proj: nn.Linear
 
     roles = ("states", "encoder_outputs", "cache", "mask")
-    upstream_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
+    transformers_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states`.
@@ -60,15 +60,15 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
         """
         states, encoder_outputs, cache, mask = self.arguments.read(args, kwargs)
         if encoder_outputs is not None and self.heads.rank is None:
-            encoder_outputs, repeated = rows_of_sentences(encoder_outputs, (self.k_proj, self.v_proj)), encoder_outputs
+            encoder_outputs, repeated = get_sentence_rows(encoder_outputs, (self.k_proj, self.v_proj)), encoder_outputs
             if encoder_outputs is not repeated:
-                args, kwargs = (), self.arguments.by_name(args, kwargs, encoder_outputs=encoder_outputs)
-        dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
+                args, kwargs = (), self.arguments.to_keywords(args, kwargs, encoder_outputs=encoder_outputs)
+        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps = (self.q_proj, self.k_proj, self.v_proj)
-        output, weights = self.attend_by_maps(
+        output, weights = self.attend_with_projections(
             maps, states, mask, self.dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
         )
         return self.out_proj(output), weights

@@ -43,17 +43,17 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
     value: nn.Linear
 
     roles = ("states", "mask", "cache")
-    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+    transformers_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, hidden size]; the arguments are those of `BertSelfAttention.forward`."""
         states, mask, cache = self.arguments.read(args, kwargs)
-        dynamic = self.variant_inputs(states, None, cache, kwargs)
+        dynamic = self.prepare_variant_inputs(states, None, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.dropout.p
-        return self.attend_by_maps(maps, states, mask, dropout, cache=cache, **others, **dynamic)
+        return self.attend_with_projections(maps, states, mask, dropout, cache=cache, **others, **dynamic)
 
 
 class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
@@ -64,16 +64,16 @@ class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
     value: nn.Linear
 
     roles = ("states", "encoder_outputs", "mask", "cache")
-    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+    transformers_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend from hidden states to encoder outputs; the arguments are those of `BertCrossAttention.forward`."""
         states, encoder_outputs, mask, cache = self.arguments.read(args, kwargs)
-        dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
+        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.dropout.p
-        return self.attend_by_maps(
+        return self.attend_with_projections(
             maps, states, mask, dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
         )

@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 from ..fields.field_checks import check_buckets
 from ..fields.variant_config import AttnVariantConfigMixin, CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
-from ..mechanisms.talking_heads import KIND, has_talking_heads, talking_group
-from ..transformers_internals import auto_class_names, known_imports
+from ..mechanisms.talking_heads import KIND, get_settings_prefix, has_talking_heads
+from ..transformers_internals import get_auto_class_names, guarded_imports
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         AlbertConfig,
         BartConfig,
@@ -75,14 +75,14 @@ def _auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[st
             classes without a variant.
     """
     here = {f"{name}{head}" for head in heads}
-    return {auto: f"AttnVariant{model}" for auto, model in auto_class_names(model_type).items() if model in here}
+    return {auto: f"AttnVariant{model}" for auto, model in get_auto_class_names(model_type).items() if model in here}
 
 
 class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
     """Configuration of BERT with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_bert"
-    upstream_model_types = ("bert",)
+    transformers_model_types = ("bert",)
     modeling_file = "modeling_attn_variant_bert"
     position_types = LEARNED_OR_SINUSOIDAL
     auto_classes = _auto_classes("bert", "Bert", BERT_HEADS)
@@ -92,7 +92,7 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     """Configuration of ALBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_albert"
-    upstream_model_types = ("albert",)
+    transformers_model_types = ("albert",)
     modeling_file = "modeling_attn_variant_albert"
     position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("num_hidden_layers", "num_hidden_groups", "inner_group_num")
@@ -108,7 +108,7 @@ class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
     """The configuration of RoBERTa, XLM-RoBERTa and CamemBERT with the fields of `CrossAttentionConfigMixin`."""
 
     model_type = "attn_variant_roberta"
-    upstream_model_types = ("roberta", "xlm-roberta", "camembert")
+    transformers_model_types = ("roberta", "xlm-roberta", "camembert")
     modeling_file = "modeling_attn_variant_roberta"
     position_types = LEARNED_OR_SINUSOIDAL
     positions_after_padding = True
@@ -119,7 +119,7 @@ class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
     """Configuration of ELECTRA with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_electra"
-    upstream_model_types = ("electra",)
+    transformers_model_types = ("electra",)
     modeling_file = "modeling_attn_variant_electra"
     position_types = LEARNED_OR_SINUSOIDAL
     size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
@@ -130,7 +130,7 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     """Configuration of DistilBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_distilbert"
-    upstream_model_types = ("distilbert",)
+    transformers_model_types = ("distilbert",)
     modeling_file = "modeling_attn_variant_distilbert"
     position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("n_layers",)
@@ -181,7 +181,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     """Configuration of T5 and mT5 with the fields of `EncoderDecoderConfigMixin`. The default is multi-head."""
 
     model_type = "attn_variant_t5"
-    upstream_model_types = ("t5", "mt5")
+    transformers_model_types = ("t5", "mt5")
     modeling_file = "modeling_attn_variant_t5"
     makes_summaries = True
     auto_classes = _auto_classes("t5", "T5", T5_HEADS)
@@ -195,7 +195,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
         super().check_variant()
         for prefix in ("", "encoder_") if self.position_embedding_type is None else ():
             layers = range(self.layer_count(prefix + KIND))
-            counts = [self.talking_heads_of(prefix, layer).softmax for layer in layers]
+            counts = [self.get_talking_heads(prefix, layer).softmax for layer in layers]
             if len(set(counts)) > 1:
                 raise ValueError(
                     f"`{prefix}num_softmax_heads` must be the same in all layers of a T5, got {counts}. All "
@@ -209,16 +209,16 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
         super().__post_init__(**kwargs)
 
     @classmethod
-    def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _with_variant_model_type(cls, values: dict[str, Any]) -> dict[str, Any]:
         unscaled = {"scale_decoder_outputs": False} if values.get("model_type") == "mt5" else {}
-        return super()._adopted(values) | unscaled
+        return super()._with_variant_model_type(values) | unscaled
 
 
 class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
     """Configuration of UMT5 with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_umt5"
-    upstream_model_types = ("umt5",)
+    transformers_model_types = ("umt5",)
     modeling_file = "modeling_attn_variant_umt5"
     auto_classes = _auto_classes("umt5", "UMT5", T5_HEADS)
 
@@ -247,7 +247,7 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
         """
         super().check_variant()
         heads = [getattr(self, name) for name in self.encoder_decoder_heads]
-        if len(set(heads)) > 1 and has_talking_heads(self, "") and not talking_group(self, "encoder_"):
+        if len(set(heads)) > 1 and has_talking_heads(self, "") and not get_settings_prefix(self, "encoder_"):
             raise ValueError(
                 "`encoder_talking_heads` must be given if the encoder and the decoder have different numbers "
                 f"of heads, got encoder_attention_heads={heads[0]} and decoder_attention_heads={heads[1]}. "
@@ -259,7 +259,7 @@ class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
     """Configuration of BART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_bart"
-    upstream_model_types = ("bart",)
+    transformers_model_types = ("bart",)
     modeling_file = "modeling_attn_variant_bart"
     auto_classes = _auto_classes("bart", "Bart", BART_HEADS)
 
@@ -268,7 +268,7 @@ class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
     """Configuration of mBART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_mbart"
-    upstream_model_types = ("mbart",)
+    transformers_model_types = ("mbart",)
     modeling_file = "modeling_attn_variant_mbart"
     auto_classes = _auto_classes("mbart", "MBart", BART_HEADS)
 
@@ -277,7 +277,7 @@ class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
     """Configuration of Marian with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_marian"
-    upstream_model_types = ("marian",)
+    transformers_model_types = ("marian",)
     modeling_file = "modeling_attn_variant_marian"
     auto_classes = _auto_classes("marian", "Marian", ("Model", "ForCausalLM", "MTModel"))
 
@@ -286,7 +286,7 @@ class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
     """Configuration of M2M100 and NLLB with the fields of `EncoderDecoderConfigMixin`. The default is multi-head."""
 
     model_type = "attn_variant_m2m_100"
-    upstream_model_types = ("m2m_100",)
+    transformers_model_types = ("m2m_100",)
     modeling_file = "modeling_attn_variant_m2m_100"
     auto_classes = _auto_classes("m2m_100", "M2M100", ("Model", "ForConditionalGeneration"))
 
@@ -295,7 +295,7 @@ class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
     """Configuration of PEGASUS with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_pegasus"
-    upstream_model_types = ("pegasus",)
+    transformers_model_types = ("pegasus",)
     modeling_file = "modeling_attn_variant_pegasus"
     auto_classes = _auto_classes("pegasus", "Pegasus", ("Model", "ForCausalLM", "ForConditionalGeneration"))
 
@@ -304,7 +304,7 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
     """Configuration of Whisper with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
 
     model_type = "attn_variant_whisper"
-    upstream_model_types = ("whisper",)
+    transformers_model_types = ("whisper",)
     modeling_file = "modeling_attn_variant_whisper"
     size_fields = (*BartFamilyConfigMixin.size_fields, "num_mel_bins", "max_source_positions")
     # In Transformers, `num_key_value_heads` is an alias of the number of encoder heads. Here it is a field.

@@ -6,11 +6,11 @@ from typing import Any
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantAlbertConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         AlbertForMaskedLM,
         AlbertForMultipleChoice,
@@ -40,18 +40,18 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
     """The attention of ALBERT with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
-    upstream_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
+    transformers_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, hidden size]; the arguments are those of `AlbertAttention.forward`."""
         states, mask = self.arguments.read(args, kwargs)
-        dynamic = self.variant_inputs(states, None, None, kwargs)
+        dynamic = self.prepare_variant_inputs(states, None, None, kwargs)
         if not self.owns_projections:
-            upstreams: Any = super()
-            return upstreams.forward(*args, **kwargs, **dynamic)
+            parent: Any = super()
+            return parent.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
         maps, dropout = (self.query, self.key, self.value), self.attention_dropout.p
-        output, weights = self.attend_by_maps(maps, states, mask, dropout, **others, **dynamic)
+        output, weights = self.attend_with_projections(maps, states, mask, dropout, **others, **dynamic)
         output = self.output_dropout(self.dense(output))
         return self.LayerNorm(states + output), weights
 
@@ -60,7 +60,7 @@ class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
     """`AlbertLayer` with gradient checkpointing, which the class of Transformers does not support."""
 
 
-class AttnVariantAlbertEmbeddings(EmbeddingsMixin, AlbertEmbeddings):
+class AttnVariantAlbertEmbeddings(PositionEmbeddingsMixin, AlbertEmbeddings):
     """The embeddings of ALBERT, with learned or sinusoidal positions."""
 
     roles = ("ids", "embedded", "positions", "types")
@@ -88,7 +88,7 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
     )
 
     @classmethod
-    def module_runs(cls, config: Any, path: str) -> int:
+    def count_module_runs(cls, config: Any, path: str) -> int:
         """Return how often a forward pass runs a module: once for each layer of its group, which shares the module."""
         group = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", path)
         if group is None:
@@ -101,7 +101,7 @@ class AttnVariantAlbertModel(AttnVariantAlbertPreTrainedModel, AlbertModel):
     """`AlbertModel` with variant attention."""
 
 
-AttnVariantAlbertPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantAlbertPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantAlbertForPreTraining(AttnVariantAlbertPreTrainedModel, AlbertForPreTraining):

@@ -1,13 +1,13 @@
 """BART models with the attention variants of this package."""
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import known_imports, variants_of
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantBartConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         BartForCausalLM,
         BartForConditionalGeneration,
@@ -46,7 +46,7 @@ class AttnVariantBartEncoder(AttnVariantBartPreTrainedModel, BartEncoder):
     stack_name = "encoder"
 
 
-class AttnVariantBartDecoder(MakesCrossLatent, AttnVariantBartPreTrainedModel, BartDecoder):
+class AttnVariantBartDecoder(CrossLatentMixin, AttnVariantBartPreTrainedModel, BartDecoder):
     """`BartDecoder` with variant attention."""
 
     stack_name = "decoder"
@@ -60,11 +60,11 @@ class AttnVariantBartDecoderWrapper(AttnVariantBartPreTrainedModel, BartDecoderW
     """The wrapper of the decoder in `BartForCausalLM`, with variant attention."""
 
 
-AttnVariantBartPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantBartPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantBartForConditionalGeneration(
-    BeamsShareMemory, AttnVariantBartPreTrainedModel, BartForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantBartPreTrainedModel, BartForConditionalGeneration
 ):
     """`BartForConditionalGeneration` with variant attention."""
 

@@ -1,12 +1,12 @@
 """BERT models with the attention variants of this package."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantBertConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         BertForMaskedLM,
         BertForMultipleChoice,
@@ -44,7 +44,7 @@ class AttnVariantBertCrossAttention(BertFamilyCrossAttentionMixin, BertCrossAtte
     """The cross-attention of BERT with k key/value heads and, if configured, talking heads."""
 
 
-class AttnVariantBertEmbeddings(EmbeddingsMixin, BertEmbeddings):
+class AttnVariantBertEmbeddings(PositionEmbeddingsMixin, BertEmbeddings):
     """The embeddings of BERT, with learned or sinusoidal positions."""
 
 
@@ -59,7 +59,7 @@ class AttnVariantBertModel(AttnVariantBertPreTrainedModel, BertModel):
     """`BertModel` with variant attention."""
 
 
-AttnVariantBertPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantBertPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantBertForPreTraining(AttnVariantBertPreTrainedModel, BertForPreTraining):

@@ -1,12 +1,12 @@
 """ELECTRA models with the attention variants of this package."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantElectraConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         ElectraForCausalLM,
         ElectraForMaskedLM,
@@ -46,7 +46,7 @@ class AttnVariantElectraCrossAttention(BertFamilyCrossAttentionMixin, ElectraCro
     """`ElectraCrossAttention` with k key/value heads and, if configured, talking heads."""
 
 
-class AttnVariantElectraEmbeddings(EmbeddingsMixin, ElectraEmbeddings):
+class AttnVariantElectraEmbeddings(PositionEmbeddingsMixin, ElectraEmbeddings):
     """The embeddings of ELECTRA, with learned or sinusoidal positions."""
 
 
@@ -61,7 +61,7 @@ class AttnVariantElectraModel(AttnVariantElectraPreTrainedModel, ElectraModel):
     """`ElectraModel` with variant attention."""
 
 
-AttnVariantElectraPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantElectraPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantElectraForPreTraining(AttnVariantElectraPreTrainedModel, ElectraForPreTraining):

@@ -1,13 +1,13 @@
 """Marian models with the attention variants of this package."""
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import known_imports, variants_of
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantMarianConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         MarianForCausalLM,
         MarianModel,
@@ -47,7 +47,7 @@ class AttnVariantMarianEncoder(AttnVariantMarianPreTrainedModel, MarianEncoder):
     stack_name = "encoder"
 
 
-class AttnVariantMarianDecoder(MakesCrossLatent, AttnVariantMarianPreTrainedModel, MarianDecoder):
+class AttnVariantMarianDecoder(CrossLatentMixin, AttnVariantMarianPreTrainedModel, MarianDecoder):
     """`MarianDecoder` with variant attention."""
 
     stack_name = "decoder"
@@ -61,10 +61,10 @@ class AttnVariantMarianDecoderWrapper(AttnVariantMarianPreTrainedModel, MarianDe
     """The wrapper of the decoder in `MarianForCausalLM`, with variant attention."""
 
 
-AttnVariantMarianPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantMarianPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
-class AttnVariantMarianMTModel(BeamsShareMemory, AttnVariantMarianPreTrainedModel, MarianMTModel):
+class AttnVariantMarianMTModel(SharedEncoderOutputsMixin, AttnVariantMarianPreTrainedModel, MarianMTModel):
     """`MarianMTModel` with variant attention."""
 
 

@@ -1,13 +1,13 @@
 """mBART models with the attention variants of this package."""
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import known_imports, variants_of
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantMBartConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         MBartForCausalLM,
         MBartForConditionalGeneration,
@@ -51,7 +51,7 @@ class AttnVariantMBartEncoder(AttnVariantMBartPreTrainedModel, MBartEncoder):
     stack_name = "encoder"
 
 
-class AttnVariantMBartDecoder(MakesCrossLatent, AttnVariantMBartPreTrainedModel, MBartDecoder):
+class AttnVariantMBartDecoder(CrossLatentMixin, AttnVariantMBartPreTrainedModel, MBartDecoder):
     """`MBartDecoder` with variant attention."""
 
     stack_name = "decoder"
@@ -65,11 +65,11 @@ class AttnVariantMBartDecoderWrapper(AttnVariantMBartPreTrainedModel, MBartDecod
     """The wrapper of the decoder in `MBartForCausalLM`, with variant attention."""
 
 
-AttnVariantMBartPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantMBartPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantMBartForConditionalGeneration(
-    BeamsShareMemory, AttnVariantMBartPreTrainedModel, MBartForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantMBartPreTrainedModel, MBartForConditionalGeneration
 ):
     """`MBartForConditionalGeneration` with variant attention."""
 

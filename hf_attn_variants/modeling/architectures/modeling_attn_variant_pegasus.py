@@ -1,13 +1,13 @@
 """PEGASUS models with the attention variants of this package."""
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import known_imports, variants_of
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantPegasusConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         PegasusForCausalLM,
         PegasusForConditionalGeneration,
@@ -47,7 +47,7 @@ class AttnVariantPegasusEncoder(AttnVariantPegasusPreTrainedModel, PegasusEncode
     stack_name = "encoder"
 
 
-class AttnVariantPegasusDecoder(MakesCrossLatent, AttnVariantPegasusPreTrainedModel, PegasusDecoder):
+class AttnVariantPegasusDecoder(CrossLatentMixin, AttnVariantPegasusPreTrainedModel, PegasusDecoder):
     """`PegasusDecoder` with variant attention."""
 
     stack_name = "decoder"
@@ -61,11 +61,11 @@ class AttnVariantPegasusDecoderWrapper(AttnVariantPegasusPreTrainedModel, Pegasu
     """The wrapper of the decoder in `PegasusForCausalLM`, with variant attention."""
 
 
-AttnVariantPegasusPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantPegasusPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantPegasusForConditionalGeneration(
-    BeamsShareMemory, AttnVariantPegasusPreTrainedModel, PegasusForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantPegasusPreTrainedModel, PegasusForConditionalGeneration
 ):
     """`PegasusForConditionalGeneration` with variant attention."""
 

@@ -1,12 +1,12 @@
 """RoBERTa models with the attention variants of this package."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantRobertaConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         RobertaForCausalLM,
         RobertaForMaskedLM,
@@ -44,7 +44,7 @@ class AttnVariantRobertaCrossAttention(BertFamilyCrossAttentionMixin, RobertaCro
     """`RobertaCrossAttention` with k key/value heads and, if configured, talking heads."""
 
 
-class AttnVariantRobertaEmbeddings(EmbeddingsMixin, RobertaEmbeddings):
+class AttnVariantRobertaEmbeddings(PositionEmbeddingsMixin, RobertaEmbeddings):
     """The embeddings of RoBERTa, with learned or sinusoidal positions."""
 
 
@@ -59,7 +59,7 @@ class AttnVariantRobertaModel(AttnVariantRobertaPreTrainedModel, RobertaModel):
     """`RobertaModel` with variant attention."""
 
 
-AttnVariantRobertaPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantRobertaPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantRobertaForMaskedLM(AttnVariantRobertaPreTrainedModel, RobertaForMaskedLM):

@@ -4,15 +4,15 @@ from typing import Any
 
 import torch
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import AddsSinusoids
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import SinusoidalInputsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantT5Config
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         T5EncoderModel,
         T5ForConditionalGeneration,
@@ -61,7 +61,7 @@ class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
     attention_sites = T5_FAMILY_SITES
 
 
-class AttnVariantT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantT5PreTrainedModel, T5Stack):
+class AttnVariantT5Stack(SinusoidalInputsMixin, CrossLatentMixin, AttnVariantT5PreTrainedModel, T5Stack):
     """`T5Stack` (the encoder or decoder of the models below) with variant attention."""
 
     @property
@@ -78,11 +78,11 @@ class AttnVariantT5EncoderModel(AttnVariantT5PreTrainedModel, T5EncoderModel):
     """`T5EncoderModel` with variant attention."""
 
 
-AttnVariantT5PreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantT5PreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantT5ForConditionalGeneration(
-    BeamsShareMemory, AttnVariantT5PreTrainedModel, T5ForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantT5PreTrainedModel, T5ForConditionalGeneration
 ):
     """`T5ForConditionalGeneration` with variant attention, for T5 and mT5 checkpoints."""
 

@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import AddsSinusoids
+from ..mechanisms.sinusoidal_positions import SinusoidalInputsMixin
 from ..ops.variant_attention import AttentionHeads
-from ..transformers_internals import check_attributes, known_imports, variants_of
+from ..transformers_internals import check_attributes, collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantUMT5Config
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         UMT5EncoderModel,
         UMT5ForConditionalGeneration,
@@ -63,7 +63,7 @@ class AttnVariantUMT5PreTrainedModel(AttnVariantModelMixin, UMT5PreTrainedModel)
     attention_sites = T5_FAMILY_SITES
 
 
-class AttnVariantUMT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantUMT5PreTrainedModel, UMT5Stack):
+class AttnVariantUMT5Stack(SinusoidalInputsMixin, CrossLatentMixin, AttnVariantUMT5PreTrainedModel, UMT5Stack):
     """`UMT5Stack` (the encoder or decoder of the models below) with variant attention."""
 
     @property
@@ -80,11 +80,11 @@ class AttnVariantUMT5EncoderModel(AttnVariantUMT5PreTrainedModel, UMT5EncoderMod
     """`UMT5EncoderModel` with variant attention."""
 
 
-AttnVariantUMT5PreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantUMT5PreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantUMT5ForConditionalGeneration(
-    BeamsShareMemory, AttnVariantUMT5PreTrainedModel, UMT5ForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantUMT5PreTrainedModel, UMT5ForConditionalGeneration
 ):
     """`UMT5ForConditionalGeneration` with variant attention."""
 

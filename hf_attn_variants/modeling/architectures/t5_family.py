@@ -5,24 +5,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..attention.attention_interface import attention_function
+from ..attention.attention_interface import get_attention_function
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
 from ..attention.latent_attention import attend_to_latent
-from ..attention.shared_rows import rows_of_sentences
+from ..attention.shared_rows import get_sentence_rows
 from ..mechanisms.patterns.transient_global import (
-    SummingAttention,
+    SummarizingAttention,
     TransientPattern,
     add_summary_parameters,
     attend_with_summaries,
-    summary_table,
+    compute_summary_bias,
 )
 from ..mechanisms.sinusoidal_positions import has_sinusoids
 from ..ops.key_ranges import TransientGlobal
 from ..ops.variant_attention import AttentionHeads
-from ..transformers_internals import check_attributes, check_method, known_imports, upstream_class
+from ..transformers_internals import check_attributes, check_method, get_transformers_class, guarded_imports
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
 __all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
@@ -62,7 +62,7 @@ T5_FAMILY_SITES = (
 # The base is for the type checker, as in `attention_mixin`.
 if TYPE_CHECKING:
 
-    class _Attention(SummingAttention):
+    class _Attention(SummarizingAttention):
         compute_bias: Any
         is_decoder: bool
         q: nn.Linear
@@ -77,7 +77,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
     The relative position bias has one column per softmax head and is added after P_l (arXiv 2003.02436, section 3).
     """
 
-    upstream_attributes = (
+    transformers_attributes = (
         "dropout",
         "has_relative_attention_bias",
         "is_causal",
@@ -90,7 +90,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        owner = upstream_class(cls, AttentionVariantMixin)
+        owner = get_transformers_class(cls, AttentionVariantMixin)
         check_method(owner, "compute_bias", ("query_length", "key_length", "device", "past_seen_tokens"))
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
@@ -144,16 +144,16 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             The outputs [b, n, d_model], the position bias or None, and the weights or None.
         """
         if encoder_outputs is not None and self.heads.rank is None:
-            encoder_outputs = rows_of_sentences(encoder_outputs, (self.k, self.v))
-        dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
+            encoder_outputs = get_sentence_rows(encoder_outputs, (self.k, self.v))
+        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         if self.heads.rank is None:
-            key, value = self.keys_and_values_of((self.k, self.v), states, encoder_outputs, cache)
+            key, value = self.get_keys_and_values((self.k, self.v), states, encoder_outputs, cache)
             key_length = key.shape[2]
         else:
-            latent, layer = self.latent_of(states, encoder_outputs, cache)  # [b, 1, m, r]
+            latent, layer = self.get_latent(states, encoder_outputs, cache)  # [b, 1, m, r]
             key_length = latent.shape[2]
         if makes_bias:
             length = query.shape[2]
@@ -164,7 +164,9 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             # the bias.
             position_bias = self.compute_bias(length, key_length, query.device, past_length).contiguous()
             if isinstance(self.key_range, TransientGlobal):
-                position_bias = torch.cat([position_bias, summary_table(self, query.shape[2], query.device)], -1)
+                position_bias = torch.cat(
+                    [position_bias, compute_summary_bias(self, query.shape[2], query.device)], -1
+                )
         bias = position_bias
         if bias is not None and not self.is_own:
             # The flex attention of Transformers indexes the bias by the batch, so that a bias of one row is read out
@@ -176,7 +178,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             operands = (query, key, value)
             output, weights = attend_with_summaries(self, states, operands, mask, bias, options["dropout"], kwargs)
         elif self.heads.rank is None:
-            attend = attention_function(self.implementation)
+            attend = get_attention_function(self.implementation)
             output, weights = attend(self, query, key, value, mask, **options)
         else:
             output, weights = attend_to_latent(self, query, latent, mask, (self.k, self.v), layer, **options)

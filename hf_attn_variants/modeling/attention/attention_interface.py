@@ -10,27 +10,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fields.mechanism_fields import asks_for_padding_alone
+from ..fields.mechanism_fields import needs_only_padding_mask
 from ..ops.softmax_attention import attention_with_weights, fused_attention
-from ..ops.variant_attention import VariantAttention, call_options, is_traced, wants_weights
-from ..transformers_internals import check_mask_functions, known_imports, refuse_unknown
+from ..ops.variant_attention import VariantAttention, get_call_options, is_traced, should_return_weights
+from ..transformers_internals import check_known_arguments, check_mask_functions, guarded_imports
 from ..variant_names import EAGER, SDPA
 from .mechanism_attention import attend_with_mechanisms
 
-with known_imports():
+with guarded_imports():
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
-    "attention_function",
     "eager_attention_forward",
-    "mask_of_padding",
+    "get_attention_function",
     "sdpa_attention_forward",
+    "with_padding_mask_only",
 ]
 
 
-def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+def with_padding_mask_only(mask_function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
     """Return a mask function that covers only padding if the attention has a pattern or a kernel.
 
     In other cases, it calls the mask function of Transformers. A padding mask is [b, 1, 1, m]. The attention applies
@@ -42,9 +42,9 @@ def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..
         function, padding = options.get("mask_function", causal_mask_function), options.get("attention_mask")
         is_causal = function is causal_mask_function
         if function not in (causal_mask_function, bidirectional_mask_function):
-            return upstream(**options)
-        if not asks_for_padding_alone(options.get("config"), True if is_causal else None):
-            return upstream(**options)
+            return mask_function(**options)
+        if not needs_only_padding_mask(options.get("config"), True if is_causal else None):
+            return mask_function(**options)
         if padding is None:
             return None
         if not is_causal:
@@ -94,8 +94,8 @@ def eager_attention_forward(
     if not getattr(module, "is_plain", False):
         call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
         return attend_with_mechanisms("eager", module, *call, **kwargs)
-    refuse_unknown(kwargs)
-    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
+    check_known_arguments(kwargs)
+    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
     return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
 
 
@@ -118,14 +118,14 @@ def sdpa_attention_forward(
     if not getattr(module, "is_plain", False):
         call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
         return attend_with_mechanisms("sdpa", module, *call, **kwargs)
-    refuse_unknown(kwargs)
-    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
-    if wants_weights(module, kwargs):
+    check_known_arguments(kwargs)
+    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
+    if should_return_weights(module, kwargs):
         return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 
-def attention_function(name: str) -> Callable[..., AttentionResult]:
+def get_attention_function(name: str) -> Callable[..., AttentionResult]:
     """Return the attention function that is registered under a name."""
     function = OWN_FUNCTIONS.get(name)  # a dictionary is faster than the interface, in each layer and step
     return function if function is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
@@ -136,5 +136,5 @@ for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 check_mask_functions(eager_mask, sdpa_mask)
 # Without a mask function of the same name Transformers would pass no mask, and padding would be ignored.
-AttentionMaskInterface.register(EAGER, mask_of_padding(eager_mask))
-AttentionMaskInterface.register(SDPA, mask_of_padding(sdpa_mask))
+AttentionMaskInterface.register(EAGER, with_padding_mask_only(eager_mask))
+AttentionMaskInterface.register(SDPA, with_padding_mask_only(sdpa_mask))

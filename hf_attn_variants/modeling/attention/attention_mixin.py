@@ -10,22 +10,22 @@ from torch import nn
 
 from ..fields.composition import check_implementation
 from ..mechanisms.patterns.window_pattern import check_global_mask
-from ..mechanisms.talking_heads import projection_shapes, projection_std
-from ..ops.variant_attention import AttentionHeads, VariantAttention, implementation_of, wants_weights
+from ..mechanisms.talking_heads import get_projection_shapes, get_projection_std
+from ..ops.variant_attention import AttentionHeads, VariantAttention, get_attn_implementation, should_return_weights
 from ..transformers_internals import (
-    Arguments,
+    MethodArguments,
     check_attention_function,
     check_attributes,
-    known_imports,
-    upstream_class,
+    get_transformers_class,
+    guarded_imports,
 )
 from ..variant_names import EAGER, SDPA
-from .attention_interface import attention_function
+from .attention_interface import get_attention_function
 from .decoder_caches import prepare_cache
-from .latent_attention import attend_to_latent, keys_and_values, shared_latent
-from .shared_rows import note_beams
+from .latent_attention import attend_to_latent, compute_keys_and_values, get_shared_latent
+from .shared_rows import store_num_beams
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
     from transformers.cache_utils import EncoderDecoderCache
 
@@ -47,21 +47,21 @@ class AttentionVariantMixin(_Attention):
     Class attributes:
         roles: the arguments of the original `forward` that the variant reads (`transformers_internals.ROLES`).
         returns: the number of values that `forward` returns.
-        upstream_attributes: the attributes of the original module that the variant reads, except its linear layers.
+        transformers_attributes: the attributes of the original module that the variant reads, except its linear layers.
         arguments: the arguments of the original `forward` by role. Each class gets its own.
     """
 
     roles: tuple[str, ...] = ()
     returns = 2
-    upstream_attributes: tuple[str, ...] = ()
-    arguments: Arguments
+    transformers_attributes: tuple[str, ...] = ()
+    arguments: MethodArguments
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if issubclass(cls, nn.Module):
-            owner = upstream_class(cls, AttentionVariantMixin)
+            owner = get_transformers_class(cls, AttentionVariantMixin)
             check_attention_function(owner)
-            cls.arguments = Arguments(owner, cls.roles, returns=cls.returns)
+            cls.arguments = MethodArguments(owner, cls.roles, returns=cls.returns)
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
         """Store the head counts and add the talking-heads parameters. The model initializes them later.
@@ -72,13 +72,13 @@ class AttentionVariantMixin(_Attention):
             query_dim: the size of the inputs of the query projection.
             key_input_dim: the size of the inputs on the key side, as the attention receives them.
         """
-        check_attributes(self, ("config", *self.upstream_attributes))
+        check_attributes(self, ("config", *self.transformers_attributes))
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
         # Transformers assumes that values are as wide as keys.
         self.owns_projections = heads.rank is not None or heads.value_dim != heads.head_dim
         like = next(self.parameters())
-        shapes = projection_shapes(heads, query_dim, key_input_dim) if heads.talking is not None else {}
+        shapes = get_projection_shapes(heads, query_dim, key_input_dim) if heads.talking is not None else {}
         self.projection_names = tuple(shapes)
         self.dynamic_names = heads.dynamic
         for name, shape in shapes.items():
@@ -91,12 +91,12 @@ class AttentionVariantMixin(_Attention):
     def resolve_attn_implementation(self) -> None:
         """Check and store the attention implementation that the configuration names.
 
-        `variant_inputs` repeats the check only if the name in the configuration has changed.
+        `prepare_variant_inputs` repeats the check only if the name in the configuration has changed.
 
         Raises:
             ValueError: if the implementation cannot compute talking heads or a pattern.
         """
-        implementation = implementation_of(self)
+        implementation = get_attn_implementation(self)
         check_implementation(self.config, implementation)
         self.implementation, self.is_own = implementation, implementation in (EAGER, SDPA)
 
@@ -112,13 +112,13 @@ class AttentionVariantMixin(_Attention):
         """Initialize the talking-heads parameters by the rule in `talking_heads_init`."""
         for name in self.projection_names:
             parameter = getattr(self, name)
-            std = projection_std(name, parameter.shape, self.heads.talking_init)
+            std = get_projection_std(name, parameter.shape, self.heads.talking_init)
             if std is None:
                 init.copy_(parameter, torch.eye(*parameter.shape, dtype=parameter.dtype, device=parameter.device))
             else:
                 init.normal_(parameter, mean=0.0, std=std)
 
-    def variant_inputs(
+    def prepare_variant_inputs(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Check one call and return the additional keyword arguments for the attention function.
@@ -137,9 +137,9 @@ class AttentionVariantMixin(_Attention):
         Raises:
             ValueError: if the attention implementation or the cache does not support the variant.
         """
-        if implementation_of(self) != self.implementation:
+        if get_attn_implementation(self) != self.implementation:
             self.resolve_attn_implementation()
-        if not self.is_own and wants_weights(self, kwargs):
+        if not self.is_own and should_return_weights(self, kwargs):
             raise ValueError(
                 '`attn_implementation` must be "sdpa" or "eager" with `output_attentions=True`, got '
                 f'"{self.implementation}". Other implementations do not return attention weights.'
@@ -147,7 +147,7 @@ class AttentionVariantMixin(_Attention):
         if cache is not None:
             prepare_cache(self, cache, encoder_outputs)
             if encoder_outputs is not None and self.heads.rank is None:
-                note_beams(cache, self.layer_idx, states, encoder_outputs)
+                store_num_beams(cache, self.layer_idx, states, encoder_outputs)
         if self.key_range is not None:
             check_global_mask(self, states, kwargs)
         if self.kernel is not None and cache is not None:
@@ -161,7 +161,7 @@ class AttentionVariantMixin(_Attention):
             for name in self.dynamic_names
         }
 
-    def attend_by_maps(
+    def attend_with_projections(
         self,
         maps: tuple[nn.Linear, nn.Linear, nn.Linear],
         states: torch.Tensor,
@@ -180,21 +180,21 @@ class AttentionVariantMixin(_Attention):
             maps: the linear layers of the queries, keys and values.
             mask: as in `attention_with_weights`.
             dropout: the probability that a weight is dropped in training.
-            states, encoder_outputs, cache: as for `latent_of` and `keys_and_values_of`.
+            states, encoder_outputs, cache: as for `get_latent` and `get_keys_and_values`.
             options: further arguments of the attention function.
         """
         query_map, key_map, value_map = maps
         query = query_map(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         options |= {"dropout": dropout if self.training else 0.0, "scaling": self.scaling}
         if self.heads.rank is None:
-            key, value = self.keys_and_values_of((key_map, value_map), states, encoder_outputs, cache)
-            output, weights = attention_function(self.implementation)(self, query, key, value, mask, **options)
+            key, value = self.get_keys_and_values((key_map, value_map), states, encoder_outputs, cache)
+            output, weights = get_attention_function(self.implementation)(self, query, key, value, mask, **options)
         else:
-            latent, layer = self.latent_of(states, encoder_outputs, cache)
+            latent, layer = self.get_latent(states, encoder_outputs, cache)
             output, weights = attend_to_latent(self, query, latent, mask, (key_map, value_map), layer, **options)
         return output.flatten(2), weights
 
-    def keys_and_values_of(
+    def get_keys_and_values(
         self, maps: tuple[nn.Module, nn.Module], states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys [b, k, m, d] and values [b, k, m, d_v]: first those in the cache, then those of this call.
@@ -214,28 +214,28 @@ class AttentionVariantMixin(_Attention):
             # The encoder outputs do not change between decoding steps.
             return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         encoder_outputs = states if encoder_outputs is None else encoder_outputs
-        key, value = keys_and_values(encoder_outputs, maps, self.heads.head_dim, self.heads.value_dim)
+        key, value = compute_keys_and_values(encoder_outputs, maps, self.heads.head_dim, self.heads.value_dim)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
             seen[self.layer_idx] = True
         return key, value
 
-    def latent_of(
+    def get_latent(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
     ) -> tuple[torch.Tensor, Any]:
         """Return the latent c [b, 1, m, r] and, in cross-attention, the cache layer that holds it.
 
         Args:
             states: the inputs of self-attention [b, n, D].
-            encoder_outputs: the latent that `MakesCrossLatent` has computed from the encoder outputs. None in
+            encoder_outputs: the latent that `CrossLatentMixin` has computed from the encoder outputs. None in
                 self-attention.
             cache: the cache that this call reads and writes, if any.
         """
         if encoder_outputs is not None:
-            return shared_latent(cache, encoder_outputs, self.layer_idx, states)
-        return self.own_latent(states, cache), None
+            return get_shared_latent(cache, encoder_outputs, self.layer_idx, states)
+        return self.compute_own_latent(states, cache), None
 
-    def own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
+    def compute_own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
         """Return the latent c [b, 1, m, r] of self-attention: the cached part, then that of the inputs [b, n, D].
 
         The cache stores c as its keys. Its values have width 0.

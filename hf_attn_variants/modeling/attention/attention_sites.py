@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from ..mechanisms.head_sharing import HeadSharing
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
-from ..mechanisms.kernels.kernel_table import kernel_of
-from ..mechanisms.patterns.pattern_table import pattern_class
+from ..mechanisms.kernels.kernel_table import create_kernel
+from ..mechanisms.patterns.pattern_table import get_pattern_class
 from ..ops.key_ranges import KeyRange
 from ..ops.variant_attention import AttentionHeads
 
-__all__ = ["AttentionSite", "Projections", "named_attentions", "sites_root"]
+__all__ = ["AttentionSite", "Projections", "get_sites_root", "named_attentions"]
 
 
 class Projections(TypedDict):
@@ -77,22 +77,22 @@ class AttentionSite:
         """The prefix of the per-place fields: "cross_" for cross-attention, otherwise the prefix of the stack."""
         return "cross_" if self.is_cross_attention else self.stack_prefix
 
-    def stack_of(self, config: Any) -> str:
+    def get_stack_name(self, config: Any) -> str:
         """Return the stack that contains the attention in a model of this configuration, "encoder" or "decoder"."""
         return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
 
-    def heads(self, config: Any, path: str) -> AttentionHeads:
+    def get_heads(self, config: Any, path: str) -> AttentionHeads:
         """Return the head counts, the rank and the talking-heads settings of the attention at this path."""
-        layer = self.layer(config, path)
+        layer = self.get_layer_index(config, path)
         query, key = config.query_heads(self.kv_heads_field), config.layer_value(self.kv_heads_field, layer)
-        talking = config.talking_heads_of(self.place_prefix, layer)
+        talking = config.get_talking_heads(self.place_prefix, layer)
         value = talking.output if key == query else key
         rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
         sizes = (config.attention_head_dim(self.kv_heads_field), config.attention_value_dim(self.kv_heads_field))
         counts = (query, key, value, talking.softmax, talking.output, *sizes, rank)
         return AttentionHeads(*counts, talking.kind, talking.init, talking.dynamic)
 
-    def key_range(self, config: Any, path: str, is_causal: bool) -> Any:
+    def get_key_range(self, config: Any, path: str, is_causal: bool) -> Any:
         """Return the key range of the attention at this path, or None if it has no pattern and reads all keys.
 
         Args:
@@ -100,26 +100,32 @@ class AttentionSite:
             path: the path of the attention module.
             is_causal: True if the queries do not read later keys.
         """
-        prefix, layer = self.stack_prefix, self.layer(config, path)
+        prefix, layer = self.stack_prefix, self.get_layer_index(config, path)
         pattern = getattr(config, f"{prefix}attention_pattern")
         if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
             # This is a softmax layer in a stack with kernels. Masks cover only padding there, so the layer itself
             # must leave out later keys.
-            return None if self.kernel(config, path, is_causal) is not None else KeyRange.of(None, 1, 0, is_causal)
+            return (
+                None
+                if self.get_kernel(config, path, is_causal) is not None
+                else KeyRange.from_window(None, 1, 0, is_causal)
+            )
         if self.is_cross_attention or pattern is None:
             return None
-        return pattern_class(pattern).key_range(config, prefix, self.heads(config, path).softmax, layer, is_causal)
+        return get_pattern_class(pattern).get_key_range(
+            config, prefix, self.get_heads(config, path).softmax, layer, is_causal
+        )
 
-    def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
+    def get_kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
         """Return the kernel of the attention at this path, or None for a softmax.
 
         The arguments are those of `key_range`.
         """
         head_dim = config.attention_head_dim(self.kv_heads_field)
         is_causal = is_causal and not self.is_cross_attention
-        return kernel_of(config, self.place_prefix, head_dim, path, is_causal, self.layer(config, path))
+        return create_kernel(config, self.place_prefix, head_dim, path, is_causal, self.get_layer_index(config, path))
 
-    def layer(self, config: Any, path: str) -> int:
+    def get_layer_index(self, config: Any, path: str) -> int:
         """Return the number of the layer that contains the attention at this path.
 
         The groups of `module` capture it. ALBERT has two numbers: a group of layers, and a layer inside this group.
@@ -128,19 +134,19 @@ class AttentionSite:
         outer, *inner = map(int, match.groups())
         return outer * config.inner_group_num + inner[0] if inner else outer
 
-    def latent_path(self, path: str) -> str:
+    def get_latent_path(self, path: str) -> str:
         """Return the path, inside the base model, of the linear layer that computes the latent of this attention."""
         return self.latent if self.shares_latent else f"{path}.{self.latent}"
 
-    def latent_map(self, base_model: nn.Module, path: str) -> nn.Module | None:
+    def get_latent_projection(self, base_model: nn.Module, path: str) -> nn.Module | None:
         """Return the linear layer that computes the latent of the attention at this path, or None without a latent."""
         if self.rank_field is None:
             return None
-        owner, _, name = self.latent_path(path).rpartition(".")
+        owner, _, name = self.get_latent_path(path).rpartition(".")
         return getattr(base_model.get_submodule(owner), name, None)
 
 
-def sites_root(model: PreTrainedModel) -> nn.Module:
+def get_sites_root(model: PreTrainedModel) -> nn.Module:
     """Return the module that the paths of attention modules start from: the base model.
 
     For an encoder or decoder that is built by itself, return a new module that holds it under its `stack_name`.
@@ -160,7 +166,7 @@ def named_attentions(
 
     The model is a variant or a model of Transformers.
     """
-    for path, module in sites_root(model).named_modules():
+    for path, module in get_sites_root(model).named_modules():
         for site in sites:
             if re.fullmatch(site.module, path):
                 yield site, path, module

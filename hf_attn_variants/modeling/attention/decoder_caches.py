@@ -7,12 +7,12 @@ import torch
 
 from ..ops.key_ranges import MAX_SIZE
 from ..ops.variant_attention import VariantAttention
-from ..transformers_internals import known_imports
+from ..transformers_internals import guarded_imports
 
-with known_imports():
+with guarded_imports():
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-__all__ = ["KernelStateLayer", "keep_window", "prepare_cache"]
+__all__ = ["KernelStateLayer", "limit_cache_to_window", "prepare_cache"]
 
 
 class KernelStateLayer(DynamicLayer):
@@ -72,20 +72,20 @@ class KernelStateLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Select the rows of other beams."""
-        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._apply(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._apply(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows."""
-        self._change(lambda tensor: tensor[indices])
+        self._apply(lambda tensor: tensor[indices])
 
-    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.state is not None:
-            changed = (None if tensor is None else change(tensor) for tensor in self.state)
-            self.state = type(self.state)._make(changed)
+            build_change_error = (None if tensor is None else change(tensor) for tensor in self.state)
+            self.state = type(self.state)._make(build_change_error)
 
 
 def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: torch.Tensor | None) -> None:
@@ -117,13 +117,13 @@ def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: torch.T
     if encoder_outputs is not None:
         return
     if module.kernel is not None:
-        _keep_state(cache, module.layer_idx)
+        _prepare_state_layer(cache, module.layer_idx)
     if has_window:
-        keep_window(module, cache)
+        limit_cache_to_window(module, cache)
 
 
-def _keep_state(cache: Any, layer: int) -> None:
-    layers = layers_up_to(cache, layer)
+def _prepare_state_layer(cache: Any, layer: int) -> None:
+    layers = get_layers_up_to(cache, layer)
     if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
         layers[layer] = KernelStateLayer()
     if not isinstance(layers[layer], KernelStateLayer):
@@ -134,7 +134,7 @@ def _keep_state(cache: Any, layer: int) -> None:
         )
 
 
-def keep_window(module: VariantAttention, cache: Any) -> None:
+def limit_cache_to_window(module: VariantAttention, cache: Any) -> None:
     """Limit an empty layer of a cache to the keys that the next token reads through the window of self-attention.
 
     Layers of cross-attention are unchanged. The field `sliding_window` of Transformers would shorten them too.
@@ -142,12 +142,12 @@ def keep_window(module: VariantAttention, cache: Any) -> None:
     key_range, layer = module.key_range, module.layer_idx
     if module.kernel is not None or key_range is None or key_range.before >= MAX_SIZE:
         return
-    layers = layers_up_to(cache, layer)
+    layers = get_layers_up_to(cache, layer)
     if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
         layers[layer] = DynamicSlidingWindowLayer(key_range.before + 1)
 
 
-def layers_up_to(cache: Any, layer: int) -> list[Any]:
+def get_layers_up_to(cache: Any, layer: int) -> list[Any]:
     """Return the self-attention layers of a cache, extended up to this layer."""
     layers = getattr(cache, "self_attention_cache", cache).layers
     while len(layers) <= layer:

@@ -19,30 +19,30 @@ import torch
 from torch import nn
 
 from ..mechanisms.talking_heads import M2L
-from ..ops.beams import beams_in_cache, repeat_for_beams
-from ..ops.variant_attention import VariantAttention, is_exporting, wants_weights
-from ..transformers_internals import Arguments, check_caches, known_imports, upstream_class
+from ..ops.beams import count_beams_in_cache, repeat_for_beams
+from ..ops.variant_attention import VariantAttention, is_exporting, should_return_weights
+from ..transformers_internals import MethodArguments, check_caches, get_transformers_class, guarded_imports
 from ..variant_names import EAGER
-from .attention_interface import attention_function
-from .shared_rows import SharedRows, has_hooks, mark_repeated, note_beams, rows_of_sentences
+from .attention_interface import get_attention_function
+from .shared_rows import SharedRows, get_sentence_rows, has_hooks, mark_repeated, store_num_beams
 
-with known_imports():
+with guarded_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 check_caches()
 
 __all__ = [
     "EXPANDED",
-    "MakesCrossLatent",
-    "absorbs",
+    "CrossLatentMixin",
     "attend_to_latent",
-    "by_head",
-    "holds_latent",
-    "is_plain",
-    "is_short",
-    "keys_and_values",
-    "latent_flops",
-    "shared_latent",
+    "compute_keys_and_values",
+    "count_latent_flops",
+    "get_shared_latent",
+    "has_cached_latent",
+    "is_plain_linear",
+    "is_short_latent",
+    "multiply_by_head",
+    "should_absorb_projections",
 ]
 
 # The attribute of a cache layer with the keys and values of a short latent: {layer: (c, K, V, version of c)}.
@@ -95,35 +95,35 @@ class SharedLatentLayer(DynamicLayer):
         """Return the sequence length of the first layer."""
         return self.first.get_seq_length()
 
-    def _left_to_the_first(self, *args: Any, **kwargs: Any) -> None:
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    reset = reorder_cache = batch_repeat_interleave = batch_select_indices = crop = offload = prefetch = (
-        _left_to_the_first
-    )
+    reset = reorder_cache = batch_repeat_interleave = batch_select_indices = crop = offload = prefetch = _do_nothing
 
 
-class MakesCrossLatent(_Stack):
+class CrossLatentMixin(_Stack):
     """A mixin for decoders that computes the latent of the encoder outputs once for all layers."""
 
-    call_arguments: Arguments
+    call_arguments: MethodArguments
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.call_arguments = Arguments(upstream_class(cls, MakesCrossLatent), ("encoder_outputs", "cache"))
+        cls.call_arguments = MethodArguments(
+            get_transformers_class(cls, CrossLatentMixin), ("encoder_outputs", "cache")
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder as in Transformers, with the latent instead of the encoder outputs."""
         encoder_outputs, cache = self.call_arguments.read(args, kwargs)
         makes_latent = getattr(self, "cross_kv_a_proj", None)
-        if makes_latent is None or encoder_outputs is None or holds_latent(cache):
+        if makes_latent is None or encoder_outputs is None or has_cached_latent(cache):
             return super().forward(*args, **kwargs)
-        rows = rows_of_sentences(encoder_outputs, (makes_latent,))
+        rows = get_sentence_rows(encoder_outputs, (makes_latent,))
         latent = made = makes_latent(rows)
         if rows is not encoder_outputs:
             made = repeat_for_beams(latent, len(encoder_outputs))
             mark_repeated(made, latent)
-        return super().forward(**self.call_arguments.by_name(args, kwargs, encoder_outputs=made))
+        return super().forward(**self.call_arguments.to_keywords(args, kwargs, encoder_outputs=made))
 
 
 def attend_to_latent(
@@ -150,23 +150,23 @@ def attend_to_latent(
     Returns:
         The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] if the implementation returns them.
     """
-    attend = attention_function(module.implementation)
+    attend = get_attention_function(module.implementation)
     # Hooks may expect one row per beam. The test for hooks comes first, because an exported graph must not depend on
     # the number of rows.
     if layer is not None and any(has_hooks(linear) for linear in maps) and 0 < len(latent) < len(query):
         latent, layer = repeat_for_beams(latent, len(query)), None
     # Tensors of the inference mode have no version counter that shows writes in place.
     can_store = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
-    if can_store and is_short(latent):
-        key, value = _kept_expanded(module, latent, maps, layer)
-    elif module.is_own and absorbs(module, query, latent, maps, options):
-        return _absorbed(module, query, latent, mask, maps, **options)
+    if can_store and is_short_latent(latent):
+        key, value = _get_expanded_latent(module, latent, maps, layer)
+    elif module.is_own and should_absorb_projections(module, query, latent, maps, options):
+        return _attend_in_absorbed_form(module, query, latent, mask, maps, **options)
     else:
-        key, value = keys_and_values(latent[:, 0], maps, module.heads.head_dim, module.heads.value_dim)
+        key, value = compute_keys_and_values(latent[:, 0], maps, module.heads.head_dim, module.heads.value_dim)
     return attend(module, query, key, value, mask, **options)
 
 
-def is_short(latent: torch.Tensor) -> bool:
+def is_short_latent(latent: torch.Tensor) -> bool:
     """Return True if the keys and values of a latent [b, 1, m, r] are not larger than the weights that compute them.
 
     In this case it costs more to read the weights in every step than to store the keys and values.
@@ -175,7 +175,7 @@ def is_short(latent: torch.Tensor) -> bool:
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def get_shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Return the latent that all cross-attention modules share, and store it in the cache in the first call.
 
     The first layer of the cache holds the latent, and the other layers refer to it. Beam search thus reorders, repeats
@@ -191,17 +191,17 @@ def shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.T
         The latent c [b, 1, m, r], and the cache layer that holds it if there is a cache.
     """
     if not isinstance(cache, EncoderDecoderCache):
-        return rows_of_sentences(latents)[:, None], None
+        return get_sentence_rows(latents)[:, None], None
     cross = cache.cross_attention_cache
-    if not holds_latent(cache):
-        latents = rows_of_sentences(latents)
+    if not has_cached_latent(cache):
+        latents = get_sentence_rows(latents)
         latent = latents[:, None]
         if cross.is_compileable:
-            note_beams(cache, 0, states, latents)
+            store_num_beams(cache, 0, states, latents)
             cross.update(latent, latent[..., :0], 0)
             del cross.layers[1:]
         else:
-            cross.layers[:] = [LatentLayer(latent, beams_in_cache(states, latents))]
+            cross.layers[:] = [LatentLayer(latent, count_beams_in_cache(states, latents))]
     first: Any = cross.layers[0]
     while len(cross.layers) <= layer:
         cross.layers.append(SharedLatentLayer(first))
@@ -209,12 +209,12 @@ def shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.T
     return first.keys, first
 
 
-def holds_latent(cache: Any) -> bool:
+def has_cached_latent(cache: Any) -> bool:
     """Return True if the cache of a decoder already holds the latent of the cross-attention modules."""
     return isinstance(cache, EncoderDecoderCache) and bool(cache.is_updated.get(0))
 
 
-def keys_and_values(
+def compute_keys_and_values(
     inputs: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys [b, k, m, d] and values [b, k, m, d_v] of a latent or of other inputs.
@@ -232,7 +232,7 @@ def keys_and_values(
     return key, value
 
 
-def _kept_expanded(
+def _get_expanded_latent(
     module: VariantAttention, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], layer: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     by_layer = vars(layer).setdefault(EXPANDED, {})
@@ -240,12 +240,12 @@ def _kept_expanded(
     # Reordering or repeating the beams creates another tensor, and writing in place changes its version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
         sizes = (module.heads.head_dim, module.heads.value_dim)
-        made = keys_and_values(latent[:, 0], maps, *sizes)
+        made = compute_keys_and_values(latent[:, 0], maps, *sizes)
         expanded = by_layer[module.layer_idx] = (latent, *made, latent._version)
     return expanded[1:3]
 
 
-def absorbs(
+def should_absorb_projections(
     module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
@@ -260,25 +260,25 @@ def absorbs(
         return False
     # With m2l, the bias of the keys changes the outputs. A projection changed by a quantizer, LoRA or an offloader
     # cannot be replaced by its weight.
-    if M2L in module.dynamic_names or not all(is_plain(linear, latent) for linear in maps):
+    if M2L in module.dynamic_names or not all(is_plain_linear(linear, latent) for linear in maps):
         return False
     batch, heads, length, head_dim = query.shape
     if torch.compiler.is_compiling() or is_exporting():
         return length == 1  # one graph should support every length m
     sentences, _, key_length, rank = latent.shape
-    if _sums_weights(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
+    if _needs_weight_sums(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
         return False
     numbers = heads * head_dim + module.heads.output * module.heads.value_dim  # size of all query and all value heads
     heads += module.heads.output
     kv_size = maps[0].out_features + maps[1].out_features
     rows = batch * length
-    read = key_length if module.key_range is None else module.key_range.keys_read(key_length)
+    read = key_length if module.key_range is None else module.key_range.num_attended_keys(key_length)
     absorbed = rows * rank * (numbers + heads * read)
     expanded = sentences * key_length * rank * kv_size + rows * read * numbers
     return absorbed < expanded
 
 
-def latent_flops(
+def count_latent_flops(
     module: VariantAttention,
     maps: tuple[nn.Linear, nn.Linear],
     attended: int,
@@ -306,8 +306,8 @@ def latent_flops(
         for linear in (key, value)
     )
     numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # size of all query and all value heads
-    is_stored = is_latent_cached and is_short(latent)
-    if not is_stored and absorbs(module, query, latent, (next(plain), next(plain)), {}):
+    is_stored = is_latent_cached and is_short_latent(latent)
+    if not is_stored and should_absorb_projections(module, query, latent, (next(plain), next(plain)), {}):
         return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * attended)
     expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * attended * numbers
     # Stored keys and values, or those of a single pass, are computed once per token. Otherwise each step of a decoder
@@ -315,7 +315,7 @@ def latent_flops(
     return (0, attends + attended * expanded) if is_step and not is_stored else (expanded, attends)
 
 
-def is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
+def is_plain_linear(linear: nn.Module, latent: torch.Tensor) -> bool:
     """Return True if a multiplication by the weight and bias of a linear layer can replace a call of the layer."""
     if type(linear) is not nn.Linear:
         return False
@@ -324,7 +324,7 @@ def is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
     return is_whole and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
-def _absorbed(
+def _attend_in_absorbed_form(
     module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
@@ -333,30 +333,32 @@ def _absorbed(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     (key_map, value_map), value_dim = maps, module.heads.value_dim
-    query = by_head(query, key_map.weight, query.shape[-1])
+    query = multiply_by_head(query, key_map.weight, query.shape[-1])
     if key_map.bias is not None and torch.is_grad_enabled() and key_map.bias.requires_grad:
         # The bias of the keys adds the same number to all logits of a query and does not change the softmax. However,
         # training on several processes (DDP) waits for a gradient of every parameter.
         query = query + 0 * key_map.bias.sum()
     bias: torch.Tensor | None = value_map.bias
-    sums_weights = _sums_weights(module, value_map, options)
+    sums_weights = _needs_weight_sums(module, value_map, options)
     implementation = EAGER if sums_weights else module.implementation
-    output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = by_head(output.transpose(1, 2), value_map.weight, value_dim, transposed=True).transpose(1, 2)
+    output, weights = get_attention_function(implementation)(module, query, latent, latent, mask, **options)
+    output = multiply_by_head(output.transpose(1, 2), value_map.weight, value_dim, transposed=True).transpose(1, 2)
     if bias is not None:
         bias = bias.view(-1, value_dim).repeat_interleave(output.shape[2] * value_dim // bias.shape[0], dim=0)
         by_weights = weights if sums_weights else None  # [b, h_v, n, m]
-        sums = _reads_anything(mask, query.shape[0]) if by_weights is None else by_weights.sum(-1)  # [b, h_v, n]
+        sums = (
+            _find_queries_with_keys(mask, query.shape[0]) if by_weights is None else by_weights.sum(-1)
+        )  # [b, h_v, n]
         output = output + (bias if sums is None else sums.transpose(1, 2)[..., None] * bias)
-    return output, weights if wants_weights(module, options) else None
+    return output, weights if should_return_weights(module, options) else None
 
 
-def _sums_weights(module: VariantAttention, value_map: nn.Linear, options: dict[str, Any]) -> bool:
+def _needs_weight_sums(module: VariantAttention, value_map: nn.Linear, options: dict[str, Any]) -> bool:
     """Return True if the row sums of the weights, which multiply the bias of the values, can differ from 0 and 1."""
     return value_map.bias is not None and bool(options.get("dropout") or module.projection_names)
 
 
-def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
     """Return a mask [b, 1 or h, 1 or n] of the queries that can read at least one key. None = all queries.
 
     The weights of the other queries are zeros.
@@ -367,7 +369,9 @@ def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | Non
     return reads if reads.shape[0] in (1, batch) else repeat_for_beams(reads, batch)
 
 
-def by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:
+def multiply_by_head(
+    states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False
+) -> torch.Tensor:
     """Multiply each head of the states [b, k g, n, x] by the part of a weight [k d, r] that belongs to its group.
 
     The size x changes from d to r, or from r to d if `transposed` is true.

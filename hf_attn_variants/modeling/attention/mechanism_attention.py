@@ -10,32 +10,32 @@ from typing import Any
 import torch
 
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
-from ..mechanisms.patterns.block_patterns import attend_in_blocks, gathers
-from ..mechanisms.patterns.compressed_pattern import compressing
-from ..mechanisms.patterns.window_pattern import global_tokens_of, with_global_tokens_first
+from ..mechanisms.patterns.block_patterns import attend_in_blocks, should_gather_keys
+from ..mechanisms.patterns.compressed_pattern import compress_keys_and_values
+from ..mechanisms.patterns.window_pattern import attend_with_global_tokens_first, get_global_tokens
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, PROJECTIONS
-from ..ops.beams import first_beams, repeat_for_beams
+from ..ops.beams import repeat_for_beams, select_first_beams
 from ..ops.flex_windows import attention_in_windows
-from ..ops.key_ranges import as_full_attention, fills_blocks
+from ..ops.key_ranges import key_range_to_mask_and_bias, should_compute_in_blocks
 from ..ops.memory_efficient_attention import talking_heads_attention
-from ..ops.padded_rows import from_first_token
+from ..ops.padded_rows import roll_padded_rows
 from ..ops.softmax_attention import attention_with_weights, fused_attention
-from ..ops.variant_attention import VariantAttention, call_options, is_exporting, wants_weights
-from ..transformers_internals import refuse_unknown
+from ..ops.variant_attention import VariantAttention, get_call_options, is_exporting, should_return_weights
+from ..transformers_internals import check_known_arguments
 
 __all__ = [
-    "attend_by_kernel",
+    "attend_with_kernel",
     "attend_with_mechanisms",
+    "compute_kernel_weights",
     "kernel_attention_forward",
-    "keys_read",
-    "weights_of_kernel",
+    "mask_to_allowed_keys",
 ]
 
 # The attribute of a cache layer with the state of cross-attention, and the keys and the mask that it was made from.
 MEMORY_STATE = "_memory_state"
 
 
-def attend_by_kernel(
+def attend_with_kernel(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -55,18 +55,18 @@ def attend_by_kernel(
         ValueError: if the mask differs between queries.
     """
     kernel: AttentionKernel = module.kernel
-    return kernel.attend(module, query, key, value, keys_read(mask, key), scaling, state)
+    return kernel.attend(module, query, key, value, mask_to_allowed_keys(mask, key), scaling, state)
 
 
-def weights_of_kernel(
+def compute_kernel_weights(
     module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return the weights [b, h, n, m] that linear attention corresponds to; arguments as for `attend_by_kernel`."""
+    """Return the weights [b, h, n, m] that linear attention corresponds to; arguments as for `attend_with_kernel`."""
     kernel: AttentionKernel = module.kernel
-    return kernel.weights(module, query, key, keys_read(mask, key), scaling)
+    return kernel.weights(module, query, key, mask_to_allowed_keys(mask, key), scaling)
 
 
-def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+def mask_to_allowed_keys(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
     """Return the keys that a mask allows, boolean [b or 1, 1, m, 1], or None for all keys.
 
     Raises:
@@ -82,7 +82,7 @@ def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | No
         )
     read = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # the mask of a decoder covers all tokens seen
-    return first_beams(read, read.shape[0] // key.shape[0])
+    return select_first_beams(read, read.shape[0] // key.shape[0])
 
 
 def kernel_attention_forward(
@@ -98,7 +98,7 @@ def kernel_attention_forward(
     """Compute linear attention for the attention interface of Transformers, for each implementation.
 
     Args:
-        module, query, key, value, mask: as in `attend_by_kernel`.
+        module, query, key, value, mask: as in `attend_with_kernel`.
         scaling: the factor of the dot products; None = d^-1/2.
         with_weights: whether to return the weights, which have n m entries.
         options: the other arguments of the call. The states are stored in the cache "kernel_cache", if it is given.
@@ -118,25 +118,25 @@ def kernel_attention_forward(
         )
     kernel: Any = module.kernel
     if with_weights or (is_exporting() and kernel.is_exported_as_weights and cache is None):
-        weights = weights_of_kernel(module, query, key, mask, scaling).to(value.dtype)
+        weights = compute_kernel_weights(module, query, key, mask, scaling).to(value.dtype)
         values = repeat_for_beams(value, query.shape[0])[:, :, None]
         output = weights.unflatten(1, (value.shape[1], -1)) @ values
         return output.flatten(1, 2).transpose(1, 2), weights if with_weights else None
     call = (module, query, key, value, mask, scaling)
     if cache is None:
-        return attend_by_kernel(*call)[0], None
+        return attend_with_kernel(*call)[0], None
     layer = cache.layers[module.layer_idx]
     if kernel.is_causal:
-        output, layer.state = attend_by_kernel(*call, layer.state)
+        output, layer.state = attend_with_kernel(*call, layer.state)
         return output, None
     # In cross-attention, the encoder outputs and their mask do not change between decoding steps.
-    stored, read = vars(layer).get(MEMORY_STATE), keys_read(mask, key)
+    stored, read = vars(layer).get(MEMORY_STATE), mask_to_allowed_keys(mask, key)
     if stored is None or stored[0] is not key or not _are_equal(stored[1], read):
-        output, state = attend_by_kernel(*call)
+        output, state = attend_with_kernel(*call)
         if state is not None:
             setattr(layer, MEMORY_STATE, (key, read, state))
         return output, None
-    return kernel.read_state(module, query, stored[2], scaling), None
+    return kernel.attend_to_state(module, query, stored[2], scaling), None
 
 
 def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -156,16 +156,16 @@ def eager_with_mechanisms(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention and its weights ("eager"); arguments as for `eager_attention_forward`."""
-    refuse_unknown(kwargs)
+    check_known_arguments(kwargs)
     if module.kernel is not None:
-        call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
+        call = (module, query, key, value, attention_mask, scaling, should_return_weights(module, kwargs))
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     if (key_range := kwargs.get("key_range", module.key_range)) is not None:  # the key range of padded rows may differ
-        is_global = global_tokens_of(key_range, kwargs)
-        attention_mask, position_bias = as_full_attention(
+        is_global = get_global_tokens(key_range, kwargs)
+        attention_mask, position_bias = key_range_to_mask_and_bias(
             key_range, query, key, attention_mask, position_bias, is_global
         )
-    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
+    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
     options |= _projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
     options["score"] = module.score
     return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
@@ -189,17 +189,19 @@ def sdpa_with_mechanisms(
     call requests the weights, if scores are additive, if the projections depend on the input, if the mask has a
     gradient, or if there is only one query.
     """
-    refuse_unknown(kwargs)
-    returns_weights = wants_weights(module, kwargs)
+    check_known_arguments(kwargs)
+    returns_weights = should_return_weights(module, kwargs)
     if module.kernel is not None:
         call = (module, query, key, value, attention_mask, scaling, returns_weights)
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     with_weights = returns_weights or module.score is not None
     talking_heads, key_range = bool(module.projection_names), kwargs.get("key_range", module.key_range)
-    in_blocks = key_range is not None and not with_weights and fills_blocks(key_range, query, key, attention_mask)
-    is_global = global_tokens_of(key_range, kwargs)
-    if not returns_weights and is_global is None and gathers(key_range, query, key, attention_mask):
-        options = call_options(module, query, None, scaling, dropout, False)
+    in_blocks = (
+        key_range is not None and not with_weights and should_compute_in_blocks(key_range, query, key, attention_mask)
+    )
+    is_global = get_global_tokens(key_range, kwargs)
+    if not returns_weights and is_global is None and should_gather_keys(key_range, query, key, attention_mask):
+        options = get_call_options(module, query, None, scaling, dropout, False)
         attend: Callable[..., Any] = partial(fused_attention, **options)
         if talking_heads or with_weights:
             attend = partial(attention_with_weights, **options, **_projections(module), score=module.score)
@@ -210,10 +212,10 @@ def sdpa_with_mechanisms(
         )
         return output, weights if returns_weights else None
     if key_range is not None and not in_blocks:
-        attention_mask, position_bias = as_full_attention(
+        attention_mask, position_bias = key_range_to_mask_and_bias(
             key_range, query, key, attention_mask, position_bias, is_global
         )
-    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
+    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads or in_blocks:
         options |= _projections(module)
         if not in_blocks:
@@ -222,7 +224,7 @@ def sdpa_with_mechanisms(
         if is_global is None:
             return attention_in_windows(query, key, value, attention_mask, key_range=key_range, **options), None
         attend = partial(attention_in_windows, **options)
-        return with_global_tokens_first(attend, key_range, (query, key, value), attention_mask, is_global), None
+        return attend_with_global_tokens_first(attend, key_range, (query, key, value), attention_mask, is_global), None
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 
@@ -242,8 +244,8 @@ def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Te
 
 # Rows with padding are aligned first, then keys are compressed.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "eager": from_first_token(compressing(eager_with_mechanisms)),
-    "sdpa": from_first_token(compressing(sdpa_with_mechanisms)),
+    "eager": roll_padded_rows(compress_keys_and_values(eager_with_mechanisms)),
+    "sdpa": roll_padded_rows(compress_keys_and_values(sdpa_with_mechanisms)),
 }
 
 

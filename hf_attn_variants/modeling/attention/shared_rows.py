@@ -2,7 +2,7 @@
 
 encoder outputs    [b, m, D]        one row per sentence
 expanded           [b B, m, D]      `generate` repeats each row B times; `mark_repeated` marks the result
-attention          [b, m, D]        `rows_of_sentences` returns the rows before the repetition
+attention          [b, m, D]        `get_sentence_rows` returns the rows before the repetition
 cache              [b, k, m, d]     `SharedRows` keeps one row per sentence when beams are reordered
 """
 
@@ -13,27 +13,27 @@ import torch
 from torch import nn
 
 from ..mechanisms.talking_heads import has_talking_heads
-from ..ops.beams import beams_in_cache, repeat_for_beams, sentences_of
+from ..ops.beams import count_beams_in_cache, get_sentence_indices, repeat_for_beams
 from ..ops.variant_attention import is_exporting
-from ..transformers_internals import check_caches, check_called, check_method, known_imports
+from ..transformers_internals import check_caches, check_called, check_method, guarded_imports
 from ..variant_names import EAGER, SDPA
 
-with known_imports():
+with guarded_imports():
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, StaticLayer
 
 __all__ = [
-    "BeamsShareMemory",
     "SharedDynamicLayer",
+    "SharedEncoderOutputsMixin",
     "SharedRows",
     "SharedStaticLayer",
     "expand_and_mark",
+    "get_empty_layer",
+    "get_sentence_rows",
     "has_hooks",
-    "layer_at",
     "mark_repeated",
-    "note_beams",
-    "rows_of_sentences",
     "share_rows",
+    "store_num_beams",
 ]
 
 check_caches()
@@ -58,38 +58,38 @@ class SharedRows:
         rows = self._rows()
         stays = self.beams > 1 and len(beam_idx) == rows * self.beams and _stay_with_sentence(beam_idx, self.beams)
         if rows and not stays:
-            self._take(beam_idx)
+            self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows that these decoder rows read."""
         if self._rows():
-            self._take(indices)
+            self._select_rows(indices)
 
     def reset(self) -> None:
         """Remove the contents and the number of beams."""
-        upstreams: Any = super()
-        upstreams.reset()
+        parent: Any = super()
+        parent.reset()
         self.beams = 1
 
-    def _take(self, indices: torch.Tensor) -> None:
+    def _select_rows(self, indices: torch.Tensor) -> None:
         if self.beams > 1 and indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
-        chosen = sentences_of(indices, self.beams) if self.beams > 1 else indices
-        self._change(lambda states: states[chosen.to(states.device)])
+        chosen = get_sentence_indices(indices, self.beams) if self.beams > 1 else indices
+        self._apply(lambda states: states[chosen.to(states.device)])
         self.beams = 1
 
     def _rows(self) -> int:
         layer: Any = self
         return 0 if layer.keys is None else layer.keys.shape[0]
 
-    def _change(self, rows: Any) -> None:
+    def _apply(self, rows: Any) -> None:
         layer: Any = self
         layer.keys, layer.values = rows(layer.keys), rows(layer.values)
 
 
 def _stay_with_sentence(beam_idx: torch.Tensor, beams: int) -> bool:
     rows = torch.arange(len(beam_idx), dtype=beam_idx.dtype, device=beam_idx.device)
-    return torch.equal(sentences_of(beam_idx, beams), sentences_of(rows, beams))
+    return torch.equal(get_sentence_indices(beam_idx, beams), get_sentence_indices(rows, beams))
 
 
 class SharedDynamicLayer(SharedRows, DynamicLayer):
@@ -118,7 +118,7 @@ def share_rows(cache: Any, index: int, beams: int) -> bool:
         beams: the number of decoder rows that read one row of the layer.
     """
     cross = cache.cross_attention_cache
-    layer = layer_at(cross, index)
+    layer = get_empty_layer(cross, index)
     if type(layer) in _SHARED:
         shared: Any = _SHARED[type(layer)]
         cross.layers[index] = shared.__new__(shared)
@@ -129,7 +129,7 @@ def share_rows(cache: Any, index: int, beams: int) -> bool:
     return True
 
 
-def layer_at(cross: Any, index: int) -> Any:
+def get_empty_layer(cross: Any, index: int) -> Any:
     """Return a layer of a cross-attention cache if it is empty, otherwise None."""
     layers = cross.layers
     if len(layers) <= index and getattr(cross, "layer_class_to_replicate", None) is DynamicLayer:
@@ -154,7 +154,7 @@ def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
 
-def rows_of_sentences(encoder_outputs: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
+def get_sentence_rows(encoder_outputs: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
     """Return encoder outputs [b B, m, D] with one row per sentence if they are marked, otherwise unchanged.
 
     Args:
@@ -178,16 +178,16 @@ def has_hooks(linear: nn.Module) -> bool:
     return any(module._forward_pre_hooks or module._forward_hooks for module in linear.modules())
 
 
-def note_beams(cache: Any, index: int, states: torch.Tensor, encoder_outputs: torch.Tensor) -> None:
+def store_num_beams(cache: Any, index: int, states: torch.Tensor, encoder_outputs: torch.Tensor) -> None:
     """Store the number of decoder rows per row of a cross-attention layer before it is filled.
 
     Args:
         cache: the cache of the decoder. A cache without cross-attention is ignored.
         index: the index of the layer.
-        states, encoder_outputs: as for `beams_in_cache`.
+        states, encoder_outputs: as for `count_beams_in_cache`.
     """
     if isinstance(cache, EncoderDecoderCache) and not cache.is_updated.get(index):
-        beams = beams_in_cache(states, encoder_outputs)
+        beams = count_beams_in_cache(states, encoder_outputs)
         if beams > 1:
             share_rows(cache, index, beams)
 
@@ -225,7 +225,7 @@ def expand_and_mark(
     return input_ids, kwargs
 
 
-class BeamsShareMemory(_Generation):
+class SharedEncoderOutputsMixin(_Generation):
     """A mixin for generation in which all beams or samples of a sentence read the same row of encoder outputs."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -242,8 +242,8 @@ class BeamsShareMemory(_Generation):
         # Only the functions of this package can share encoder outputs, and only without talking-heads projections.
         implementation = self.config._attn_implementation_internal
         folds = implementation in (EAGER, SDPA) and not has_talking_heads(self.config, "cross_")
-        upstreams: Any = super()
-        expand = upstreams._expand_inputs_for_generation
+        parent: Any = super()
+        expand = parent._expand_inputs_for_generation
         return expand_and_mark(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:

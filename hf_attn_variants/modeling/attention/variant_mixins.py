@@ -12,30 +12,30 @@ from transformers.utils import logging
 
 from ..fields.composition import check_implementation, used_mechanisms
 from ..fields.mechanism_fields import has_kernel
-from ..fields.saving_and_loading import adds_talking_heads, warn_of_positions
-from ..fields.variant_config import can_cache
-from ..mechanisms.additive_score import score_of
+from ..fields.saving_and_loading import find_added_talking_heads, warn_about_replaced_positions
+from ..fields.variant_config import supports_decoder_cache
+from ..mechanisms.additive_score import create_additive_score
 from ..mechanisms.kernels.attention_kernel import init_kernel, install_kernel
-from ..mechanisms.kernels.kernel_table import drawn_names
-from ..mechanisms.latents import add_latent_map
-from ..mechanisms.patterns.compressed_pattern import compression_of
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
+from ..mechanisms.kernels.kernel_table import get_random_buffer_names
+from ..mechanisms.latents import add_latent_projection
+from ..mechanisms.patterns.compressed_pattern import create_compression
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
 from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, describe_initialization, supports_cache
-from ..ops.padded_rows import settle_padding
+from ..ops.padded_rows import set_padding_rule
 from ..remote_code import is_package_class
 from ..transformers_internals import (
-    cache_name,
-    changed,
+    build_change_error,
     check_attributes,
     check_models,
     check_paths,
-    refuse_two_caches,
+    check_single_cache,
+    get_cache_name,
 )
 from ..transformers_trial import compare_with_transformers
 from ..variant_names import EAGER, SDPA
 from .attention_mixin import AttentionVariantMixin
-from .attention_sites import AttentionSite, named_attentions, sites_root
-from .decoder_caches import keep_window
+from .attention_sites import AttentionSite, get_sites_root, named_attentions
+from .decoder_caches import limit_cache_to_window
 
 __all__ = [
     "AttnVariantModelMixin",
@@ -99,7 +99,7 @@ class AttnVariantModelMixin(_Model):
         config.check_variant()
         compare_with_transformers(type(self))
         super().__init__(config, *args, **kwargs)
-        self._generate_as_configured()
+        self._update_generation_settings()
 
     def post_init(self) -> None:
         """Turn the modules that the original constructor built into variants, then call the original `post_init`.
@@ -116,7 +116,7 @@ class AttnVariantModelMixin(_Model):
         # `from_pretrained` does not report these as missing, because it logs one line about their initialization.
         new = list(_added_keys(self, _added_heads.get()))
         # Random numbers that are not in the checkpoint are drawn again with the seed of the configuration.
-        drawn = [rf"\.{name}$" for name in drawn_names()] if has_kernel(self.config) else []
+        drawn = [rf"\.{name}$" for name in get_random_buffer_names()] if has_kernel(self.config) else []
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
         super().post_init()
         # A device map finds the modules that it must not split by their class names, some of which have changed.
@@ -125,26 +125,26 @@ class AttnVariantModelMixin(_Model):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model as in Transformers, and check that the call has only one cache."""
-        refuse_two_caches(kwargs)
+        check_single_cache(kwargs)
         return super().__call__(*args, **kwargs)
 
-    def _generate_as_configured(self) -> None:
+    def _update_generation_settings(self) -> None:
         # Transformers then rejects methods that remove tokens, such as assisted generation.
         self._is_stateful = has_kernel(self.config, is_causal=True)
-        if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
+        if getattr(self, "generation_config", None) is not None and not supports_decoder_cache(self.config):
             self.generation_config.use_cache = False
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         """Create a cache as in Transformers, and add the window layers before a search prepares to remove tokens."""
-        upstreams: Any = super()
-        result = upstreams._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        cache = model_kwargs.get(cache_name())
+        parent: Any = super()
+        result = parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cache = model_kwargs.get(get_cache_name())
         if cache is not None and not getattr(cache, "is_compileable", False):
             for site, _, module in self.named_attentions():
                 attention: Any = module.get_submodule(site.core)
-                if site.stack_of(self.config) == "decoder" and not site.is_cross_attention:
+                if site.get_stack_name(self.config) == "decoder" and not site.is_cross_attention:
                     if attention.key_range is not None:
-                        keep_window(attention, cache)
+                        limit_cache_to_window(attention, cache)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         return result
@@ -155,7 +155,7 @@ class AttnVariantModelMixin(_Model):
         return None
 
     @classmethod
-    def module_runs(cls, config: Any, path: str) -> int:
+    def count_module_runs(cls, config: Any, path: str) -> int:
         """Return how often one forward pass runs the module at this path inside the base model."""
         return 1
 
@@ -194,7 +194,7 @@ class AttnVariantModelMixin(_Model):
         """
         source = pretrained_model_name_or_path
         compare_with_transformers(cls)  # before Transformers switches to the meta device
-        adds = frozenset() if source is None else adds_talking_heads(cls.config_class, source, config, kwargs)
+        adds = frozenset() if source is None else find_added_talking_heads(cls.config_class, source, config, kwargs)
         token = _added_heads.set(adds)
         try:
             loaded: Any = super().from_pretrained(source, *model_args, config=config, **kwargs)
@@ -202,11 +202,11 @@ class AttnVariantModelMixin(_Model):
             _added_heads.reset(token)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         # At this point, the generation_config.json of the checkpoint has been read.
-        model._generate_as_configured()
+        model._update_generation_settings()
         if adds:
             begin = describe_initialization(model.config)
             logger.warning(f"{source} has no talking heads. {cls.__name__} adds them: {begin}.")
-        warn_of_positions(model.config, source, kwargs)
+        warn_about_replaced_positions(model.config, source, kwargs)
         return loaded
 
     @classmethod
@@ -230,8 +230,8 @@ class AttnVariantModelMixin(_Model):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Replace "eager" and "sdpa" (the default) by the functions of this package. Other names do not change."""
-        upstreams: dict[str | None, str] = {EAGER: "eager", SDPA: "sdpa"}
-        requested = upstreams.get(requested_attention, requested_attention)
+        plain_names: dict[str | None, str] = {EAGER: "eager", SDPA: "sdpa"}
+        requested = plain_names.get(requested_attention, requested_attention)
         implementation = super().get_correct_attn_implementation(requested, is_init_check)
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
 
@@ -239,7 +239,7 @@ class AttnVariantModelMixin(_Model):
 def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]]) -> Iterator[str]:
     """Yield a regular expression per attention module for its talking-heads parameters that are added on loading."""
     for site, path, _ in model.named_attentions() if added else ():
-        if (site.place_prefix, site.layer(model.config, path)) in added:
+        if (site.place_prefix, site.get_layer_index(model.config, path)) in added:
             yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
 
 
@@ -257,8 +257,8 @@ def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
     """
     module.__class__ = variant
     if not isinstance(module, AttentionVariantMixin):  # `install_variant` checks attention modules
-        check_attributes(module, getattr(variant, "upstream_attributes", ()))
-    if isinstance(module, EmbeddingsMixin):
+        check_attributes(module, getattr(variant, "transformers_attributes", ()))
+    if isinstance(module, PositionEmbeddingsMixin):
         module.install_positions(config)
     if isinstance(module, PreTrainedModel):
         # The original constructor stores values by class name, such as the recorded outputs. Run it for the new class.
@@ -269,11 +269,11 @@ def _check_installed(model: PreTrainedModel) -> None:
     """Check that the declared paths cover each attention module of this package.
 
     Raises:
-        UpstreamChanged: if an attention module is at another path.
+        TransformersChangedError: if an attention module is at another path.
     """
     for path, module in model.named_modules():
         if isinstance(module, AttentionVariantMixin) and not hasattr(module, "projection_names"):
-            raise changed(f"`{type(module).__name__}` is at `{path}` of `{type(model).__name__}`")
+            raise build_change_error(f"`{type(module).__name__}` is at `{path}` of `{type(model).__name__}`")
 
 
 def _install_variant(
@@ -286,13 +286,13 @@ def _install_variant(
     check_paths(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)
     if not isinstance(core, AttentionVariantMixin):
-        raise changed(f"`{type(core).__name__}` is at `{path}` of `{type(model).__name__}`")
+        raise build_change_error(f"`{type(core).__name__}` is at `{path}` of `{type(model).__name__}`")
     if hasattr(core, "projection_names"):
         return
     check_paths(module, site.projections.values())
     key_map: Any = module.get_submodule(site.key)
     query_map: Any = module.get_submodule(site.query)
-    heads, width = site.heads(model.config, path), key_map.in_features
+    heads, width = site.get_heads(model.config, path), key_map.in_features
     rank = width if heads.rank is None else heads.rank
     resized = [
         _resize(module, site.key, rank, heads.key * heads.head_dim),
@@ -302,24 +302,26 @@ def _install_variant(
     if any(resized):
         # In T5, the rule of the attention module initializes the projections inside it.
         vars(module)["_is_hf_initialized"] = False
-    root = sites_root(model)
-    if rank < width and site.latent_map(root, path) is None:  # the first module adds a shared layer
-        add_latent_map(root, site.latent_path(path), width, rank)
+    root = get_sites_root(model)
+    if rank < width and site.get_latent_projection(root, path) is None:  # the first module adds a shared layer
+        add_latent_projection(root, site.get_latent_path(path), width, rank)
     core.install_variant(model.config, heads, query_map.in_features, rank if site.shares_latent else width)
     # Cross-attention computes its terms from the encoder outputs, which are available in each step. With a smaller
     # latent, it computes them from the latent, which is only in the cache after the first step.
     core.supports_cache = supports_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
-    core.score = score_of(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
-    core.compression = compression_of(core, heads, site, model.config) if "patterns" in used else None
+    core.score = (
+        create_additive_score(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
+    )
+    core.compression = create_compression(core, heads, site, model.config) if "patterns" in used else None
     is_causal = getattr(core, "is_causal", False)
-    core.key_range = site.key_range(model.config, path, is_causal)
+    core.key_range = site.get_key_range(model.config, path, is_causal)
     core.kernel = None
     if "linear_attention" in used:
-        install_kernel(core, site.kernel(model.config, path, is_causal))
+        install_kernel(core, site.get_kernel(model.config, path, is_causal))
     others = (heads.talking, core.score, core.compression, core.key_range, core.kernel)
     core.is_plain = all(mechanism is None for mechanism in others)
     if not core.is_plain:
-        settle_padding(core)
+        set_padding_rule(core)
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:

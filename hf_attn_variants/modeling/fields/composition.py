@@ -1,6 +1,6 @@
 """The mechanisms that a configuration uses, and the pairs of mechanisms that cannot be combined.
 
-`REFUSED` lists the pairs with their error messages. All other pairs combine. The `check` method of a mechanism
+`UNSUPPORTED_PAIRS` lists the pairs with their error messages. All other pairs combine. The `check` method of a mechanism
 contains its requirements for the architecture, for the encoder or decoder and for its own fields.
 """
 
@@ -15,15 +15,15 @@ from ..mechanisms.patterns.attention_pattern import AttentionPattern
 from ..mechanisms.patterns.compressed_pattern import MemoryCompressed
 from ..mechanisms.patterns.transient_global import TransientPattern
 from ..mechanisms.sinusoidal_positions import DistanceBias
-from ..mechanisms.talking_heads import DynamicTerms, TalkingHeads
-from ..variant_names import EAGER, INCLUDED, RECORDING, SDPA
+from ..mechanisms.talking_heads import DynamicTerms, TalkingHeadsSettings
+from ..variant_names import EAGER, INCLUDED_MECHANISMS, RECORDING, SDPA
 
 __all__ = [
-    "REFUSED",
-    "Refusal",
+    "UNSUPPORTED_PAIRS",
+    "UnsupportedPair",
+    "check_combinations",
     "check_implementation",
     "check_included",
-    "check_together",
     "used_mechanisms",
 ]
 
@@ -67,7 +67,7 @@ def check_included(used: frozenset[str]) -> None:
     Raises:
         ValueError: if it was saved without one of them.
     """
-    missing = [] if INCLUDED is None else sorted(used - {*INCLUDED})
+    missing = [] if INCLUDED_MECHANISMS is None else sorted(used - {*INCLUDED_MECHANISMS})
     if missing:
         raise ValueError(
             f"The code of this repository does not include {', '.join(missing)}, because the saved model "
@@ -75,7 +75,7 @@ def check_included(used: frozenset[str]) -> None:
         )
 
 
-class Refusal(NamedTuple):
+class UnsupportedPair(NamedTuple):
     """Two mechanisms that the same attention cannot have.
 
     Args:
@@ -93,21 +93,23 @@ class Refusal(NamedTuple):
         return f"`{one[0]}` and `{other[0]}` cannot be combined, got {one[1]!r} and {other[1]!r}. {self.reason}"
 
 
-REFUSED = (
-    Refusal(AttentionPattern, DynamicTerms, "Patterns do not support input-dependent projections."),
-    Refusal(
+UNSUPPORTED_PAIRS = (
+    UnsupportedPair(AttentionPattern, DynamicTerms, "Patterns do not support input-dependent projections."),
+    UnsupportedPair(
         MemoryCompressed,
         DistanceBias,
         "A key that is computed from several tokens has no distance. "
         'Use `position_embedding_type="sinusoidal"`, which adds no bias by distance.',
     ),
-    Refusal(MemoryCompressed, Latent, "Keys are compressed, but latent attention does not compute them."),
-    Refusal(TransientPattern, Latent, "Summaries need keys and values, which latent attention does not compute."),
-    Refusal(AdditiveScore, AttentionKernel, "A kernel does not compute scores."),
-    Refusal(AttentionKernel, TalkingHeads, "Talking heads are projections before or after a softmax."),
-    Refusal(AttentionKernel, AttentionPattern, "A pattern selects the keys of a softmax."),
-    Refusal(AttentionKernel, Latent, "The cache stores the sums of a kernel instead of latents."),
-    Refusal(
+    UnsupportedPair(MemoryCompressed, Latent, "Keys are compressed, but latent attention does not compute them."),
+    UnsupportedPair(
+        TransientPattern, Latent, "Summaries need keys and values, which latent attention does not compute."
+    ),
+    UnsupportedPair(AdditiveScore, AttentionKernel, "A kernel does not compute scores."),
+    UnsupportedPair(AttentionKernel, TalkingHeadsSettings, "Talking heads are projections before or after a softmax."),
+    UnsupportedPair(AttentionKernel, AttentionPattern, "A pattern selects the keys of a softmax."),
+    UnsupportedPair(AttentionKernel, Latent, "The cache stores the sums of a kernel instead of latents."),
+    UnsupportedPair(
         AttentionKernel,
         DistanceBias,
         "A bias by distance is not a product of features. "
@@ -115,17 +117,22 @@ REFUSED = (
     ),
 )
 # Mechanisms that the attention functions of other packages would ignore, in the order of the checks.
-IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (TalkingHeads, AdditiveScore, AttentionKernel, AttentionPattern)
+IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (
+    TalkingHeadsSettings,
+    AdditiveScore,
+    AttentionKernel,
+    AttentionPattern,
+)
 
 
-def check_together(config: Any) -> None:
-    """Check that no attention of a configuration has both mechanisms of a row of `REFUSED`.
+def check_combinations(config: Any) -> None:
+    """Check that no attention of a configuration has both mechanisms of a row of `UNSUPPORTED_PAIRS`.
 
     Raises:
         ValueError: if an attention has both, with the message of the row.
     """
     for prefix in PREFIXES:
-        for row in REFUSED:
+        for row in UNSUPPORTED_PAIRS:
             one = row.one.requested_in(config, prefix)
             other = None if one is None else row.other.requested_in(config, prefix)
             if one is not None and other is not None:

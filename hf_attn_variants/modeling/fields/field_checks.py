@@ -18,13 +18,13 @@ __all__ = [
     "check_position_type",
     "check_size",
     "check_value_groups",
-    "checked_count",
-    "checked_kv_heads",
-    "checked_rank",
-    "checked_value_head_dim",
-    "nearest",
-    "without_prefix",
-    "wrong_kinds_explained",
+    "explain_type_errors",
+    "find_closest_match",
+    "remove_place_prefix",
+    "validate_count",
+    "validate_kv_heads",
+    "validate_rank",
+    "validate_value_head_dim",
 ]
 
 # These limits are far above any model. Without them, reading a malicious configuration could take hours.
@@ -35,8 +35,8 @@ OTHER_WORDS, ALIKE = {"kv": "key_value", "groups": "heads", "initialization": "i
 
 
 @lru_cache(maxsize=4096)  # each new configuration looks up all of its keywords
-def _nearest(name: str, known: tuple[str, ...]) -> str | None:
-    if (bare := without_prefix(name)) in known:
+def _find_closest_match(name: str, known: tuple[str, ...]) -> str | None:
+    if (bare := remove_place_prefix(name)) in known:
         return bare
     spelled = {spelling: candidate for candidate in known for spelling in (_sorted_words(candidate), candidate)}
     for spelling in (name, _sorted_words(name), bare, _sorted_words(bare)):
@@ -45,15 +45,15 @@ def _nearest(name: str, known: tuple[str, ...]) -> str | None:
     return None
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def find_closest_match(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most similar to a name, or None if none is similar.
 
     The order of words and the prefix of a place (`decoder_num_kv_heads`) are ignored.
     """
-    return _nearest(name.lower(), tuple(known))
+    return _find_closest_match(name.lower(), tuple(known))
 
 
-def without_prefix(name: str) -> str:
+def remove_place_prefix(name: str) -> str:
     """Return a name without the prefixes of the encoder, the decoder and cross-attention."""
     return re.sub("^((encoder|decoder|cross)_)+", "", name)
 
@@ -63,7 +63,7 @@ def _sorted_words(name: str) -> str:
     return "_".join(sorted(words))
 
 
-def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
+def validate_kv_heads(field: str, value: int | None, heads: int) -> int:
     """Return a number of key/value heads.
 
     Args:
@@ -74,13 +74,13 @@ def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
     Raises:
         ValueError: if it is not a whole number of at least 1 that divides `heads`.
     """
-    count = checked_count(field, value, heads)
+    count = validate_count(field, value, heads)
     if heads % count:
         raise ValueError(f"`{field}` must divide `num_attention_heads`, got {count} for {heads} heads.")
     return count
 
 
-def checked_rank(field: str, value: int | None, width: int) -> int | None:
+def validate_rank(field: str, value: int | None, width: int) -> int | None:
     """Return the rank of a latent whose input has this width, or None without a latent.
 
     Raises:
@@ -96,7 +96,7 @@ def checked_rank(field: str, value: int | None, width: int) -> int | None:
     return value
 
 
-def checked_count(field: str, value: int | None, default: int | None = None) -> int:
+def validate_count(field: str, value: int | None, default: int | None = None) -> int:
     """Return a number of heads, or `default` if the value is None.
 
     Raises:
@@ -151,7 +151,7 @@ def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int, 
         )
 
 
-def checked_value_head_dim(value: int | None, head_dims: Iterable[int]) -> int | None:
+def validate_value_head_dim(value: int | None, head_dims: Iterable[int]) -> int | None:
     """Return the size of a value head, or None if it equals the size of the query and key heads.
 
     Args:
@@ -206,7 +206,7 @@ def check_format(value: Any) -> None:
 
 
 @contextmanager
-def wrong_kinds_explained() -> Iterator[None]:
+def explain_type_errors() -> Iterator[None]:
     """Convert errors of Transformers, which does not check the types of most fields, into `ValueError`.
 
     Raises:

@@ -19,11 +19,11 @@ __all__ = [
     "OPTIONAL_FIELDS",
     "PLACES",
     "Field",
-    "FieldText",
-    "card_text",
+    "FieldDescriptions",
     "check_choice",
     "describe_field",
-    "row_of",
+    "describe_value_on_card",
+    "get_field_row",
     "variant_field",
 ]
 
@@ -146,7 +146,7 @@ OPTIONAL_FIELDS = (
 )
 
 
-def row_of(name: str) -> tuple[str, Field]:
+def get_field_row(name: str) -> tuple[str, Field]:
     """Return the prefix and the row of a field."""
     return _ROWS[name]
 
@@ -157,7 +157,7 @@ def check_choice(name: str, value: Any) -> None:
     Raises:
         ValueError: if the value is not one of the choices.
     """
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     known = (*row.choices_of(prefix), *row.default_names)
     for choice in value if row.kind is list and isinstance(value, list | tuple) else (value,):
         if row.choices and choice is not None and choice not in known:
@@ -169,7 +169,7 @@ def variant_field(name: str) -> Any:
 
     Its metadata marks it as a field of this package ("variant") and contains the facts of the row.
     """
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     facts: dict[str, Any] = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
     if row.query_heads is not None:
         facts["query_heads"] = row.query_heads
@@ -221,7 +221,7 @@ PLACES = {
 }
 
 
-class FieldText(NamedTuple):
+class FieldDescriptions(NamedTuple):
     """The descriptions of one field, which may contain the words of a `Place` in braces.
 
     Args:
@@ -238,63 +238,63 @@ class FieldText(NamedTuple):
 
 
 FIELD_TEXTS = {
-    "num_key_value_heads": FieldText("number of key/value heads in {layer}; 1 = multi-query"),
-    "value_head_dim": FieldText(
+    "num_key_value_heads": FieldDescriptions("number of key/value heads in {layer}; 1 = multi-query"),
+    "value_head_dim": FieldDescriptions(
         "size of a value head in all attention modules, if it differs from the size of a query head",
         card="size of a value head",
         not_in_transformers="value heads whose size differs from the key heads",
         unconvertible="value heads whose size differs from the key heads",
     ),
-    "kv_lora_rank": FieldText(
+    "kv_lora_rank": FieldDescriptions(
         "rank of the latent from which {attention} computes keys and values; the width of the input "
         "caches the input itself, without loss",
         card="latent dimension in {here}",
     ),
-    "per_layer_values": FieldText('values that differ between layers, as JSON: {{"kv_lora_rank": [64, 32]}}'),
-    "talking_heads": FieldText(
+    "per_layer_values": FieldDescriptions('values that differ between layers, as JSON: {{"kv_lora_rank": [64, 32]}}'),
+    "talking_heads": FieldDescriptions(
         "talking-heads projections: of the logits, of the weights or of both", not_in_transformers="talking heads"
     ),
-    "num_softmax_heads": FieldText("talking heads: number of softmax heads"),
-    "num_value_heads": FieldText(
+    "num_softmax_heads": FieldDescriptions("talking heads: number of softmax heads"),
+    "num_value_heads": FieldDescriptions(
         "talking heads: number of value heads; differs from the softmax heads only with a weights projection"
     ),
-    "talking_heads_init": FieldText("talking heads: initialization of new projections"),
-    "talking_heads_dynamic": FieldText("talking heads: input-dependent projections to add"),
-    "attention_pattern": FieldText(
+    "talking_heads_init": FieldDescriptions("talking heads: initialization of new projections"),
+    "talking_heads_dynamic": FieldDescriptions("talking heads: input-dependent projections to add"),
+    "attention_pattern": FieldDescriptions(
         "pattern that selects the keys of {attention}", not_in_transformers="windows and other patterns"
     ),
-    "attention_window": FieldText(
+    "attention_window": FieldDescriptions(
         "window size in tokens of {attention}, for patterns and hybrid kernels: half on each side, in "
         "decoders the most recent ones",
         card="window size (tokens) in {here}",
     ),
-    "attention_dilation": FieldText("step between the tokens in a window or block of {attention}"),
-    "num_global_tokens": FieldText("number of global tokens at the start of the text (only encoders)"),
-    "attention_block_size": FieldText(
+    "attention_dilation": FieldDescriptions("step between the tokens in a window or block of {attention}"),
+    "num_global_tokens": FieldDescriptions("number of global tokens at the start of the text (only encoders)"),
+    "attention_block_size": FieldDescriptions(
         "block size in tokens of {attention}; for `strided`, the stride", card="block size (tokens) in {here}"
     ),
-    "num_random_blocks": FieldText("`random_blocks`: number of random blocks per block of {attention}"),
-    "attention_seed": FieldText("`random_blocks`: seed of the random blocks of {attention}"),
-    "num_summary_tokens": FieldText(
+    "num_random_blocks": FieldDescriptions("`random_blocks`: number of random blocks per block of {attention}"),
+    "attention_seed": FieldDescriptions("`random_blocks`: seed of the random blocks of {attention}"),
+    "num_summary_tokens": FieldDescriptions(
         "`fixed`: number of tokens at the end of each block of {attention} that all tokens attend to"
     ),
-    "split_attention_heads": FieldText(
+    "split_attention_heads": FieldDescriptions(
         "`strided`, `fixed`: half of the heads of {attention} attend to near tokens, the others to far tokens"
     ),
-    "attention_kernel": FieldText(
+    "attention_kernel": FieldDescriptions(
         "kernel that replaces the softmax of {attention} (linear attention)",
         card="{softmax}",
         not_in_transformers="kernels",
     ),
-    "attention_kernel_features": FieldText(
+    "attention_kernel_features": FieldDescriptions(
         "kernels: width of the learned features, number of random vectors or number of rows"
     ),
-    "attention_kernel_seed": FieldText("kernels: seed of the random vectors"),
-    "position_embedding_type": FieldText(
+    "attention_kernel_seed": FieldDescriptions("kernels: seed of the random vectors"),
+    "position_embedding_type": FieldDescriptions(
         "position embeddings, if they differ from those of the architecture",
         not_in_transformers="sinusoidal positions",
     ),
-    "score_function": FieldText(
+    "score_function": FieldDescriptions(
         "score function, if it differs from the dot product",
         not_in_transformers="additive scores",
         unconvertible="scores other than dot products",
@@ -308,13 +308,13 @@ def describe_field(name: str) -> str:
     Example:
         >>> describe_field("cross_kv_lora_rank")
     """
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     text = FIELD_TEXTS[row.name].help.format(**PLACES[prefix].words())
     text += f"; only for {PLACES[prefix].attention}" if prefix and row.inherits else ""
     return f"{text}; the same for all layers" if prefix in row.one_for_all else text
 
 
-def card_text(name: str) -> str:
+def describe_value_on_card(name: str) -> str:
     """Return the description of the value of a field on a model card."""
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     return (FIELD_TEXTS[row.name].card or "").format(**PLACES[prefix].words())

@@ -8,10 +8,10 @@ does not have a pattern and attends to all encoder outputs.
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..mechanisms.head_sharing import key_value_field
-from ..mechanisms.kernels.kernel_table import kernel_class, kernels_of
+from ..mechanisms.head_sharing import get_kv_heads_field
+from ..mechanisms.kernels.kernel_table import get_kernel_class, get_kernel_names
 from ..mechanisms.mechanism import NONE, PREFIXES
-from ..mechanisms.patterns.pattern_table import has_pattern, pattern_class, pattern_prefixes
+from ..mechanisms.patterns.pattern_table import get_pattern_class, get_pattern_prefixes, has_pattern
 from ..mechanisms.talking_heads import (
     BOTH,
     DYNAMIC,
@@ -24,26 +24,26 @@ from ..mechanisms.talking_heads import (
     SOFTMAX,
     TALKING_FIELDS,
     WEIGHTS,
-    TalkingHeads,
-    listed_by_layer,
-    query_heads_there,
-    talking_group,
-    talking_places,
+    TalkingHeadsSettings,
+    get_per_layer_fields,
+    get_query_heads,
+    get_settings_prefix,
+    get_talking_heads_places,
 )
 from ..ops.key_ranges import MAX_SIZE
-from .field_checks import check_size, check_value_groups, checked_count
-from .field_table import FIELDS, row_of, variant_field
+from .field_checks import check_size, check_value_groups, validate_count
+from .field_table import FIELDS, get_field_row, variant_field
 
 __all__ = [
     "BlockPatternFields",
     "KernelFields",
-    "asks_for_padding_alone",
     "check_kernels",
     "check_patterns",
     "check_talking_heads",
-    "checked_pattern_size",
-    "checked_talking_value",
     "has_kernel",
+    "needs_only_padding_mask",
+    "validate_pattern_size",
+    "validate_talking_heads_value",
 ]
 
 MAX_FEATURES, MAX_SEED = 2**16, 2**31
@@ -95,10 +95,10 @@ def has_kernel(config: Any, is_causal: bool | None = None) -> bool:
         config: any configuration.
         is_causal: True = check only the field without a prefix, the self-attention of a decoder. None = check all.
     """
-    return bool(kernels_of(config, PREFIXES[:1] if is_causal else PREFIXES))
+    return bool(get_kernel_names(config, PREFIXES[:1] if is_causal else PREFIXES))
 
 
-def asks_for_padding_alone(config: Any, is_causal: bool | None = None) -> bool:
+def needs_only_padding_mask(config: Any, is_causal: bool | None = None) -> bool:
     """Return whether an attention of this configuration only needs a padding mask and handles the rest itself."""
     return has_pattern(config, is_causal) or has_kernel(config, is_causal)
 
@@ -112,8 +112,8 @@ def check_kernels(config: Any) -> None:
     check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
     if config.attention_kernel_features is not None:
         check_size("attention_kernel_features", config.attention_kernel_features, 1, MAX_FEATURES)
-    for field, name in kernels_of(config).items():
-        kernel_class(name).check(config, field)
+    for field, name in get_kernel_names(config).items():
+        get_kernel_class(name).check(config, field)
 
 
 # The sizes of patterns without their prefix, with their defaults.
@@ -149,12 +149,12 @@ def check_patterns(config: Any) -> None:
         ValueError: if a size breaks its rule, if a required size is missing, or if the model does not support the
             pattern (`AttentionPattern.check`).
     """
-    for prefix in pattern_prefixes(config):
+    for prefix in get_pattern_prefixes(config):
         for name in PATTERN_SIZES:
-            checked_pattern_size(prefix + name, getattr(config, prefix + name))
+            validate_pattern_size(prefix + name, getattr(config, prefix + name))
         if (pattern := getattr(config, f"{prefix}attention_pattern")) is None:
             continue
-        for name in pattern_class(pattern).needed:
+        for name in get_pattern_class(pattern).needed:
             if (value := getattr(config, prefix + name)) == PATTERN_SIZES[name]:
                 raise ValueError(
                     f'`{prefix}{name}` must be given with `{prefix}attention_pattern="{pattern}"`, got {value}.'
@@ -165,10 +165,10 @@ def check_patterns(config: Any) -> None:
                 f"`{prefix}num_summary_tokens` must be at most `{prefix}attention_block_size`, got {summary} "
                 f"and {block}."
             )
-        pattern_class(pattern).check(config, prefix)
+        get_pattern_class(pattern).check(config, prefix)
 
 
-def checked_pattern_size(field: str, value: Any) -> Any:
+def validate_pattern_size(field: str, value: Any) -> Any:
     """Return the value of a pattern field.
 
     Raises:
@@ -193,17 +193,17 @@ def checked_pattern_size(field: str, value: Any) -> Any:
     return value
 
 
-def checked_talking_value(config: Any, name: str, value: Any) -> Any:
+def validate_talking_heads_value(config: Any, name: str, value: Any) -> Any:
     """Return the value of a talking-heads field in one layer. Its choices must already be checked.
 
     Raises:
         ValueError: if it is a head count, but not a whole number of at least 1.
     """
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     if row.name == DYNAMIC:
         return [term for term in DYNAMIC_PROJECTIONS if term in (value or ())]
     if row.name in (SOFTMAX, OUTPUT):
-        return checked_count(name, value, query_heads_there(config, prefix))
+        return validate_count(name, value, get_query_heads(config, prefix))
     return None if value == NONE else value or row.default
 
 
@@ -214,22 +214,22 @@ def check_talking_heads(config: Any) -> None:
         ValueError: if a field requires a projection that `talking_heads` does not select, if the key/value heads do
             not divide the value heads, or if an encoder would inherit per-layer values.
     """
-    for prefix in talking_places(config):
+    for prefix in get_talking_heads_places(config):
         for name in (prefix + field for field in TALKING_FIELDS[1:]):
             if (value := getattr(config, name)) is not None:
-                setattr(config, name, checked_talking_value(config, name, value))
+                setattr(config, name, validate_talking_heads_value(config, name, value))
         _check_kind_is_given(config, prefix)
-        group = talking_group(config, prefix)
-        if prefix == "encoder_" and not group and listed_by_layer(config, ("",)):
+        group = get_settings_prefix(config, prefix)
+        if prefix == "encoder_" and not group and get_per_layer_fields(config, ("",)):
             raise ValueError(
                 f"`encoder_{KIND}` must be given if `per_layer_values` has values of talking heads for the decoder's "
                 f'layers. "{NONE}" means that the encoder has none.'
             )
         for layer in range(config.layer_count(prefix + KIND)) if config.per_layer_values else (0,):
-            if TalkingHeads.of(config, prefix, layer).kind is not None:
+            if TalkingHeadsSettings.from_config(config, prefix, layer).kind is not None:
                 _check_layer(config, prefix, group, layer)
-    if not listed_by_layer(config, ("",)):
-        talking = TalkingHeads.of(config, "", 0)
+    if not get_per_layer_fields(config, ("",)):
+        talking = TalkingHeadsSettings.from_config(config, "", 0)
         counts = (talking.softmax, talking.output) if talking.kind else (config.num_attention_heads,) * 2
         config.num_softmax_heads, config.num_value_heads = counts
 
@@ -238,7 +238,7 @@ def _check_kind_is_given(config: Any, prefix: str) -> None:
     """Check that `talking_heads` is set at a place whose other talking-heads fields are set."""
     if getattr(config, prefix + KIND) is not None or prefix + KIND in (config.per_layer_values or {}):
         return
-    heads = config.num_attention_heads, query_heads_there(config, prefix)
+    heads = config.num_attention_heads, get_query_heads(config, prefix)
     defaults: dict[str, tuple[Any, ...]] = {SOFTMAX: heads, OUTPUT: heads, INIT: (IDENTITY,), DYNAMIC: ([],)}
     for name in TALKING_FIELDS[1:]:
         value = getattr(config, prefix + name)
@@ -249,7 +249,7 @@ def _check_kind_is_given(config: Any, prefix: str) -> None:
 
 
 def _check_layer(config: Any, prefix: str, group: str, layer: int) -> None:
-    talking, heads = TalkingHeads.of(config, prefix, layer), query_heads_there(config, prefix)
+    talking, heads = TalkingHeadsSettings.from_config(config, prefix, layer), get_query_heads(config, prefix)
     needed = {SOFTMAX: LOGITS} if talking.softmax != heads else {}
     needed |= {OUTPUT: WEIGHTS} if talking.output != talking.softmax else {}
     pairs = [*needed.items(), *((DYNAMIC, DYNAMIC_PROJECTIONS[name]) for name in talking.dynamic)]
@@ -265,5 +265,5 @@ def _check_layer(config: Any, prefix: str, group: str, layer: int) -> None:
             f'`{group}{INIT}` must be "random" if the numbers of heads differ, got "{IDENTITY}" for '
             f"{heads} query heads, {talking.softmax} softmax heads and {talking.output} value heads."
         )
-    kv_field = key_value_field(prefix)
+    kv_field = get_kv_heads_field(prefix)
     check_value_groups(kv_field, config.layer_value(kv_field, layer), heads, talking.output, group)

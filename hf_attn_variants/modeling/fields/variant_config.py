@@ -16,11 +16,17 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ..mechanisms.latents import rank_of_map
-from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, supports_cache
+from ..mechanisms.latents import get_projection_rank
+from ..mechanisms.talking_heads import (
+    DYNAMIC,
+    TalkingHeadsSettings,
+    get_dynamic_terms,
+    get_head_count_fields,
+    supports_cache,
+)
 from ..transformers_internals import check_configurations
 from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
-from .composition import check_included, check_together, used_mechanisms
+from .composition import check_combinations, check_included, used_mechanisms
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
@@ -28,31 +34,31 @@ from .field_checks import (
     check_head_size,
     check_position_type,
     check_size,
-    checked_count,
-    checked_kv_heads,
-    checked_rank,
-    checked_value_head_dim,
-    wrong_kinds_explained,
+    explain_type_errors,
+    validate_count,
+    validate_kv_heads,
+    validate_rank,
+    validate_value_head_dim,
 )
 from .field_table import check_choice, variant_field
-from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
+from .layer_values import LayerValue, merge_per_layer_config, validate_layer_values
 from .mechanism_fields import BlockPatternFields, KernelFields, check_kernels, check_patterns, check_talking_heads
 from .saving_and_loading import (
     SavedWithCode,
-    check_foreign_class,
-    foreign_class,
-    stored_values,
-    without_replaced,
-    wrong_name,
+    check_transformers_model_class,
+    describe_misspelled_field,
+    drop_replaced_values,
+    drop_unset_fields,
+    find_transformers_model_class,
 )
 
 __all__ = [
     "AttnVariantConfigMixin",
     "CrossAttentionConfigMixin",
     "EncoderDecoderConfigMixin",
-    "can_cache",
     "register_with_peft",
     "register_with_sentence_transformers",
+    "supports_decoder_cache",
 ]
 
 TEXT_ENCODER = "AutoModelForTextEncoding"
@@ -64,7 +70,8 @@ def register_with_peft(config_class: Any) -> None:
     for name, table in list(vars(constants).items()) if constants else ():
         if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and config_class.model_type not in table:
             modules = next(
-                (table[model_type] for model_type in config_class.upstream_model_types if model_type in table), None
+                (table[model_type] for model_type in config_class.transformers_model_types if model_type in table),
+                None,
             )
             # peft has no row for ALBERT, whose query and value layers have the same names as those of BERT.
             if modules is None and table.get("bert") == ["query", "value"]:
@@ -136,7 +143,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             rule, the field and the values.
     """
 
-    upstream_model_types: ClassVar[tuple[str, ...]] = ()
+    transformers_model_types: ClassVar[tuple[str, ...]] = ()
     layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
     head_dim_field: ClassVar[str | None] = None
@@ -171,7 +178,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         if self.attn_variants_format is None and model_type != type(self).model_type:
             self.attn_variants_format = CONFIG_FORMAT
         check_format(self.attn_variants_format)
-        reasons = [reason for name in sorted(kwargs) if (reason := wrong_name(type(self), name))]
+        reasons = [reason for name in sorted(kwargs) if (reason := describe_misspelled_field(type(self), name))]
         if reasons and model_type is None:
             raise ValueError(reasons[0])
         if reasons:
@@ -182,10 +189,10 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         by_layer = kwargs.pop("per_layer_config", None)  # Transformers would make the fields unreadable
         if kwargs.get("num_labels") is not None:
             check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
-        with wrong_kinds_explained():
+        with explain_type_errors():
             super().__post_init__(**kwargs)
         if by_layer is not None:
-            self.per_layer_values = from_per_layer_config(self, by_layer)
+            self.per_layer_values = merge_per_layer_config(self, by_layer)
         self.auto_map = self.own_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
         # Sentence Transformers creates a configuration before it looks up the class to load in its table.
@@ -205,17 +212,17 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             check_size(name, getattr(self, name), 1)
         for name in self.variant_fields():
             check_choice(name, getattr(self, name))
-        checked_count("num_attention_heads", self.num_attention_heads)
+        validate_count("num_attention_heads", self.num_attention_heads)
         for name in self.kv_heads_fields() if self.head_dim_field is None else ():
             check_head_size(self.query_heads(name), self.hidden_size)
         if self.per_layer_values is not None:
-            self.per_layer_values = checked_layer_values(self)
+            self.per_layer_values = validate_layer_values(self)
         for name in self.kv_heads_fields():
-            setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
+            setattr(self, name, validate_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
-            setattr(self, name, checked_rank(name, getattr(self, name), self.hidden_size))
+            setattr(self, name, validate_rank(name, getattr(self, name), self.hidden_size))
         head_dims = [self.attention_head_dim(name) for name in self.kv_heads_fields()]
-        self.value_head_dim = checked_value_head_dim(self.value_head_dim, head_dims)
+        self.value_head_dim = validate_value_head_dim(self.value_head_dim, head_dims)
         check_talking_heads(self)
         if not used.isdisjoint(("linear_attention", "patterns")):  # a hybrid kernel also has a window
             check_patterns(self)
@@ -223,8 +230,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         if "linear_attention" in used:
             check_kernels(self)
         if used:
-            check_together(self)
-        if getattr(self, "use_cache", False) and not can_cache(self):
+            check_combinations(self)
+        if getattr(self, "use_cache", False) and not supports_decoder_cache(self):
             self.use_cache = False
 
     @classmethod
@@ -284,11 +291,11 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         query_fields = dict.fromkeys(self.query_heads_field(name) for name in kv_fields)
         if all(getattr(self, name) == self.num_attention_heads for name in query_fields):
             query_fields = {"num_attention_heads": None}
-        return (*query_fields, *kv_fields, *count_fields(self, kv_fields))
+        return (*query_fields, *kv_fields, *get_head_count_fields(self, kv_fields))
 
-    def talking_heads_of(self, prefix: str, layer: int) -> TalkingHeads:
+    def get_talking_heads(self, prefix: str, layer: int) -> TalkingHeadsSettings:
         """Return the talking heads of one layer. The prefix "", "encoder_" or "cross_" selects the attention."""
-        return TalkingHeads.of(self, prefix, layer)
+        return TalkingHeadsSettings.from_config(self, prefix, layer)
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
         """Return the name of the field with the number of query heads that belongs to a key/value heads field."""
@@ -306,21 +313,21 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             ValueError: if a keyword resembles the name of a field. The message contains this field.
         """
         for name in names:
-            if (reason := wrong_name(cls, name)) is not None:
+            if (reason := describe_misspelled_field(cls, name)) is not None:
                 raise ValueError(reason)
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a configuration and replace the model type of Transformers by the model type of this class."""
         values, unused = super().get_config_dict(*args, **kwargs)
-        return cls._adopted(values), unused
+        return cls._with_variant_model_type(values), unused
 
     @classmethod
-    def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _with_variant_model_type(cls, values: dict[str, Any]) -> dict[str, Any]:
         # This class loads base checkpoints, and Transformers would warn about their model type.
-        is_upstreams = values.get("model_type") in cls.upstream_model_types
+        is_from_transformers = values.get("model_type") in cls.transformers_model_types
         adopted = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
-        return values | adopted if is_upstreams else values
+        return values | adopted if is_from_transformers else values
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -339,8 +346,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        with wrong_kinds_explained():  # Transformers logs the finished configuration
-            return super().from_dict(without_replaced(config_dict, new_values) | new_values, **kwargs)
+        with explain_type_errors():  # Transformers logs the finished configuration
+            return super().from_dict(drop_replaced_values(config_dict, new_values) | new_values, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:
@@ -352,14 +359,14 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         cls.check_names(fields)
         values = dict(config) if isinstance(config, dict) else config.to_dict()
         model_type = values.get("model_type")
-        if model_type not in (*cls.upstream_model_types, cls.model_type):
-            expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
+        if model_type not in (*cls.transformers_model_types, cls.model_type):
+            expected = ", ".join(repr(name) for name in (*cls.transformers_model_types, cls.model_type))
             raise ValueError(
                 f"The model type of a configuration for {cls.__name__} must be one of {expected}, got {model_type!r}."
             )
         for name in ("architectures", "auto_map", "transformers_version"):
             values.pop(name, None)
-        return cls(**(without_replaced(values, fields) | fields))
+        return cls(**(drop_replaced_values(values, fields) | fields))
 
     def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return d, the size of a query or key head in the attention of this key/value heads field."""
@@ -378,8 +385,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     @_attn_implementation.setter
     def _attn_implementation(self, value: Any) -> None:
         # Transformers may write its function names into the configuration of a live model, without talking heads.
-        upstreams: Any = PreTrainedConfig._attn_implementation
-        upstreams.fset(self, value)
+        original_property: Any = PreTrainedConfig._attn_implementation
+        original_property.fset(self, value)
         name: Any = self._attn_implementation_internal
         self._attn_implementation_internal = {"eager": EAGER, "sdpa": SDPA}.get(name, name)
 
@@ -390,8 +397,8 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     @_experts_implementation_internal.setter
     def _experts_implementation_internal(self, value: str | None) -> None:
         # The constructor of every Transformers model writes a name here, but a configuration itself writes None.
-        if value is not None and (model_class := foreign_class()) is not None:
-            check_foreign_class(self, model_class)
+        if value is not None and (model_class := find_transformers_model_class()) is not None:
+            check_transformers_model_class(self, model_class)
             name: Any = self._attn_implementation_internal  # the configuration of a live model has our names
             self._attn_implementation_internal = {EAGER: "eager", SDPA: "sdpa"}.get(name, name)
         vars(self)["_experts_implementation_internal"] = value
@@ -418,10 +425,10 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         """Return the configuration as a dictionary, without fields that only inherit the value of another field."""
         # peft calls this method for the model type before it looks up the modules to adapt in its tables.
         register_with_peft(type(self))
-        return stored_values(super().to_dict())
+        return drop_unset_fields(super().to_dict())
 
 
-def can_cache(config: Any) -> bool:
+def supports_decoder_cache(config: Any) -> bool:
     """Return whether a decoder can cache past keys and values.
 
     The dynamic projections "m2l" and "m2w" also need the past inputs, which the cache does not contain. In
@@ -429,8 +436,10 @@ def can_cache(config: Any) -> bool:
     """
     if not hasattr(config, DYNAMIC):
         return True
-    has_latent = rank_of_map(getattr(config, "cross_kv_lora_rank", None), config.hidden_size) is not None
-    return all(supports_cache(dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ())))
+    has_latent = get_projection_rank(getattr(config, "cross_kv_lora_rank", None), config.hidden_size) is not None
+    return all(
+        supports_cache(get_dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ()))
+    )
 
 
 @dataclass(kw_only=True, repr=False)

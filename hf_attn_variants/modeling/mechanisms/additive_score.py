@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.variant_attention import is_exporting
-from ..transformers_internals import known_imports
+from ..transformers_internals import guarded_imports
 from .mechanism import Mechanism
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["AdditiveScore", "score_of"]
+__all__ = ["AdditiveScore", "create_additive_score"]
 
 # The maximum size of a block of the tensor [n, m, d], of which only one block exists at a time.
 BLOCK_ELEMENTS = 2**22
@@ -63,14 +63,17 @@ class AdditiveScore(Mechanism, nn.Module):
         key = (key @ self.key_map.transpose(-1, -2))[:, :, None, None]
         vector = self.vector.unflatten(0, (key.shape[1], -1))[..., None, :, None]  # [k, g, 1, d, 1]
         if torch.compiler.is_compiling() or is_exporting():
-            return _scores(query, key, vector).flatten(1, 2)
+            return _compute_scores(query, key, vector).flatten(1, 2)
         rows = max(1, BLOCK_ELEMENTS // max(1, query[..., :1, :].numel() * key.shape[-2]))
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, vector))
         blocks = query.split(rows, dim=3)
-        logits = [_kept_small(block, key, vector) if learns else _scores(block, key, vector) for block in blocks]
+        logits = [
+            _compute_scores_with_checkpoint(block, key, vector) if learns else _compute_scores(block, key, vector)
+            for block in blocks
+        ]
         return torch.cat(logits, 3).flatten(1, 2)
 
-    def flops(self) -> tuple[int, int]:
+    def count_flops(self) -> tuple[int, int]:
         """Return the floating-point operations per key token, and per query token.
 
         The product with v is not included, because it is counted as the dot product of a query and a key.
@@ -78,7 +81,7 @@ class AdditiveScore(Mechanism, nn.Module):
         return 2 * self.key_map.numel(), 2 * self.query_map.numel()
 
 
-def score_of(module: nn.Module, heads: Any, config: Any, prefix: str) -> AdditiveScore | None:
+def create_additive_score(module: nn.Module, heads: Any, config: Any, prefix: str) -> AdditiveScore | None:
     """Return the additive score of an attention, in the dtype of its weights, or None for the dot product.
 
     Args:
@@ -92,9 +95,9 @@ def score_of(module: nn.Module, heads: Any, config: Any, prefix: str) -> Additiv
     return AdditiveScore(heads.query, heads.key, heads.head_dim, next(module.parameters()))
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+def _compute_scores(query: torch.Tensor, key: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     return ((query[..., None, :] + key).tanh() @ vector)[..., 0]  # [b, k, g, n, m]
 
 
-def _kept_small(*operands: torch.Tensor) -> Any:
-    return checkpoint(_scores, *operands, use_reentrant=False, preserve_rng_state=False)
+def _compute_scores_with_checkpoint(*operands: torch.Tensor) -> Any:
+    return checkpoint(_compute_scores, *operands, use_reentrant=False, preserve_rng_state=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 from .mechanism import Mechanism
 
-__all__ = ["GroupedQuery", "HeadSharing", "MultiQuery", "consecutive_groups", "key_value_field", "sharing_of"]
+__all__ = ["GroupedQuery", "HeadSharing", "MultiQuery", "consecutive_groups", "get_head_sharing", "get_kv_heads_field"]
 
 
 class HeadSharing(Mechanism):
@@ -29,12 +29,12 @@ class HeadSharing(Mechanism):
     @classmethod
     def requested_in(cls, config: Any, prefix: str) -> tuple[str, int] | None:
         """Return the key/value head field of a place and the smallest count in a layer, or None for another kind."""
-        field = key_value_field(prefix)
+        field = get_kv_heads_field(prefix)
         if not hasattr(config, field):
             return None
         counts = {config.layer_value(field, layer) for layer in range(config.layer_count(field))}
         counts = counts or {getattr(config, field)}  # an encoder or decoder may have no layers
-        sharing = sharing_of(counts, config.query_heads(field))
+        sharing = get_head_sharing(counts, config.query_heads(field))
         return (field, min(counts)) if sharing is not HeadSharing and issubclass(sharing, cls) else None
 
 
@@ -54,7 +54,7 @@ class MultiQuery(HeadSharing):
     paper = ("Multi-query attention", "1911.02150")
 
 
-def sharing_of(counts: Collection[int], heads: int) -> type[HeadSharing]:
+def get_head_sharing(counts: Collection[int], heads: int) -> type[HeadSharing]:
     """Return the kind of head sharing in the layers of an encoder or decoder; `HeadSharing` means no sharing.
 
     Args:
@@ -72,6 +72,6 @@ def consecutive_groups(heads: int, count: int) -> list[list[int]]:
     return [list(range(size * i, size * (i + 1))) for i in range(count)]
 
 
-def key_value_field(prefix: str) -> str:
+def get_kv_heads_field(prefix: str) -> str:
     """Return the key/value head field of a place; cross-attention uses the field of the decoder."""
     return f"{prefix if prefix == 'encoder_' else ''}{HeadSharing.field}"

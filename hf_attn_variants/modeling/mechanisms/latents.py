@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from ..transformers_internals import known_imports
+from ..transformers_internals import guarded_imports
 from .mechanism import Mechanism
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["Latent", "LatentProjection", "add_latent_map", "rank_of_map"]
+__all__ = ["Latent", "LatentProjection", "add_latent_projection", "get_projection_rank"]
 
 
 class Latent(Mechanism):
@@ -21,12 +21,12 @@ class Latent(Mechanism):
 
     Class attributes:
         paper: the paper for a latent that is smaller than its input.
-        paper_of_input: the paper for caching the input itself.
+        paper_for_cached_inputs: the paper for caching the input itself.
     """
 
     field = "kv_lora_rank"
     paper = ("Multi-head latent attention (DeepSeek-V2)", "2405.04434")
-    paper_of_input = ("Slim attention: keys and values from what they are made of", "2503.05840")
+    paper_for_cached_inputs = ("Slim attention: keys and values from what they are made of", "2503.05840")
 
 
 class LatentProjection(nn.Linear):
@@ -40,7 +40,7 @@ class LatentProjection(nn.Linear):
         init.normal_(self.weight, mean=0.0, std=self.out_features**-0.5)
 
 
-def add_latent_map(root: nn.Module, path: str, width: int, rank: int) -> None:
+def add_latent_projection(root: nn.Module, path: str, width: int, rank: int) -> None:
     """Add an uninitialized latent projection with the dtype and device of its parent module.
 
     Args:
@@ -55,7 +55,7 @@ def add_latent_map(root: nn.Module, path: str, width: int, rank: int) -> None:
     owner.add_module(name, LatentProjection(width, rank, dtype=like.dtype, device=like.device))
 
 
-def rank_of_map(rank: int | None, width: int) -> int | None:
+def get_projection_rank(rank: int | None, width: int) -> int | None:
     """Return the rank of the latent projection, or None if there is no projection.
 
     Args:

@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..transformers_internals import Arguments, check_attributes, upstream_class
+from ..transformers_internals import MethodArguments, check_attributes, get_transformers_class
 from .mechanism import Mechanism
 
-__all__ = ["AddsSinusoids", "DistanceBias", "EmbeddingsMixin", "SinusoidalPositions", "has_sinusoids", "sinusoids"]
+__all__ = [
+    "DistanceBias",
+    "PositionEmbeddingsMixin",
+    "SinusoidalInputsMixin",
+    "SinusoidalPositions",
+    "compute_sinusoids",
+    "has_sinusoids",
+]
 
 BASE = 10000.0
 
@@ -27,7 +34,7 @@ def has_sinusoids(config: Any) -> bool:
     return SinusoidalPositions.requested_in(config, "") is not None
 
 
-def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
+def compute_sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
     """Return sines (even dimensions) and cosines (odd dimensions) of positions [..., n] as [..., n, width], float32.
 
     Source: arXiv 1706.03762, section 3.5.
@@ -62,7 +69,7 @@ class SinusoidalPositions(Mechanism, nn.Module):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [b, n, width] of positions [b, n]."""
-        return (sinusoids(positions - self.first, self.width) * self.spread).to(self.like.dtype)
+        return (compute_sinusoids(positions - self.first, self.width) * self.spread).to(self.like.dtype)
 
 
 class DistanceBias(Mechanism):
@@ -93,16 +100,16 @@ else:
     _Embeddings = _Stack = object
 
 
-class EmbeddingsMixin(_Embeddings):
+class PositionEmbeddingsMixin(_Embeddings):
     """Mixin for the embeddings of BERT and its relatives; list it before the Transformers class among the bases."""
 
-    arguments: Arguments
+    arguments: MethodArguments
     roles: tuple[str, ...] = ("ids", "embedded", "positions", "types", "cache_length")
-    upstream_attributes = ("position_embeddings",)
+    transformers_attributes = ("position_embeddings",)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.arguments = Arguments(upstream_class(cls, EmbeddingsMixin), cls.roles)
+        cls.arguments = MethodArguments(get_transformers_class(cls, PositionEmbeddingsMixin), cls.roles)
 
     def install_positions(self, config: Any) -> None:
         """Replace the learned positions by sinusoids if the configuration requests them."""
@@ -125,23 +132,25 @@ class EmbeddingsMixin(_Embeddings):
             new["positions"] = (torch.arange(length, device=read.device) + past)[None]
         if more and more[0] is None:
             new["types"] = torch.zeros(batch, length, dtype=torch.long, device=read.device)
-        return super().forward(**self.arguments.by_name(args, kwargs, **new))
+        return super().forward(**self.arguments.to_keywords(args, kwargs, **new))
 
 
-class AddsSinusoids(_Stack):
+class SinusoidalInputsMixin(_Stack):
     """Mixin that adds sinusoidal positions to the inputs of the encoder or decoder of T5 or UMT5.
 
     The position of a token is the number of tokens before it that are not padding, including the tokens in a cache.
     Padding on the left therefore does not change the outputs, as with the relative position bias.
     """
 
-    input_arguments: Arguments
+    input_arguments: MethodArguments
 
-    upstream_attributes = ("embed_tokens", "is_decoder")
+    transformers_attributes = ("embed_tokens", "is_decoder")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.input_arguments = Arguments(upstream_class(cls, AddsSinusoids), ("ids", "embedded", "mask", "cache"))
+        cls.input_arguments = MethodArguments(
+            get_transformers_class(cls, SinusoidalInputsMixin), ("ids", "embedded", "mask", "cache")
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the encoder or decoder with the arguments of the Transformers class."""
@@ -150,9 +159,9 @@ class AddsSinusoids(_Stack):
             return super().forward(*args, **kwargs)
         states = self.embed_tokens(ids) if embedded is None else embedded
         past = 0 if cache is None or not self.is_decoder else cache.get_seq_length()
-        added = sinusoids(_positions(states, mask, past), states.shape[-1]) * self.config.initializer_factor
+        added = compute_sinusoids(_positions(states, mask, past), states.shape[-1]) * self.config.initializer_factor
         embedded = states + added.to(states.dtype)
-        return super().forward(**self.input_arguments.by_name(args, kwargs, ids=None, embedded=embedded))
+        return super().forward(**self.input_arguments.to_keywords(args, kwargs, ids=None, embedded=embedded))
 
 
 def _positions(states: torch.Tensor, mask: torch.Tensor | None, past: int | torch.Tensor) -> torch.Tensor:

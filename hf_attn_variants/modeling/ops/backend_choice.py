@@ -21,14 +21,14 @@ from .triton_attention import allows_tf32, is_supported, triton_backward, triton
 
 __all__ = [
     "BACKENDS",
-    "NO_FAILURES",
-    "agrees",
+    "NOT_KERNEL_FAILURES",
     "choose_backend",
-    "disagreement_of",
-    "failure",
-    "largest_error",
-    "note",
-    "tolerance",
+    "compute_largest_error",
+    "describe_disagreement",
+    "describe_failure",
+    "get_tolerance",
+    "passes_trial",
+    "record_trial_result",
 ]
 
 # Follows the Transformers verbosity, also in Hub repositories
@@ -36,13 +36,13 @@ logger = logging.get_logger("transformers.attn_variants")
 
 # These exceptions are not kernel failures: memory that other processes use, and a checkpoint that has finished
 # recomputing.
-NO_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
+NOT_KERNEL_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
 # The tolerated relative error per query or key. It is above rounding errors and far below the error of one missing
 # key.
 TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 1e-1
 
 
-def agrees(known: dict[Any, bool], kind: Any, trial: Callable[[], str | None], refusal: str) -> bool:
+def passes_trial(known: dict[Any, bool], kind: Any, trial: Callable[[], str | None], fallback_message: str) -> bool:
     """Return True if a kernel supports a kind of call, and run the trial the first time.
 
     Args:
@@ -54,18 +54,18 @@ def agrees(known: dict[Any, bool], kind: Any, trial: Callable[[], str | None], r
     if kind not in known:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # a trial cannot run while a CUDA graph is captured; it runs later
-        note(known, kind, trial(), refusal)
+        record_trial_result(known, kind, trial(), fallback_message)
     return known[kind]
 
 
-def note(known: dict[Any, bool], kind: Any, reason: str | None, refusal: str) -> None:
-    """Store the result of a trial and print a warning if it failed; the arguments are those of `agrees`."""
+def record_trial_result(known: dict[Any, bool], kind: Any, reason: str | None, fallback_message: str) -> None:
+    """Store the result of a trial and print a warning if it failed; the arguments are those of `passes_trial`."""
     known[kind] = reason is None
     if reason is not None:
-        logger.warning(f"{refusal}: {reason}.")
+        logger.warning(f"{fallback_message}: {reason}.")
 
 
-def disagreement_of(kernels: str, errors: Callable[[], dict[str, float]], most: float) -> str | None:
+def describe_disagreement(kernels: str, errors: Callable[[], dict[str, float]], most: float) -> str | None:
     """Return the reason if kernels must not be used, or None if they agree with the reference.
 
     Args:
@@ -76,25 +76,25 @@ def disagreement_of(kernels: str, errors: Callable[[], dict[str, float]], most: 
     """
     try:
         measured = errors()
-    except NO_FAILURES:
+    except NOT_KERNEL_FAILURES:
         raise
     except Exception as error:  # plain torch can still compute the call
-        return failure(kernels, error)
+        return describe_failure(kernels, error)
     wrong = [f"{name} by {value:.1e}" for name, value in measured.items() if not value <= most]  # NaN is also an error
     return f"{kernels} gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
 
 
-def failure(kernels: str, error: Exception) -> str:
+def describe_failure(kernels: str, error: Exception) -> str:
     """Return the reason text for kernels that raised an exception."""
     return f"{kernels} failed with {type(error).__name__}: {str(error)[:500]}"
 
 
-def tolerance(dtype: torch.dtype) -> float:
+def get_tolerance(dtype: torch.dtype) -> float:
     """Return the largest rounding error of outputs and gradients in a dtype."""
     return TOLERANCE if dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
 
 
-def largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
+def compute_largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
     """Return the largest error of a query or key, relative to the root mean square over all of them."""
     difference = (actual.float().cpu() - expected).square()
     axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
@@ -108,7 +108,7 @@ def largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
 BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
 QUERIES, MOST_KEYS = 16, 4096  # sizes of the trial; longer rows use the same code in more blocks
 
-_agreed: dict["_Kind", bool] = {}
+_trial_results: dict["_Kind", bool] = {}
 
 
 class _Kind(NamedTuple):
@@ -149,28 +149,32 @@ def choose_backend(operands: Operands, with_backward: bool) -> str:
         heads=(operands.heads_in, operands.heads, operands.heads_out, key.shape[1], value.shape[1]),
         sizes=(query.shape[3], value.shape[3]),
         keys=min(block, MOST_KEYS) - 3,  # the last block of keys is incomplete
-        logits_proj=_dtype(logits_proj),
-        weights_proj=_dtype(weights_proj),
-        bias=_dtype(bias),
-        mask=_dtype(mask),
-        bias_layout=_layout(bias),
-        mask_layout=_layout(mask),
+        logits_proj=_get_dtype(logits_proj),
+        weights_proj=_get_dtype(weights_proj),
+        bias=_get_dtype(bias),
+        mask=_get_dtype(mask),
+        bias_layout=_describe_layout(bias),
+        mask_layout=_describe_layout(mask),
         is_causal=operands.is_causal,
         dropout=operands.dropout > 0,
         with_backward=with_backward,
     )
-    refusal = (
+    fallback_message = (
         f"Talking heads on {kind.device} in {kind.dtype}, {kind.heads[1]} heads, rows of up to {block} keys, are "
         f"computed by the blocked path, which is exact and slower"
     )
-    return "triton" if agrees(_agreed, kind, partial(_disagreement, kind), refusal) else "blocked"
+    return (
+        "triton"
+        if passes_trial(_trial_results, kind, partial(_describe_triton_disagreement, kind), fallback_message)
+        else "blocked"
+    )
 
 
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+def _get_dtype(tensor: Tensor | None) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
 
 
-def _layout(tensor: Tensor | None) -> str:
+def _describe_layout(tensor: Tensor | None) -> str:
     """Return the strides of heads and keys as far as kernels specialize on them: "0", "1" or "n"."""
     if tensor is None:
         return ""
@@ -178,24 +182,24 @@ def _layout(tensor: Tensor | None) -> str:
     return "".join(str(step) if step < 2 else "n" for step in steps)
 
 
-def _disagreement(kind: _Kind) -> str | None:
+def _describe_triton_disagreement(kind: _Kind) -> str | None:
     """Run a trial with both backends and return the reason if the kernels disagree, else None."""
 
     def errors() -> dict[str, float]:
-        actual, expected = _outcome(kind, "triton"), _outcome(kind, "blocked")
-        return {name: largest_error(actual[name], tensor, name) for name, tensor in expected.items()}
+        actual, expected = _run_random_call(kind, "triton"), _run_random_call(kind, "blocked")
+        return {name: compute_largest_error(actual[name], tensor, name) for name, tensor in expected.items()}
 
-    return disagreement_of("the Triton kernels", errors, tolerance(kind.dtype))
+    return describe_disagreement("the Triton kernels", errors, get_tolerance(kind.dtype))
 
 
-def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:
+def _run_random_call(kind: _Kind, backend: str) -> dict[str, Tensor]:
     """Return the output and gradients of a random call; the blocked path uses float32 on the CPU."""
     forward, backward = BACKENDS[backend]
     d_output, operands = _random_call(kind)
     if backend == "blocked":
         # Nothing is dropped at probability 0, so a seed is not needed.
-        tensors = (None if tensor is None else _exact(tensor) for tensor in operands[:7])
-        d_output, operands = _exact(d_output), Operands._make((*tensors, None, *operands[8:]))
+        tensors = (None if tensor is None else _to_float32_on_cpu(tensor) for tensor in operands[:7])
+        d_output, operands = _to_float32_on_cpu(d_output), Operands._make((*tensors, None, *operands[8:]))
     output, for_backward = forward(operands)
     outcome = {"output": output}
     if kind.with_backward:
@@ -205,7 +209,7 @@ def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:
     return outcome
 
 
-def _exact(tensor: Tensor) -> Tensor:
+def _to_float32_on_cpu(tensor: Tensor) -> Tensor:
     return tensor.cpu() if tensor.dtype == torch.bool else tensor.cpu().float()
 
 

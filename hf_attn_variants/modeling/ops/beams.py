@@ -21,10 +21,17 @@ import torch
 
 from .variant_attention import is_exporting, is_traced
 
-__all__ = ["QueryFold", "beams_in_cache", "beams_of", "first_beams", "repeat_for_beams", "sentences_of"]
+__all__ = [
+    "QueryFold",
+    "count_beams",
+    "count_beams_in_cache",
+    "get_sentence_indices",
+    "repeat_for_beams",
+    "select_first_beams",
+]
 
 
-def beams_of(query: torch.Tensor, key: torch.Tensor) -> int:
+def count_beams(query: torch.Tensor, key: torch.Tensor) -> int:
     """Return B, the number of query rows [b B, ...] per row of keys [b, ...].
 
     The result is 1 during export, because the batch sizes of an exported graph are symbols that must not affect
@@ -33,17 +40,17 @@ def beams_of(query: torch.Tensor, key: torch.Tensor) -> int:
     return 1 if is_exporting() else query.shape[0] // key.shape[0]
 
 
-def beams_in_cache(states: torch.Tensor, encoder_outputs: torch.Tensor) -> int:
+def count_beams_in_cache(states: torch.Tensor, encoder_outputs: torch.Tensor) -> int:
     """Return the number of beams that a cache layer stores: B for states [b B, n, D], or 1 while a graph is traced."""
-    return 1 if is_traced() or not len(encoder_outputs) else max(beams_of(states, encoder_outputs), 1)
+    return 1 if is_traced() or not len(encoder_outputs) else max(count_beams(states, encoder_outputs), 1)
 
 
-def sentences_of(rows: torch.Tensor, beams: int) -> torch.Tensor:
+def get_sentence_indices(rows: torch.Tensor, beams: int) -> torch.Tensor:
     """Return the index of the sentence of each decoder row."""
     return rows // beams
 
 
-def first_beams(tensor: torch.Tensor, beams: int) -> torch.Tensor:
+def select_first_beams(tensor: torch.Tensor, beams: int) -> torch.Tensor:
     """Return the row of the first beam of each sentence, [b, ...], from one row per beam, [b B, ...]."""
     return tensor[::beams] if beams > 1 else tensor
 
@@ -60,14 +67,14 @@ class QueryFold:
         (_, heads, self.length, _), (self.sentences, self.kv_heads, *_) = query.shape, key.shape
         self.beams, self.groups = beams, heads // self.kv_heads
 
-    def rows(self, query: torch.Tensor) -> torch.Tensor:
+    def fold_queries(self, query: torch.Tensor) -> torch.Tensor:
         """Return queries [b B, k g, n, d] as [b, k, B g n, d]."""
         if self.beams * self.length == 1:
             return query.reshape(self.sentences, self.kv_heads, self.groups, query.shape[-1])
         query = query.reshape(self.sentences, self.beams, self.kv_heads, self.groups * self.length, query.shape[-1])
         return query.transpose(1, 2).flatten(2, 3)
 
-    def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def fold_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Return a mask or bias that broadcasts to [b B, k g, n, m] as one that broadcasts to [b, k, B g n, m]."""
         if mask is None:
             return None
@@ -81,7 +88,7 @@ class QueryFold:
             mask = mask.expand(mask.shape[0], kv_heads, *sizes)
         return mask.flatten(2, 4)
 
-    def unfolded(self, states: torch.Tensor) -> torch.Tensor:
+    def unfold(self, states: torch.Tensor) -> torch.Tensor:
         """Return the folded states [b, k, B g n, x] as [b B, n, k g, x]."""
         size = states.shape[-1]
         if self.beams * self.length == 1:

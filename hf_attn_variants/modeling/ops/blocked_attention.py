@@ -38,7 +38,7 @@ __all__ = [
     "add_bias_gradient",
     "blocked_backward",
     "blocked_forward",
-    "group",
+    "stack_grouped_heads",
 ]
 
 
@@ -151,11 +151,11 @@ class _Call:
             self.keep_probability = (2**15 - self.first_kept) / 2**16
         self.added: list[Tensor] = []
         self.allowed: Tensor | None = None
-        self.nothing: Tensor | None = None
+        self.rows_without_keys: Tensor | None = None
         self.windows = None if key_range is None else BlockWindows(KeyRange(*key_range), self.query, self.key, bias)
-        self._take_masks(mask, bias if key_range is None else None)
+        self._store_masks(mask, bias if key_range is None else None)
 
-    def _take_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
+    def _store_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
         batches, _, length, _ = self.query.shape
         full = (batches, -1, length, self.key.shape[2])
         if bias is not None:
@@ -166,9 +166,9 @@ class _Call:
             self.allowed = mask.expand(full)
             return
         self.added.append(mask.expand(full))
-        nothing = mask.amax(-1, keepdim=True) == -torch.inf  # the rows without any key
-        if nothing.device.type != "cpu" or nothing.any():  # `any` would wait for a GPU
-            self.nothing = nothing.expand(batches, -1, length, 1)
+        without_keys = mask.amax(-1, keepdim=True) == -torch.inf  # the rows without any key
+        if without_keys.device.type != "cpu" or without_keys.any():  # `any` would wait for a GPU
+            self.rows_without_keys = without_keys.expand(batches, -1, length, 1)
 
     def split(self, tensor: Tensor) -> Tensor:
         """Return a view [parts, h, n / parts, x] of a tensor [1, h, n, x]."""
@@ -206,30 +206,30 @@ class _Call:
 
     def queries(self, block: _Block) -> Tensor:
         """Return the queries [B * k, g * r, d], with the heads of a group stacked as rows of the same keys."""
-        query = group(self.query[block.batch, :, block.rows], self.kv_heads)
+        query = stack_grouped_heads(self.query[block.batch, :, block.rows], self.kv_heads)
         return query if self.query_scaling == 1.0 else query * self.query_scaling
 
     def keys(self, block: _Block) -> Tensor:
         """Return the keys [B * k, m, d]."""
-        return self.gathered("keys", self.key, block)
+        return self.gather_states("keys", self.key, block)
 
     def values(self, block: _Block) -> Tensor:
         """Return the values [B * k, m, d_v]."""
-        return self.gathered("values", self.value, block)
+        return self.gather_states("values", self.value, block)
 
-    def gathered(self, name: str, states: Tensor, block: _Block) -> Tensor:
+    def gather_states(self, name: str, states: Tensor, block: _Block) -> Tensor:
         """Return the keys of a block [B * k, m, x] from [b, k, all keys, x]; a buffer joins several slices."""
         parts = [states[block.batch, :, span] for span in block.spans]
         if len(parts) > 1:
-            out = self.space(name, block.size, states.shape[1], block.key_length, states.shape[3])
+            out = self.allocate(name, block.size, states.shape[1], block.key_length, states.shape[3])
             parts = [torch.cat(parts, 2, out=out)]
         return parts[0].flatten(0, 1)
 
     def buffer(self, name: str, heads: int, block: _Block) -> Tensor:
         """Return an uninitialized buffer [B, heads, r * m]."""
-        return self.space(name, block.size, heads, block.length * block.key_length)
+        return self.allocate(name, block.size, heads, block.length * block.key_length)
 
-    def space(self, name: str, *shape: int) -> Tensor:
+    def allocate(self, name: str, *shape: int) -> Tensor:
         """Return an uninitialized buffer of this shape. All blocks use the same memory, which stays in the cache."""
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
@@ -254,16 +254,16 @@ class _Call:
             logits = logits + term if wider else logits.add_(term)
         if allowed is not None:
             logits = logits.masked_fill_(~allowed, torch.finfo(logits.dtype).min)
-        nothing = None if self.nothing is None else self.nothing[block.batch, :, block.rows]
-        if nothing is not None:
-            logits = logits.masked_fill_(nothing, 0)
+        without_keys = None if self.rows_without_keys is None else self.rows_without_keys[block.batch, :, block.rows]
+        if without_keys is not None:
+            logits = logits.masked_fill_(without_keys, 0)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         weights = torch.softmax(logits, -1, out=logits) if dtype == logits.dtype else logits.softmax(-1, dtype=dtype)
         if allowed is not None:
-            alive = allowed.any(-1, keepdim=True)
-            if alive.device.type != "cpu" or not alive.all():  # asking a GPU would wait for it
-                weights *= alive
-        return weights if nothing is None else weights.masked_fill_(nothing, 0)
+            has_keys = allowed.any(-1, keepdim=True)
+            if has_keys.device.type != "cpu" or not has_keys.all():  # asking a GPU would wait for it
+                weights *= has_keys
+        return weights if without_keys is None else weights.masked_fill_(without_keys, 0)
 
     def masks(self, block: _Block) -> tuple[Tensor | None, list[Tensor]]:
         """Return a mask that broadcasts to [B, h, r, m] (None = all keys), and the terms to add to the logits."""
@@ -274,21 +274,21 @@ class _Call:
             causal = torch.ones(shape, dtype=torch.bool, device=device).tril(block.rows.start)
             allowed = causal if allowed is None else allowed & causal
         if self.windows is not None:
-            near, outside = self.windows.terms(block.rows, block.spans)
+            near, outside = self.windows.get_mask_and_bias(block.rows, block.spans)
             # Each query attends at least to itself. Most blocks have no padding, and adding is faster than filling.
             if allowed is None or (allowed.device.type == "cpu" and bool(allowed.all())):
                 return None, [*added, outside]
             return allowed & near, [*added, outside]
         return allowed, added
 
-    def mixed(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
+    def mix_weights(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
         """Return the weights of the values [B, h_v, r * m] before dropout, from softmax weights [B, h, r, m]."""
         weights = softmax.to(self.query.dtype).flatten(2)
         if self.mix_out is None:
             return weights
         return _mix(self.mix_out.t(), weights, self.buffer(name, self.heads_out, block))
 
-    def kept(self, weights: Tensor, block: _Block) -> Tensor:
+    def draw_dropout_mask(self, weights: Tensor, block: _Block) -> Tensor:
         """Return the dropout mask of a block. It depends only on the seed and the number of the block."""
         self.generator.manual_seed(self.first_seed + block.number)
         # Each random number contains four 16-bit numbers. On a CPU, this is ten times as fast as `bernoulli_`.
@@ -324,27 +324,27 @@ def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     parts = output.view(call.query.shape[0], -1, *output.shape[2:])
     for block in call.blocks():
         scores = call.scores(call.queries(block), block)
-        weights = call.mixed(call.softmax(scores, block), "scores", block)  # overwrites the scores
+        weights = call.mix_weights(call.softmax(scores, block), "scores", block)  # overwrites the scores
         if call.dropout > 0:
-            weights = weights * call.kept(weights, block)
+            weights = weights * call.draw_dropout_mask(weights, block)
         weights = weights.view(block.size * call.value_heads, -1, block.key_length)
         rows = weights @ call.values(block)  # [B * k, g * r, d_v]
         if call.dropout > 0:
             rows /= call.keep_probability
-        parts[block.batch, block.rows] = _ungroup(rows, block.size, call.heads_out).transpose(1, 2)
+        parts[block.batch, block.rows] = _unstack_grouped_heads(rows, block.size, call.heads_out).transpose(1, 2)
     return output, torch.full((1,), threads, dtype=torch.float32, device=device)
 
 
-def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Operands) -> list[Tensor]:
+def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: bool, operands: Operands) -> list[Tensor]:
     """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj (empty if not needed).
 
     Args:
         d_output: the gradient of the outputs [b, n, h_v, d_v].
         threads: the number of threads that the forward pass returned.
-        wants_bias: True if the position bias needs a gradient.
+        needs_bias_gradient: True if the position bias needs a gradient.
     """
     query, key, value = operands[:3]
-    bias = operands.position_bias if wants_bias else None
+    bias = operands.position_bias if needs_bias_gradient else None
     call = _Call(operands, int(threads.flatten()[0]) if query.device.type == "cpu" else 1)
     # Sums over blocks are in at least float32.
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -364,9 +364,11 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
         queries = call.queries(block)
         scores = call.scores(queries, block)  # [B, h_k, r * m]
         softmax = call.softmax(scores, block)  # [B, h, r, m]
-        weights = call.mixed(softmax, "weights", block)  # [B, h_v, r * m]
-        dropout_mask = call.kept(weights, block) if call.dropout > 0 else None
-        d_rows = group(d_output[block.batch, block.rows].transpose(1, 2), call.value_heads)  # [B * k, g * r, d_v]
+        weights = call.mix_weights(softmax, "weights", block)  # [B, h_v, r * m]
+        dropout_mask = call.draw_dropout_mask(weights, block) if call.dropout > 0 else None
+        d_rows = stack_grouped_heads(
+            d_output[block.batch, block.rows].transpose(1, 2), call.value_heads
+        )  # [B * k, g * r, d_v]
         _add_product(d_value[block.batch], block, weights if dropout_mask is None else weights * dropout_mask, d_rows)
         # The gradient overwrites the weights, which are not read again (unless they are the softmax itself).
         d_weights = _multiply(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
@@ -378,7 +380,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
             d_softmax = _mix(call.mix_out, d_weights, call.buffer("d_softmax", call.heads, block))
         d_softmax = d_softmax.view(softmax.shape).to(softmax.dtype)
         d_logits = torch._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype, grad_input=d_softmax)
-        if wants_bias:
+        if needs_bias_gradient:
             call.add_bias_gradient(bias_parts, d_logits, block)
         d_scores = d_logits.to(query.dtype).flatten(2)
         if call.mix_in is not None:
@@ -388,7 +390,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
         d_queries = d_scores.view(block.size * call.kv_heads, -1, block.key_length) @ call.keys(block)
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
-        query_parts[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
+        query_parts[block.batch, :, block.rows] = _unstack_grouped_heads(d_queries, block.size, call.heads_in)
     call.finish_gradients(d_bias, d_logits_proj)
     parts = call.parts
     del call  # its buffers and copies
@@ -406,12 +408,12 @@ def _number_of_parts(operands: Operands, threads: int) -> int:
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 
 
-def group(states: Tensor, kv_heads: int) -> Tensor:
+def stack_grouped_heads(states: Tensor, kv_heads: int) -> Tensor:
     """Return states [B, h, r, x] as [B * k, g * r, x], with the heads of a group stacked as rows."""
     return states.reshape(states.shape[0] * kv_heads, -1, states.shape[-1])
 
 
-def _ungroup(states: Tensor, size: int, heads: int) -> Tensor:
+def _unstack_grouped_heads(states: Tensor, size: int, heads: int) -> Tensor:
     """Return states [B * k, g * r, x] as [B, h, r, x]."""
     return states.view(size, heads, -1, states.shape[-1])
 

@@ -21,11 +21,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backend_choice import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note, tolerance
+from .backend_choice import (
+    NOT_KERNEL_FAILURES,
+    compute_largest_error,
+    describe_disagreement,
+    describe_failure,
+    get_tolerance,
+    passes_trial,
+    record_trial_result,
+)
 from .key_ranges import KeyRange
-from .memory_efficient_attention import one_dtype, talking_heads_attention
+from .memory_efficient_attention import cast_to_common_dtype, talking_heads_attention
 
-__all__ = ["Kind", "attention_in_windows", "blocks_that_are_read", "disagreement"]
+__all__ = ["Kind", "attention_in_windows", "describe_flex_disagreement", "find_attended_blocks"]
 
 DEVICES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,7 +63,7 @@ class Kind(NamedTuple):
     with_backward: bool
 
 
-_flex_agreed: dict[Kind, bool] = {}
+_flex_trial_results: dict[Kind, bool] = {}
 
 
 def attention_in_windows(
@@ -82,25 +90,29 @@ def attention_in_windows(
         ValueError: as in `talking_heads_attention`.
     """
     kind = None
-    if query.device.type in DEVICES and dropout == 0 and not _talks(options):
-        query, key, value = one_dtype(query, key, value)
-        kind = _kind_of(query, key, value, mask, position_bias, key_range, options["scaling"])
-    if kind is not None and agrees(_flex_agreed, kind, lambda: disagreement(kind), _refusal(kind)):
+    if query.device.type in DEVICES and dropout == 0 and not _uses_talking_heads(options):
+        query, key, value = cast_to_common_dtype(query, key, value)
+        kind = _get_call_kind(query, key, value, mask, position_bias, key_range, options["scaling"])
+    if kind is not None and passes_trial(
+        _flex_trial_results, kind, lambda: describe_flex_disagreement(kind), _describe_fallback(kind)
+    ):
         try:
-            return _flex(query, key, value, mask, position_bias, key_range, options["scaling"])
-        except NO_FAILURES:
+            return _attend_with_flex_attention(query, key, value, mask, position_bias, key_range, options["scaling"])
+        except NOT_KERNEL_FAILURES:
             raise
         except Exception as error:  # of a compiler, for a shape that the small calls did not have
-            note(_flex_agreed, kind, failure("FlexAttention", error), _refusal(kind))
+            record_trial_result(
+                _flex_trial_results, kind, describe_failure("FlexAttention", error), _describe_fallback(kind)
+            )
     options |= {"position_bias": position_bias, "dropout": dropout, "key_range": key_range}
     return talking_heads_attention(query, key, value, mask, **options)
 
 
-def _talks(options: dict[str, Any]) -> bool:
+def _uses_talking_heads(options: dict[str, Any]) -> bool:
     return any(options.get(name) is not None for name in ("logits_proj", "weights_proj"))
 
 
-def _kind_of(
+def _get_call_kind(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -117,7 +129,7 @@ def _kind_of(
         return None
     if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         return None
-    if key.shape[1] != value.shape[1] or not _has_block_masks():
+    if key.shape[1] != value.shape[1] or not _supports_partial_blocks():
         return None
     if min(query.shape[3], value.shape[3]) < LEAST_HEAD_DIM:
         return None
@@ -137,14 +149,14 @@ def _kind_of(
 
 
 @lru_cache(maxsize=1)
-def _has_block_masks() -> bool:
+def _supports_partial_blocks() -> bool:
     """Return True if this torch supports block masks for lengths that are not multiples of the block size."""
     from torch.nn.attention.flex_attention import BlockMask
 
     return "seq_lengths" in BlockMask.from_kv_blocks.__code__.co_varnames
 
 
-def _flex(
+def _attend_with_flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -158,14 +170,16 @@ def _flex(
     readable = None if mask is None else mask[:, 0, 0, -key_length:].expand(query.shape[0], key_length)
     # This is a copy, because torch loses the gradient of a view that a `score_mod` reads.
     table = None if table is None else table[0, :, 0].clone()
-    # The inputs already have the autocast dtype (`one_dtype`). Under autocast, torch would compile another kernel.
+    # The inputs already have the autocast dtype (`cast_to_common_dtype`). Under autocast, torch would compile another kernel.
     with torch.autocast(query.device.type, enabled=False):
-        output = _compiled()(
+        output = _get_compiled_flex_attention()(
             query,
             key,
             value,
-            score_mod=_score_mod(readable, table, _number("offset", key_length - length, query.device)),
-            block_mask=_block_mask(key_range, length, key_length, query.device),
+            score_mod=_create_score_mod(
+                readable, table, _get_number_tensor("offset", key_length - length, query.device)
+            ),
+            block_mask=_create_block_mask(key_range, length, key_length, query.device),
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
             # torch has another kernel for few queries, which the trial did not test.
@@ -175,7 +189,7 @@ def _flex(
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Callable[..., Tensor]:
+def _get_compiled_flex_attention() -> Callable[..., Tensor]:
     """Return compiled FlexAttention. It raises an error if torch would compute n x m weights without a kernel."""
     import torch._dynamo
     from torch.nn.attention.flex_attention import flex_attention
@@ -190,7 +204,7 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _number(role: str, value: int, device: torch.device) -> Tensor:
+def _get_number_tensor(role: str, value: int, device: torch.device) -> Tensor:
     """Return a whole number as a tensor [], because torch would compile a kernel for each Python number.
 
     The role is a part of the cache key, because torch also compiles another kernel if two roles share one tensor.
@@ -199,7 +213,7 @@ def _number(role: str, value: int, device: torch.device) -> Tensor:
         return torch.tensor(value, device=device)
 
 
-def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) -> Callable[..., Tensor] | None:
+def _create_score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) -> Callable[..., Tensor] | None:
     """Return a `score_mod` of FlexAttention, which adds the bias by distance and excludes padding.
 
     Args:
@@ -209,7 +223,7 @@ def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) ->
     """
     if readable is None and table is None:
         return None
-    middle: Any = None if table is None else _number("middle", table.shape[-1] // 2, table.device)
+    middle: Any = None if table is None else _get_number_tensor("middle", table.shape[-1] // 2, table.device)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if table is not None:
@@ -220,13 +234,13 @@ def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) ->
 
 
 @lru_cache(maxsize=4)  # a mask has (n / 128)^2 numbers
-def _block_mask(key_range: KeyRange, length: int, key_length: int, device: torch.device) -> Any:
+def _create_block_mask(key_range: KeyRange, length: int, key_length: int, device: torch.device) -> Any:
     """Return the `BlockMask` of a key range: the blocks to read, and a formula for those to read partly."""
     from torch.nn.attention.flex_attention import BlockMask
 
     # A longer distance than the text has no effect, and the kernel uses 32-bit numbers.
     before, after, step, global_tokens, offset = (
-        _number(role, min(number, length + key_length), device)
+        _get_number_tensor(role, min(number, length + key_length), device)
         for role, number in zip((*KeyRange._fields, "first query"), (*key_range, key_length - length), strict=True)
     )
 
@@ -238,22 +252,22 @@ def _block_mask(key_range: KeyRange, length: int, key_length: int, device: torch
         near = near & (distance % step == 0) if is_dilated else near
         return near | (j < global_tokens) | (i + offset < global_tokens)
 
-    with torch.inference_mode(False):  # as in `_number`
-        some, whole = (blocks.to(device)[None, None] for blocks in blocks_that_are_read(key_range, length, key_length))
-        count, order = _in_order(some & ~whole)
-        of_whole = _in_order(whole)
+    with torch.inference_mode(False):  # as in `_get_number_tensor`
+        some, whole = (blocks.to(device)[None, None] for blocks in find_attended_blocks(key_range, length, key_length))
+        count, order = _order_blocks(some & ~whole)
+        of_whole = _order_blocks(whole)
         lengths = (length, key_length)
         return BlockMask.from_kv_blocks(
             count, order, of_whole[0], of_whole[1], BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=lengths
         )
 
 
-def _in_order(read: Tensor) -> tuple[Tensor, Tensor]:
+def _order_blocks(read: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of blocks of keys that each block of queries reads, and the indices of all, these first."""
     return read.sum(-1, dtype=torch.int32), (~read).int().argsort(dim=-1, stable=True).int()
 
 
-def blocks_that_are_read(
+def find_attended_blocks(
     key_range: KeyRange, length: int, key_length: int, block: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
     """Return the blocks of keys that a block of queries reads, and those that all its queries read completely.
@@ -279,14 +293,14 @@ def blocks_that_are_read(
     return some, whole
 
 
-def _refusal(kind: Kind) -> str:
+def _describe_fallback(kind: Kind) -> str:
     return (
         f"Windows on {kind.device} in {kind.dtype}, {kind.heads[0]} heads, are computed by blocks in plain torch, "
         f"which is exact and slower"
     )
 
 
-def disagreement(kind: Kind) -> str | None:
+def describe_flex_disagreement(kind: Kind) -> str | None:
     """Return the reason if FlexAttention does not agree with the blocks in small calls of this kind, or None."""
 
     def errors() -> dict[str, float]:
@@ -295,12 +309,12 @@ def disagreement(kind: Kind) -> str | None:
             states = _random_window_call(kind, batch, length)
             # The hooks of a gradient checkpoint around this call must not see the tensors of the trial.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                actual, expected = (_flex_outcome(kind, states, global_tokens, by_flex) for by_flex in (True, False))
+                actual, expected = (_run_small_call(kind, states, global_tokens, by_flex) for by_flex in (True, False))
             for name, tensor in expected.items():
-                worst[name] = max(worst.get(name, 0.0), largest_error(actual[name], tensor, name))
+                worst[name] = max(worst.get(name, 0.0), compute_largest_error(actual[name], tensor, name))
         return worst
 
-    return disagreement_of("FlexAttention", errors, tolerance(kind.dtype))
+    return describe_disagreement("FlexAttention", errors, get_tolerance(kind.dtype))
 
 
 def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor]:
@@ -326,7 +340,7 @@ def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor
     return states
 
 
-def _flex_outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
+def _run_small_call(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
     """Return the output and the gradients of a small call. The blocks use float32 on the CPU."""
     key_range = KeyRange(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
     states = {name: tensor.detach() for name, tensor in states.items()}
@@ -340,7 +354,9 @@ def _flex_outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_
     with torch.set_grad_enabled(kind.with_backward), torch.autocast(kind.device.type, enabled=False):
         if by_flex:
             query, key, value = (states[name] for name in ("query", "key", "value"))
-            output = _flex(query, key, value, states.get("mask"), states.get("position_bias"), key_range, kind.scaling)
+            output = _attend_with_flex_attention(
+                query, key, value, states.get("mask"), states.get("position_bias"), key_range, kind.scaling
+            )
         else:
             call: dict[str, Any] = {**states, "scaling": kind.scaling, "key_range": key_range}
             output = talking_heads_attention(**call, backend="blocked")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from .padded_rows import is_of_keys
+from .padded_rows import is_boolean_key_mask
 from .variant_attention import is_exporting
 
 __all__ = [
@@ -31,10 +31,10 @@ __all__ = [
     "BlockWindows",
     "KeyRange",
     "TransientGlobal",
-    "as_full_attention",
-    "block_rows",
-    "fills_blocks",
+    "key_range_to_mask_and_bias",
+    "num_queries_per_block",
     "relative_bias",
+    "should_compute_in_blocks",
 ]
 
 # A distance that is longer than any text. It represents a layer without a window. Larger sizes in a configuration are
@@ -55,7 +55,7 @@ class KeyRange(NamedTuple):
     global_tokens: int = 0
 
     @classmethod
-    def of(cls, window: int | None, dilation: int, global_tokens: int, is_causal: bool) -> "KeyRange":
+    def from_window(cls, window: int | None, dilation: int, global_tokens: int, is_causal: bool) -> "KeyRange":
         """Return the key range of a window.
 
         The window extends to both sides of the query by half its width. A causal window ends at the query.
@@ -73,7 +73,7 @@ class KeyRange(NamedTuple):
         return cls(window // 2 * dilation, window // 2 * dilation, dilation, global_tokens)
 
     @property
-    def counts_tokens(self) -> bool:
+    def depends_on_positions(self) -> bool:
         """Return True if the key range depends on positions in the text and not only on distances."""
         return self.global_tokens > 0
 
@@ -82,20 +82,20 @@ class KeyRange(NamedTuple):
         """Return True if a query does not attend to later keys."""
         return self.after == 0
 
-    def keys_read(self, key_length: int) -> int:
+    def num_attended_keys(self, key_length: int) -> int:
         """Return the number of keys out of `key_length` that a query in the middle of the text attends to.
 
         Global tokens attend to all keys and are not considered.
         """
         return min(key_length, (self.before + self.after) // self.step + 1 + self.global_tokens)
 
-    def allowed(self, queries: Any, keys: Any) -> Any:
+    def get_allowed_mask(self, queries: Any, keys: Any) -> Any:
         """Return a boolean mask [n, m] of the keys at positions [m] that the queries at positions [n] attend to."""
         distance = keys - queries[:, None]
         near = (distance >= -self.before) & (distance <= self.after) & (distance % self.step == 0)
         return near | (keys < self.global_tokens) | (queries < self.global_tokens)[:, None]
 
-    def covers(self, length: int, key_length: int) -> bool:
+    def covers_all_keys(self, length: int, key_length: int) -> bool:
         """Return True if the queries at the last `length` of `key_length` positions attend to all keys.
 
         A causal query must attend to all keys up to its position.
@@ -113,7 +113,7 @@ class TransientGlobal(NamedTuple):
     block: int
 
     @property
-    def counts_tokens(self) -> bool:
+    def depends_on_positions(self) -> bool:
         """Return True, because blocks are counted from the first token of the text."""
         return True
 
@@ -127,7 +127,7 @@ class TransientGlobal(NamedTuple):
         """Return the maximum size, because an encoder does not have a cache."""
         return MAX_SIZE
 
-    def keys_read(self, key_length: int) -> int:
+    def num_attended_keys(self, key_length: int) -> int:
         """Return the number of keys and summaries that a query in the middle of `key_length` tokens attends to."""
         return min(key_length, 2 * self.radius + 1) + key_length // self.block
 
@@ -143,7 +143,7 @@ MOST_ROWS = {"cpu": 64, "default": 512}
 MOST_IN_A_MASK = 2048
 
 
-def block_rows(key_range: KeyRange, device: str) -> int:
+def num_queries_per_block(key_range: KeyRange, device: str) -> int:
     """Return the number of queries per block, about half the window width within the limits of the device."""
     most = min(
         MOST_ROWS.get(device, MOST_ROWS["default"]), (key_range.before + key_range.after) // key_range.step // 2
@@ -172,7 +172,7 @@ class BlockWindows:
     ) -> None:
         self.key_range, self.table, self.device = key_range, table, query.device
         self.length, self.key_length = query.shape[2], key.shape[2]
-        self.rows = block_rows(key_range, query.device.type)
+        self.rows = num_queries_per_block(key_range, query.device.type)
         self.last_terms: tuple[Any, ...] = (None,)  # the last kind of block, its mask, its bias and its distances
         self.d_table: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None  # the part of the gradient that is not yet in `d_table`
@@ -181,7 +181,7 @@ class BlockWindows:
     @property
     def most_elements(self) -> int:
         """Return the number of logits per head in a block, without the blocks of global queries."""
-        return self.rows * _keys_of_block(self.key_range, self.rows)
+        return self.rows * _num_keys_per_block(self.key_range, self.rows)
 
     def blocks(self, global_rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
         """Yield the queries of each block and the slices of the keys that they read, without duplicates.
@@ -203,7 +203,7 @@ class BlockWindows:
                 global_keys = (slice(0, key_range.global_tokens),) if key_range.global_tokens else ()
                 yield slice(queries[0], queries[-1] + 1, key_range.step), (*global_keys, window)
 
-    def terms(self, rows: slice, spans: tuple[slice, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_mask_and_bias(self, rows: slice, spans: tuple[slice, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the allowed keys of a block, [r, m], and its bias, [1, h, r, m] or [r, m].
 
         The bias is minus infinity for keys that are not allowed.
@@ -217,7 +217,7 @@ class BlockWindows:
             self.finish_bias_gradient(self.d_table)  # Add the gradient that blocks of the last kind have accumulated
             queries = torch.arange(rows.start, rows.stop, rows.step or 1, device=self.device) + first - rows.start
             keys = torch.cat([torch.arange(s.start, s.stop, s.step or 1, device=self.device) for s in spans])
-            near = self.key_range.allowed(queries, keys)
+            near = self.key_range.get_allowed_mask(queries, keys)
             bias = self.zero if self.table is None else relative_bias(self.table, queries, keys)
             self.last_terms = (kind, near, torch.where(near, bias, -torch.inf), keys - queries[:, None])
         return self.last_terms[1:3]
@@ -240,7 +240,9 @@ class BlockWindows:
         self.gradient = None
 
 
-def fills_blocks(key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def should_compute_in_blocks(
+    key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
     """Return True if attention in blocks supports a call and is likely to be faster than full attention.
 
     The mask must be boolean and must not depend on the query. Full attention with a mask is faster if the text is
@@ -251,16 +253,16 @@ def fills_blocks(key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, ma
         return False
     if not isinstance(key_range, KeyRange):
         return False
-    return (mask is None or is_of_keys(mask)) and key_length >= 2 * _keys_of_block(
-        key_range, block_rows(key_range, query.device.type)
+    return (mask is None or is_boolean_key_mask(mask)) and key_length >= 2 * _num_keys_per_block(
+        key_range, num_queries_per_block(key_range, query.device.type)
     )
 
 
-def _keys_of_block(key_range: KeyRange, rows: int) -> int:
+def _num_keys_per_block(key_range: KeyRange, rows: int) -> int:
     return rows + (key_range.before + key_range.after) // key_range.step + key_range.global_tokens
 
 
-def as_full_attention(
+def key_range_to_mask_and_bias(
     key_range: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -302,9 +304,9 @@ def as_full_attention(
     # In these cases, the `is_causal` argument of the attention function is sufficient, or a single query reads all
     # keys.
     needs_no_mask = not key_range.is_causal or length == 1 or (mask is None and key_length == length)
-    if not is_exporting() and key_range.covers(length, key_length) and needs_no_mask:
+    if not is_exporting() and key_range.covers_all_keys(length, key_length) and needs_no_mask:
         return mask, bias
-    allowed = key_range.allowed(queries, keys)
+    allowed = key_range.get_allowed_mask(queries, keys)
     allowed = allowed[(None,) * (4 - allowed.dim())]
     if is_global is not None:
         allowed = allowed | is_global[:, None, None] | is_global[:, None, :, None]

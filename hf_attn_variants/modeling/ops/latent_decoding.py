@@ -27,19 +27,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .backend_choice import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note
-from .memory_efficient_attention import NAMESPACE, autocasts, registered_op
-from .triton_attention import covers_device, kind_of_mask
+from .backend_choice import (
+    NOT_KERNEL_FAILURES,
+    compute_largest_error,
+    describe_disagreement,
+    describe_failure,
+    passes_trial,
+    record_trial_result,
+)
+from .memory_efficient_attention import NAMESPACE, get_registered_op, is_autocast_enabled
+from .triton_attention import get_mask_type, supports_device
 from .variant_attention import is_exporting
 
 __all__ = [
-    "Launch",
+    "LaunchSettings",
     "attend_to_one_latent",
+    "choose_launch_settings",
     "combine_kernel",
-    "launch_of",
-    "one_latent_by_kernels",
-    "one_latent_serves",
     "partial_kernel",
+    "run_latent_kernels",
+    "should_use_latent_kernels",
     "triton",
 ]
 
@@ -64,7 +71,7 @@ if triton is not None:
         return tl.load(at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
     @triton.jit
-    def _where_there(logits, inside, at, offs_r, rows, stride_r, MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr):
+    def _mask_logits(logits, inside, at, offs_r, rows, stride_r, MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr):
         """Return logits [c, r], times log2(e), with minus infinity for keys that are not allowed."""
         if MASK > 0:
             if MASK_OF_ROWS:
@@ -119,7 +126,7 @@ if triton is not None:
                 logits = tl.dot(block_2, query_2, logits)
             logits = logits * scale
             mask_at = mask_ptr + batch * mask_stride_b + keys[:, None] * mask_stride_m
-            logits = _where_there(
+            logits = _mask_logits(
                 logits, (keys < end)[:, None], mask_at, offs_r, rows, mask_stride_r, MASK, MASK_OF_ROWS
             )
             new_top = tl.maximum(top, tl.max(logits, 0))
@@ -179,7 +186,7 @@ LATENT_TOLERANCE = 2e-2
 LOG2_E = 1.4426950408889634
 
 
-class Launch(NamedTuple):
+class LaunchSettings(NamedTuple):
     """The launch settings of the first kernel: keys per block, rows per program, warps, stages and most programs."""
 
     block: int
@@ -189,7 +196,7 @@ class Launch(NamedTuple):
     programs: int
 
 
-class _LatentKind(NamedTuple):
+class _LatentCallKind(NamedTuple):
     """Properties of a call that need their own compiled kernel."""
 
     device: torch.device
@@ -201,10 +208,10 @@ class _LatentKind(NamedTuple):
     in_parts: bool
 
 
-_latents_agreed: dict[_LatentKind, bool] = {}
+_latent_trial_results: dict[_LatentCallKind, bool] = {}
 
 
-def one_latent_serves(query: Tensor, latent: Tensor, mask: Tensor | None, dropout: float) -> bool:
+def should_use_latent_kernels(query: Tensor, latent: Tensor, mask: Tensor | None, dropout: float) -> bool:
     """Return True if a call should use the kernels after their trial. The function never raises an error.
 
     Args:
@@ -221,7 +228,7 @@ def one_latent_serves(query: Tensor, latent: Tensor, mask: Tensor | None, dropou
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, latent, mask) if tensor is not None):
         return False
-    if autocasts(query.device.type) and torch.get_autocast_dtype(query.device.type) != query.dtype:
+    if is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type) != query.dtype:
         return False
     if query.shape[2] > MOST_LATENT_ROWS or not LEAST_WIDTH <= latent.shape[-1] <= MOST_WIDTH:
         return False
@@ -232,8 +239,8 @@ def one_latent_serves(query: Tensor, latent: Tensor, mask: Tensor | None, dropou
 @torch.compiler.assume_constant_result
 def _is_measured(device: torch.device) -> bool:
     if device.type != "cuda":
-        return covers_device(device)
-    return covers_device(device) and torch.cuda.get_device_capability(device)[0] == MEASURED_CAPABILITY
+        return supports_device(device)
+    return supports_device(device) and torch.cuda.get_device_capability(device)[0] == MEASURED_CAPABILITY
 
 
 def attend_to_one_latent(query: Tensor, latent: Tensor, mask: Tensor | None = None, *, scaling: float) -> Tensor:
@@ -257,42 +264,46 @@ def attend_to_one_latent(query: Tensor, latent: Tensor, mask: Tensor | None = No
 def _attend(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     # Triton launches on the current device, which may differ from the device of the tensors.
     with torch.cuda.device_of(query):
-        return _attend_here(query, latent, mask, scaling)
+        return _attend_on_current_device(query, latent, mask, scaling)
 
 
-def _attend_here(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    launch = launch_of(query, latent)
-    kind = _LatentKind(
+def _attend_on_current_device(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    launch = choose_launch_settings(query, latent)
+    kind = _LatentCallKind(
         device=query.device,
         dtype=query.dtype,
         width=query.shape[-1],
         rows=query.shape[2],
         mask=None if mask is None else mask.dtype,
         has_mask_of_rows=mask is not None and _row_stride(mask) != 0,
-        in_parts=_parts(query, latent, launch)[0] > 1,
+        in_parts=_partition_keys(query, latent, launch)[0] > 1,
     )
-    refusal = (
+    fallback_message = (
         f"Attention to a latent of {kind.width} on {kind.device} in {kind.dtype}, {kind.rows} rows, is computed by "
         f"torch's kernels, which are slower"
     )
-    if agrees(_latents_agreed, kind, partial(_latent_disagreement, kind, launch), refusal):
+    if passes_trial(
+        _latent_trial_results, kind, partial(_describe_latent_disagreement, kind, launch), fallback_message
+    ):
         try:
-            return one_latent_by_kernels(query, latent, mask, scaling, launch)
-        except NO_FAILURES:
+            return run_latent_kernels(query, latent, mask, scaling, launch)
+        except NOT_KERNEL_FAILURES:
             raise
         except Exception as error:  # of a compiler, for mask strides that the trial did not have
-            note(_latents_agreed, kind, failure("the Triton kernels", error), refusal)
+            record_trial_result(
+                _latent_trial_results, kind, describe_failure("the Triton kernels", error), fallback_message
+            )
     return scaled_dot_product_attention(query, latent, latent, mask, scale=scaling).contiguous()
 
 
-def launch_of(query: Tensor, latent: Tensor) -> Launch:
+def choose_launch_settings(query: Tensor, latent: Tensor) -> LaunchSettings:
     """Return the launch settings for these inputs, as measured on an H200 (benchmarks/gpu/latent_kernel.py)."""
     if latent.shape[-1] <= 256:
-        return Launch(block=64, rows=16, warps=4, stages=2, programs=528)
-    return Launch(block=32, rows=16, warps=4, stages=3 if latent.shape[-1] <= 640 else 2, programs=264)
+        return LaunchSettings(block=64, rows=16, warps=4, stages=2, programs=528)
+    return LaunchSettings(block=32, rows=16, warps=4, stages=3 if latent.shape[-1] <= 640 else 2, programs=264)
 
 
-def _parts(query: Tensor, latent: Tensor, launch: Launch) -> tuple[int, int]:
+def _partition_keys(query: Tensor, latent: Tensor, launch: LaunchSettings) -> tuple[int, int]:
     """Return the number of parts of a latent, and the number of keys per part, a multiple of the block size."""
     programs = query.shape[0] * -(-query.shape[2] // launch.rows)
     blocks = -(-latent.shape[2] // launch.block)
@@ -305,14 +316,14 @@ def _row_stride(mask: Tensor) -> int:
     return mask.stride(2) if mask.shape[2] > 1 else 0
 
 
-def one_latent_by_kernels(
-    query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float, launch: Launch
+def run_latent_kernels(
+    query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float, launch: LaunchSettings
 ) -> Tensor:
     """Compute `attend_to_one_latent` with the kernels and these launch settings."""
     (batches, _, rows, width), length = query.shape, latent.shape[2]
     first = 1 << (width.bit_length() - 1)
     second = max(16, triton.next_power_of_2(width - first))
-    parts, keys_of_part = _parts(query, latent, launch)
+    parts, keys_of_part = _partition_keys(query, latent, launch)
     query, latent = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, latent))
     output = torch.empty((batches, 1, rows, width), dtype=query.dtype, device=query.device)
     partial_output, sums = output, output
@@ -327,7 +338,7 @@ def one_latent_by_kernels(
         query, latent, query if mask is None else mask, partial_output, sums,
         scaling * LOG2_E, rows, length, keys_of_part, parts,
         query.stride(0), query.stride(2), latent.stride(0), latent.stride(2), *mask_strides,
-        WIDTH=width, FIRST=first, SECOND=second, ROWS=launch.rows, BLOCK=launch.block, MASK=kind_of_mask(mask),
+        WIDTH=width, FIRST=first, SECOND=second, ROWS=launch.rows, BLOCK=launch.block, MASK=get_mask_type(mask),
         MASK_OF_ROWS=mask_strides[1] != 0, IN_PARTS=parts > 1, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     if parts > 1:
@@ -336,7 +347,7 @@ def one_latent_by_kernels(
     return output
 
 
-def _latent_disagreement(kind: _LatentKind, launch: Launch) -> str | None:
+def _describe_latent_disagreement(kind: _LatentCallKind, launch: LaunchSettings) -> str | None:
     """Return the reason if the kernels do not agree with the formula in a small call of this kind, or None."""
     # There are one or two parts of several blocks each, and the last block is incomplete.
     length = 5 * launch.block - 3
@@ -348,17 +359,17 @@ def _latent_disagreement(kind: _LatentKind, launch: Launch) -> str | None:
         if mask is not None:
             there = mask.cpu()
             added = torch.where(there, 0.0, -torch.inf) if mask.dtype == torch.bool else there.float()
-        actual = one_latent_by_kernels(query, latent, mask, scaling, launch)
+        actual = run_latent_kernels(query, latent, mask, scaling, launch)
         exact_query, exact_latent = query.cpu().float(), latent.cpu().float()
         expected = torch.softmax(exact_query @ exact_latent.mT * scaling + added, -1) @ exact_latent
         # The first column has much larger values and is not compared.
         actual, expected = (tensor[..., 1:].transpose(1, 2) for tensor in (actual, expected))
-        return {"output": largest_error(actual, expected, "output")}
+        return {"output": compute_largest_error(actual, expected, "output")}
 
-    return disagreement_of("the Triton kernels", errors, LATENT_TOLERANCE)
+    return describe_disagreement("the Triton kernels", errors, LATENT_TOLERANCE)
 
 
-def _random_latent_call(kind: _LatentKind, length: int, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _random_latent_call(kind: _LatentCallKind, length: int, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the queries, the latent and the mask of a small call. The mask excludes the first block of keys."""
     # A separate generator keeps the random state of the caller unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
@@ -380,7 +391,7 @@ def _attend_fake(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: fl
     return query.new_empty(query.shape)
 
 
-_op = registered_op("attend_to_one_latent")
+_op = get_registered_op("attend_to_one_latent")
 if _op is None:
     _op = torch.library.custom_op(
         f"{NAMESPACE}::attend_to_one_latent",

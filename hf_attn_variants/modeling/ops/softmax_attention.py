@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .beams import QueryFold, beams_of, repeat_for_beams
-from .latent_decoding import attend_to_one_latent, one_latent_serves
+from .beams import QueryFold, count_beams, repeat_for_beams
+from .latent_decoding import attend_to_one_latent, should_use_latent_kernels
 from .variant_attention import check_mask, is_exporting
 
 __all__ = ["attention_with_weights", "fused_attention"]
@@ -84,7 +84,7 @@ def attention_with_weights(
         ValueError: if the mask contains integers.
     """
     check_mask(mask)
-    if beams_of(query, key) > 1:
+    if count_beams(query, key) > 1:
         if logits_proj is None and weights_proj is None and score is None:
             return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
         key, value = (repeat_for_beams(states, query.shape[0]) for states in (key, value))
@@ -112,14 +112,14 @@ def _attend_in_beams(
     is_causal: bool,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fold = QueryFold(query, key, beams_of(query, key))
+    fold = QueryFold(query, key, count_beams(query, key))
     if is_causal:
         mask = _with_causal_mask(mask, query.shape[2], key.shape[2], query.device)
-    mask, position_bias = fold.mask(mask), fold.mask(position_bias)
+    mask, position_bias = fold.fold_mask(mask), fold.fold_mask(position_bias)
     output, weights = attention_with_weights(
-        fold.rows(query), key, value, mask, position_bias, scaling=scaling, dropout=dropout
+        fold.fold_queries(query), key, value, mask, position_bias, scaling=scaling, dropout=dropout
     )
-    return fold.unfolded(output.transpose(1, 2)), fold.unfolded(weights).transpose(1, 2)
+    return fold.unfold(output.transpose(1, 2)), fold.unfold(weights).transpose(1, 2)
 
 
 def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -153,13 +153,13 @@ def fused_attention(
     """
     check_mask(mask)
     length, kv_heads, sentences = query.shape[2], key.shape[1], key.shape[0]
-    beams = beams_of(query, key)
+    beams = count_beams(query, key)
     shared = beams * (query.shape[1] // kv_heads)  # query rows that share one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
     # A latent is both key and value. The fused kernel reads each block of it once, with one thread per batch row.
     # An exported graph must support every batch size, so it must not depend on one.
     by_matmul = length == 1 and on_cpu and not exporting and sentences >= MATMUL_BATCH_SIZE
-    if by_matmul and not (key is value and sentences >= _threads()):
+    if by_matmul and not (key is value and sentences >= _num_threads()):
         options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and mask is not None:
@@ -169,35 +169,35 @@ def fused_attention(
         key, value = key[:, :, :length], value[:, :, :length]
         position_bias = position_bias[..., :length] if position_bias is not None else None
     if position_bias is not None:
-        mask, is_causal = _biased_mask(position_bias, mask, is_causal, query), False
+        mask, is_causal = _combine_bias_and_mask(position_bias, mask, is_causal, query), False
     # Sizes can be symbols, for example in a compiled step. Only a branch then yields a bool.
     enable_gqa = False
-    if shared > 1 and (on_cpu or (mask is None and _flash_serves(query, value))):
+    if shared > 1 and (on_cpu or (mask is None and _supports_flash_kernels(query, value))):
         enable_gqa = True
     # A few queries become the rows of one attention. Many queries would need a mask with a row per query.
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
         mask = _causal_mask(length, length, query.device) if is_causal else mask
         fold, is_causal, enable_gqa = QueryFold(query, key, beams), False, False
-        query, mask = fold.rows(query), fold.mask(mask)
+        query, mask = fold.fold_queries(query), fold.fold_mask(mask)
     elif shared > 1 and not enable_gqa:
         key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
-    if fold is not None and key is value and kv_heads == 1 and one_latent_serves(query, key, mask, dropout):
-        return fold.unfolded(attend_to_one_latent(query, key, mask, scaling=scaling))
+    if fold is not None and key is value and kv_heads == 1 and should_use_latent_kernels(query, key, mask, dropout):
+        return fold.unfold(attend_to_one_latent(query, key, mask, scaling=scaling))
     size = value.shape[-1]
     widens = size != query.shape[-1] and on_cpu and length > 1 and not exporting
     if widens:
         # On a CPU, torch materializes all weights if the values have another head size. Padding with zeros does not
         # change the products.
-        query, key, value = _of_one_size(query, key, value)
+        query, key, value = _pad_to_common_size(query, key, value)
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
     )
     output = output[..., :size] if widens else output
-    return output.transpose(1, 2) if fold is None else fold.unfolded(output)
+    return output.transpose(1, 2) if fold is None else fold.unfold(output)
 
 
-def _of_one_size(*heads: torch.Tensor) -> list[torch.Tensor]:
+def _pad_to_common_size(*heads: torch.Tensor) -> list[torch.Tensor]:
     size = max(states.shape[-1] for states in heads)
     return [
         states if states.shape[-1] == size else nn.functional.pad(states, (0, size - states.shape[-1]))
@@ -205,21 +205,21 @@ def _of_one_size(*heads: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def _flash_serves(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _supports_flash_kernels(query: torch.Tensor, value: torch.Tensor) -> bool:
     # The other fused kernels on CUDA do not support grouped heads. Without flash kernels, torch would use the slow
     # math kernel.
     size = query.shape[-1]
     halves = query.dtype in (torch.float16, torch.bfloat16) and size == value.shape[-1] <= MAX_FLASH_HEAD_DIM
-    return not query.is_cuda or (halves and _has_flash(query.device))
+    return not query.is_cuda or (halves and _has_flash_kernels(query.device))
 
 
 @torch.compiler.assume_constant_result
-def _threads() -> int:
+def _num_threads() -> int:
     return torch.get_num_threads()
 
 
 @torch.compiler.assume_constant_result
-def _has_flash(device: torch.device) -> bool:
+def _has_flash_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -234,7 +234,7 @@ def _causal_mask(length: int, key_length: int, device: torch.device) -> torch.Te
     return torch.ones(length, key_length, dtype=torch.bool, device=device).tril()  # [n, m]
 
 
-def _biased_mask(
+def _combine_bias_and_mask(
     position_bias: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, query: torch.Tensor
 ) -> torch.Tensor:
     position_bias = position_bias.to(query.dtype)

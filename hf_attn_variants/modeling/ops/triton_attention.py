@@ -32,15 +32,15 @@ from typing import Any
 
 import torch
 
-from .blocked_attention import Operands, add_bias_gradient, group
+from .blocked_attention import Operands, add_bias_gradient, stack_grouped_heads
 
 __all__ = [
     "allows_tf32",
     "backward_kernel",
-    "covers_device",
     "forward_kernel",
+    "get_mask_type",
     "is_supported",
-    "kind_of_mask",
+    "supports_device",
     "triton",
     "triton_backward",
     "triton_forward",
@@ -121,7 +121,7 @@ if triton is not None:
         return scores, tl.where(inside[:, None], logits, float("-inf"))
 
     @triton.jit
-    def _kept(seed, row, length, offs_c, head_base, dropout, PAD: tl.constexpr):
+    def _dropout_factors(seed, row, length, offs_c, head_base, dropout, PAD: tl.constexpr):
         """Return the dropout factors [c, h_v], 1 / (1 - dropout) or 0, which are the same in both passes."""
         position = (row * length + offs_c)[:, None].to(tl.int32) + tl.zeros([1, PAD], tl.int32)
         head = (head_base + tl.arange(0, PAD))[None, :].to(tl.int32) + tl.zeros_like(position)
@@ -207,7 +207,7 @@ if triton is not None:
             if MIX_WEIGHTS:
                 weights = tl.dot(weights.to(dtype), proj_out, input_precision=PRECISION)  # [c, h_v]
             if DROPOUT:
-                weights *= _kept(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+                weights *= _dropout_factors(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
             _write(weights_at, tl.trans(weights.to(dtype)), head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
         if CAUSAL:
             # The product with V also reads the keys after the row, so their weights must be zero.
@@ -274,7 +274,7 @@ if triton is not None:
                 gradient = _read(weights_at, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
                 gradient = tl.where((offs_c < end)[:, None], tl.trans(gradient), 0.0).to(dtype)  # [c, h_v]
                 if DROPOUT:
-                    keep_factors = _kept(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+                    keep_factors = _dropout_factors(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
                     gradient = (gradient * keep_factors).to(dtype)
                 if MIX_WEIGHTS:
                     d_softmax = tl.dot(gradient, tl.trans(proj_out), input_precision=PRECISION)  # [c, h]
@@ -338,7 +338,7 @@ def is_supported(operands: Operands) -> bool:
     query, key, value, *others = operands[:7]
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    if operands.key_range is not None or not covers_device(query.device):
+    if operands.key_range is not None or not supports_device(query.device):
         return False
     tensors = [t for t in (key, value, *others) if t is not None]
     if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
@@ -355,7 +355,7 @@ def is_supported(operands: Operands) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def covers_device(device: torch.device) -> bool:
+def supports_device(device: torch.device) -> bool:
     """Return True if the kernels run on this device: CUDA from capability 8.0 on, or any in Triton's interpreter."""
     if triton is None:
         return False
@@ -365,7 +365,7 @@ def covers_device(device: torch.device) -> bool:
     return knobs is not None and knobs.runtime.interpret
 
 
-def kind_of_mask(mask: torch.Tensor | None) -> int:
+def get_mask_type(mask: torch.Tensor | None) -> int:
     """Return the kind of a mask as a constant of the kernels."""
     return NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
 
@@ -415,7 +415,7 @@ class _TritonCall:
         self.scaling = scaling / self.query_scaling
         full = (self.batches, self.heads, self.length, self.key_length)
         self.bias = None if bias is None else bias.expand(full)
-        kind = kind_of_mask(mask)
+        kind = get_mask_type(mask)
         self.mask = None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full)
         self.constants: dict[str, Any] = {
             "HEADS_IN": self.heads_in,
@@ -466,27 +466,27 @@ def _row_size(key_length: int) -> int:
     return -(-key_length // 16) * 16  # each row starts at a multiple of 32 bytes
 
 
-def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, key_length: int) -> torch.Tensor:
+def _view_workspace(workspace: torch.Tensor, batches: int, heads: int, rows: int, key_length: int) -> torch.Tensor:
     size = _row_size(key_length)
     return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
 
 
-def _times_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+def _multiply_by_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
     # Multiply [b, h, r, x] by the transposed [b, k, m, x] into [b, h, r, >= m], with grouped heads stacked as rows.
-    out = group(out, shared.shape[1])[..., : shared.shape[2]]
-    torch.bmm(group(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
+    out = stack_grouped_heads(out, shared.shape[1])[..., : shared.shape[2]]
+    torch.bmm(stack_grouped_heads(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
 
 
-def _times(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def _multiply_grouped(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     # Multiply [b, h, r, >= m] by [b, k, m, x] to get [b, h, r, x].
-    rows = torch.bmm(group(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
+    rows = torch.bmm(stack_grouped_heads(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
     return rows.view(*weights.shape[:3], -1)
 
 
-def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, key_length: int) -> torch.Tensor:
+def _multiply_transposed(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, key_length: int) -> torch.Tensor:
     # Multiply the transposed [b, h, r, >= m] by [b, h, r, x] to get [b, k, m, x], summed over the heads of a group.
-    weights = group(weights, kv_heads)[..., :key_length]
-    return torch.bmm(weights.transpose(1, 2), group(states, kv_heads)).unflatten(0, (-1, kv_heads))
+    weights = stack_grouped_heads(weights, kv_heads)[..., :key_length]
+    return torch.bmm(weights.transpose(1, 2), stack_grouped_heads(states, kv_heads)).unflatten(0, (-1, kv_heads))
 
 
 def _forward_settings(call: _TritonCall) -> dict:
@@ -504,7 +504,7 @@ def _forward_settings(call: _TritonCall) -> dict:
     one_block = block * call.widest() <= budget
     block = block if one_block else max(16, budget // 2 // call.widest())
     warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
-    if _spills(call):
+    if _exceeds_registers(call):
         block, warps = min(block, 32), 8
         one_block = block >= call.key_length
     stages = 1 if exact or many_loads else 2
@@ -516,10 +516,10 @@ def _backward_settings(call: _TritonCall) -> dict:
     half = BACKWARD if call.widest() <= 16 else (128, 4, 2)
     block, warps, stages = (32, 4, 1) if call.query.dtype == torch.float32 else half
     block = min(max(16, triton.next_power_of_2(call.key_length)), max(16, block * 16 // call.widest()))
-    return {"BLOCK": block, "num_warps": 8 if _spills(call) else warps, "num_stages": stages}
+    return {"BLOCK": block, "num_warps": 8 if _exceeds_registers(call) else warps, "num_stages": stages}
 
 
-def _spills(call: _TritonCall) -> bool:
+def _exceeds_registers(call: _TritonCall) -> bool:
     # Exact float32 products of 64 heads need more registers than a thread has, up to 7 KB of stack with four warps
     # (benchmarks/speed/triton_resources.py). They fit with smaller blocks and eight warps.
     return call.query.dtype == torch.float32 and call.widest() > 32
@@ -534,16 +534,16 @@ def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     settings = _forward_settings(call)
     for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
-        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
-        _times_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
+        scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
+        weights = _view_workspace(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        _multiply_by_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
         call.launch(forward_kernel, (scores, weights, *statistics), batch, row, key_length, settings)
-        output[batch, row] = _times(weights, call.value[batch, :, :key_length]).transpose(1, 2)
+        output[batch, row] = _multiply_grouped(weights, call.value[batch, :, :key_length]).transpose(1, 2)
     return output, statistics
 
 
 def triton_backward(
-    d_output: torch.Tensor, statistics: torch.Tensor, wants_bias: bool, operands: Operands
+    d_output: torch.Tensor, statistics: torch.Tensor, needs_bias_gradient: bool, operands: Operands
 ) -> list[torch.Tensor]:
     """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj.
 
@@ -559,16 +559,20 @@ def triton_backward(
         for p in (call.logits_proj, call.weights_proj)
     ]
     d_bias = torch.empty(0, device=device)
-    if wants_bias and operands.position_bias is not None:
+    if needs_bias_gradient and operands.position_bias is not None:
         d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
         bias_workspace = call.workspace(call.heads, torch.float32)
     workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
-    settings = {**_backward_settings(call), "D_BIAS": wants_bias}
+    settings = {**_backward_settings(call), "D_BIAS": needs_bias_gradient}
     for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
-        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
-        d_logits = _slab(bias_workspace, sizes[0], call.heads, sizes[1], key_length) if wants_bias else None
+        scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
+        weights = _view_workspace(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        d_logits = (
+            _view_workspace(bias_workspace, sizes[0], call.heads, sizes[1], key_length)
+            if needs_bias_gradient
+            else None
+        )
         parts = [None if p is None else p.new_empty((sizes[0] * sizes[1], *p.shape), dtype=torch.float32)
                  for p in (call.logits_proj, call.weights_proj)]  # fmt: skip
         query, key, value = (
@@ -576,14 +580,14 @@ def triton_backward(
             call.key[batch, :, :key_length],
             call.value[batch, :, :key_length],
         )
-        _times_transposed(query, key, scores)
-        _times_transposed(d_output[batch, :, row], value, weights)
+        _multiply_by_transposed(query, key, scores)
+        _multiply_by_transposed(d_output[batch, :, row], value, weights)
         call.launch(
             backward_kernel, (scores, weights, d_logits, *parts, *statistics), batch, row, key_length, settings
         )
-        d_query[batch, :, row] = _times(scores, key)
-        d_key[batch, :, :key_length] += _transposed_times(scores, query, key.shape[1], key_length)
-        d_value[batch, :, :key_length] += _transposed_times(
+        d_query[batch, :, row] = _multiply_grouped(scores, key)
+        d_key[batch, :, :key_length] += _multiply_transposed(scores, query, key.shape[1], key_length)
+        d_value[batch, :, :key_length] += _multiply_transposed(
             weights, d_output[batch, :, row], value.shape[1], key_length
         )
         for total, part in zip(d_projs, parts, strict=True):

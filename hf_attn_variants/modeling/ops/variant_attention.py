@@ -8,12 +8,12 @@ from torch import nn
 __all__ = [
     "AttentionHeads",
     "VariantAttention",
-    "call_options",
     "check_mask",
-    "implementation_of",
+    "get_attn_implementation",
+    "get_call_options",
     "is_exporting",
     "is_traced",
-    "wants_weights",
+    "should_return_weights",
 ]
 
 
@@ -64,7 +64,7 @@ class VariantAttention(nn.Module):
     kernel: Any  # an `AttentionKernel`; None for a softmax
 
 
-def wants_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
+def should_return_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
     """Return True if the call arguments or the configuration request the attention weights of `module`."""
     requested = kwargs.get("output_attentions")
     # This function and the next one read the private field. The property of the configuration would cost microseconds
@@ -72,12 +72,12 @@ def wants_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
     return bool(module.config._output_attentions if requested is None else requested)
 
 
-def implementation_of(module: VariantAttention) -> str:
+def get_attn_implementation(module: VariantAttention) -> str:
     """Return the registered name of the attention implementation that `module` is configured for."""
     return module.config._attn_implementation_internal
 
 
-def call_options(
+def get_call_options(
     module: VariantAttention,
     query: torch.Tensor,
     mask: torch.Tensor | None,

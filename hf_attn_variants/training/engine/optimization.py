@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Adafactor, get_scheduler
 from transformers.optimization import AdafactorSchedule
 
-from ...modeling.mechanisms.kernels.kernel_table import learned_names
+from ...modeling.mechanisms.kernels.kernel_table import get_learned_parameter_names
 from ...modeling.mechanisms.talking_heads import PROJECTIONS
 from .settings import OptimizationSettings, get_warmup_steps
 
@@ -22,7 +22,7 @@ __all__ = [
     "prepare_training",
 ]
 
-NO_DECAY_PARAMETERS = ("bias", *PROJECTIONS, *learned_names())
+NO_DECAY_PARAMETERS = ("bias", *PROJECTIONS, *get_learned_parameter_names())
 
 
 def find_no_decay_parameters(model: nn.Module) -> set[str]:

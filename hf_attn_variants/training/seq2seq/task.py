@@ -15,7 +15,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedToken
 
 from ...languages import set_languages
 from ...model_properties import ignore_saved_length_limits
-from ...modeling.fields.variant_config import can_cache
+from ...modeling.fields.variant_config import supports_decoder_cache
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, run_rows
 from ..engine.loop import TrainingLoop
@@ -91,7 +91,7 @@ class Decoder:
         """Generate one text per row, with beam search if there is more than one beam."""
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
-        options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
+        options: dict[str, Any] = {} if supports_decoder_cache(model.config) else {"use_cache": False}
         if self.settings.no_repeat_ngram_size is not None:
             options["no_repeat_ngram_size"] = self.settings.no_repeat_ngram_size
         if num_beams > 1:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
-from ...modeling.mechanisms.patterns.pattern_table import takes_global_mask
+from ...modeling.mechanisms.patterns.pattern_table import supports_global_mask
 from ..engine.dataloaders import prepare_eval_dataloader
 from ..engine.finetune import FineTuningTask, MetricEvaluator, list_shown_metrics, run_rows
 from ..engine.losses import Objective
@@ -132,7 +132,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings, SquadEvaluator]):
         self.stride = compute_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
         self._check_metric()
-        marks_questions = takes_global_mask(self.config)
+        marks_questions = supports_global_mask(self.config)
         self.collate = make_window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
         self.train = self.splits.get("train", [])
 

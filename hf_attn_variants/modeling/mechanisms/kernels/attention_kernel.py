@@ -14,20 +14,20 @@ import torch
 from torch import nn
 
 from ...ops.variant_attention import AttentionHeads, VariantAttention
-from ...transformers_internals import known_imports
+from ...transformers_internals import guarded_imports
 from ..mechanism import Mechanism
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
 __all__ = [
     "AttentionKernel",
     "KernelTensor",
+    "draw_orthogonal_vectors",
     "draw_vectors",
+    "get_kernel_tensors",
     "init_kernel",
     "install_kernel",
-    "kernel_tensors",
-    "orthogonal_rows",
 ]
 
 
@@ -43,11 +43,11 @@ def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torc
     drawn = torch.randn(count, size, generator=generator)
     if not are_orthogonal:
         return drawn
-    turned = orthogonal_rows(count, size, generator)
+    turned = draw_orthogonal_vectors(count, size, generator)
     return turned * drawn.norm(dim=1, keepdim=True)  # the norms are those of independent vectors
 
 
-def orthogonal_rows(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
+def draw_orthogonal_vectors(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
     """Return random unit vectors [count, size]; the vectors within each group of `size` are orthogonal."""
     blocks = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for _ in range(-(-count // size))]
     return torch.cat([torch.empty(0, size), *blocks])[:count]
@@ -71,11 +71,11 @@ class AttentionKernel(Mechanism, ABC):
         seed: the seed of the random numbers.
 
     Class attributes:
-        features_a_number: the default number of features per dimension of a head; None if the kernel has no such size.
+        features_per_dimension: the default number of features per dimension of a head; None if the kernel has no such size.
         learned, drawn: the names of its parameters, and of its buffers of random numbers.
-        of_key_heads: the names of the tensors that have a part for each key head.
-        counts_tokens: `True` if the position of a token matters, so that padding before it must be moved.
-        reads_window: `True` if the kernel needs an `attention_window`.
+        tensors_per_key_head: the names of the tensors that have a part for each key head.
+        depends_on_positions: `True` if the position of a token matters, so that padding before it must be moved.
+        needs_window: `True` if the kernel needs an `attention_window`.
     """
 
     features: int
@@ -83,15 +83,15 @@ class AttentionKernel(Mechanism, ABC):
     seed: int
 
     field = "attention_kernel"
-    features_a_number: ClassVar[int | None] = None
+    features_per_dimension: ClassVar[int | None] = None
     learned: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[tuple[str, ...]] = ()
-    of_key_heads: ClassVar[tuple[str, ...]] = ()
-    counts_tokens: ClassVar[bool] = False
-    reads_window: ClassVar[bool] = False
+    tensors_per_key_head: ClassVar[tuple[str, ...]] = ()
+    depends_on_positions: ClassVar[bool] = False
+    needs_window: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> Self:
+    def from_config(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> Self:
         """Return the kernel of the attention at a path.
 
         Args:
@@ -102,7 +102,7 @@ class AttentionKernel(Mechanism, ABC):
             is_causal: `True` if the queries do not attend to later keys.
             layer: the index of the layer.
         """
-        features = config.attention_kernel_features or (cls.features_a_number or 1) * head_dim
+        features = config.attention_kernel_features or (cls.features_per_dimension or 1) * head_dim
         return cls(features, is_causal, zlib.crc32(f"{config.attention_kernel_seed}:{path}".encode()))
 
     @classmethod
@@ -114,7 +114,7 @@ class AttentionKernel(Mechanism, ABC):
         """
 
     @classmethod
-    def draws(cls, features: int | None, head_dim: int) -> bool:
+    def uses_random_numbers(cls, features: int | None, head_dim: int) -> bool:
         """Check if any tensor of the kernel is drawn from the seed.
 
         Args:
@@ -155,7 +155,7 @@ class AttentionKernel(Mechanism, ABC):
 
         Returns:
             The outputs [b, n, h, d_v], zeros if a query attends to no key, and the state after these keys, or None. If
-            a kernel of cross-attention returns a state, its method `read_state` computes the outputs of later queries
+            a kernel of cross-attention returns a state, its method `attend_to_state` computes the outputs of later queries
             (see `FeatureKernel`).
         """
 
@@ -171,7 +171,7 @@ class AttentionKernel(Mechanism, ABC):
         """Return the equivalent attention weights [b, h, n, m]; the arguments are those of `attend`."""
 
     @abstractmethod
-    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return the floating-point operations per key in one key head, and per query in one query head.
 
         Args:
@@ -179,7 +179,7 @@ class AttentionKernel(Mechanism, ABC):
             attended: the number of keys that a query attends to.
         """
 
-    def state_numbers(self, heads: AttentionHeads) -> int:
+    def num_state_values(self, heads: AttentionHeads) -> int:
         """Return how many numbers a decoder's cache stores for this attention: 0 for a kernel without a state."""
         return 0
 
@@ -202,7 +202,7 @@ def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> 
         module._is_hf_initialized = False
 
 
-def kernel_tensors(module: Any) -> dict[str, torch.Tensor]:
+def get_kernel_tensors(module: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that `install_kernel` added to an attention module: {name: tensor}."""
     kernel = getattr(module, "kernel", None)
     return {} if kernel is None else {name: getattr(module, name) for name in (*kernel.learned, *kernel.drawn)}

@@ -22,7 +22,7 @@ class Favor(FeatureKernel):
 
     name = "favor"
     paper = ("Rethinking attention with Performers", "2009.14794")
-    features_a_number = 4
+    features_per_dimension = 4
     drawn = ("kernel_vectors",)
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:

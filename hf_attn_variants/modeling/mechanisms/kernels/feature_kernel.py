@@ -20,23 +20,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...ops.beams import QueryFold, beams_of, repeat_for_beams
-from ...ops.memory_efficient_attention import without_autocast
+from ...ops.beams import QueryFold, count_beams, repeat_for_beams
+from ...ops.memory_efficient_attention import disable_autocast
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import AttentionKernel
 
 __all__ = [
     "FeatureKernel",
     "KernelState",
-    "MapKernel",
-    "causal_sums",
+    "TokenwiseKernel",
+    "compute_causal_sums",
 ]
 
 # The number of tokens per chunk. The C x C weights of a chunk are about as large as a typical state.
 CHUNK = 128
 
 
-def causal_sums(
+def compute_causal_sums(
     queries: torch.Tensor, features: torch.Tensor, values: torch.Tensor, sums: torch.Tensor | None, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return phi(q) times the sum of phi(k) v^T over the keys up to each query, and the total sum.
@@ -112,30 +112,30 @@ class FeatureKernel(AttentionKernel):
     ) -> tuple[torch.Tensor, Any]:
         """Attend with sums of features; see `AttentionKernel.attend`. The state is a `KernelState`."""
         exact = torch.promote_types(value.dtype, torch.float32)
-        with without_autocast(query):
+        with disable_autocast(query):
             features, log_scale = self.key_features(module, key.to(exact), read, scaling)
             values = nn.functional.pad(value.to(exact), (0, 1), value=1.0)
             if not self.is_causal:
                 state = KernelState(features.mT @ values, log_scale)
-                return self.read_state(module, query, state, scaling), state
+                return self.attend_to_state(module, query, state, scaling), state
             sums, fold = None, QueryFold(query, key, 1)
             if state is not None:
-                features, sums, log_scale = _same_scale(features, log_scale, state)
-            queries = fold.rows(self.query_features(module, query.to(exact), scaling))
-            output, sums = causal_sums(queries, features, values, sums, fold.groups)
-            return fold.unfolded(self.divided(output).to(value.dtype)), KernelState(sums, log_scale)
+                features, sums, log_scale = _rescale_to_common_divisor(features, log_scale, state)
+            queries = fold.fold_queries(self.query_features(module, query.to(exact), scaling))
+            output, sums = compute_causal_sums(queries, features, values, sums, fold.groups)
+            return fold.unfold(self.normalize_outputs(output).to(value.dtype)), KernelState(sums, log_scale)
 
-    def read_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
+    def attend_to_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
         """Return the outputs [b, n, h, d_v] of queries that attend to all keys of a state.
 
         The arguments are those of `attend`.
         """
-        fold = QueryFold(query, state.sums, beams_of(query, state.sums))
-        with without_autocast(query):
-            queries = fold.rows(self.query_features(module, query.to(state.sums.dtype), scaling))
-            return fold.unfolded(self.divided(queries @ state.sums).to(query.dtype))
+        fold = QueryFold(query, state.sums, count_beams(query, state.sums))
+        with disable_autocast(query):
+            queries = fold.fold_queries(self.query_features(module, query.to(state.sums.dtype), scaling))
+            return fold.unfold(self.normalize_outputs(queries @ state.sums).to(query.dtype))
 
-    def divided(self, output: torch.Tensor) -> torch.Tensor:
+    def normalize_outputs(self, output: torch.Tensor) -> torch.Tensor:
         """Return the sums of weighted values, divided by the sums of the weights in the last column."""
         return output[..., :-1] / self.divisor(output[..., -1:])
 
@@ -144,20 +144,20 @@ class FeatureKernel(AttentionKernel):
     ) -> torch.Tensor:
         """Return the weights [b, h, n, m]; see `AttentionKernel.weights`."""
         exact = torch.promote_types(query.dtype, torch.float32)
-        if beams_of(query, key) > 1:
+        if count_beams(query, key) > 1:
             key = repeat_for_beams(key, query.shape[0])
             read = read if read is None or read.shape[0] == 1 else repeat_for_beams(read, query.shape[0])
-        with without_autocast(query):
+        with disable_autocast(query):
             queries = self.query_features(module, query.to(exact), scaling)
             features, _ = self.key_features(module, key.to(exact), read, scaling)
             groups = queries.shape[1] // features.shape[1]
             weights = (queries.unflatten(1, (-1, groups)) @ features.mT[:, :, None]).flatten(1, 2)
-            weights = self.with_near_keys(module, weights, query.to(exact), key.to(exact), read, scaling)
+            weights = self.replace_window_weights(module, weights, query.to(exact), key.to(exact), read, scaling)
             if self.is_causal:
                 weights = weights.tril(weights.shape[3] - weights.shape[2])
             return weights / self.divisor(weights.sum(-1, keepdim=True))
 
-    def with_near_keys(
+    def replace_window_weights(
         self,
         module: Any,
         weights: torch.Tensor,
@@ -169,44 +169,44 @@ class FeatureKernel(AttentionKernel):
         """Return the weights before normalization; a subclass may replace some of them."""
         return weights
 
-    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return the operations per key and per query.
 
         A key needs its features and an update of the sums. A query needs its features and a product with the sums.
         """
-        count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.map_flops(heads.head_dim)
+        count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.count_map_flops(heads.head_dim)
         return count, count
 
-    def map_flops(self, head_dim: int) -> int:
+    def count_map_flops(self, head_dim: int) -> int:
         """Return the operations of the feature map for one token in one head."""
         return 2 * self.features * head_dim
 
-    def state_numbers(self, heads: AttentionHeads) -> int:
+    def num_state_values(self, heads: AttentionHeads) -> int:
         """Return the size of a state: the sums of values and weights of each key/value head."""
         return heads.key * self.width(heads.head_dim) * (heads.value_dim + 1)
 
 
 @dataclass(frozen=True)
-class MapKernel(FeatureKernel):
+class TokenwiseKernel(FeatureKernel):
     """A kernel whose feature map treats each token of the queries and keys independently."""
 
     @abstractmethod
-    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
         """Return phi(x) [b, heads, n, F] of states [b, heads, n, d]; the role is "query" or "key"."""
 
     def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return phi(q); see `FeatureKernel.query_features`."""
-        return self.features_of(module, query, "query")
+        return self.compute_features(module, query, "query")
 
     def key_features(
         self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return phi(k) without a divisor; see `FeatureKernel.key_features`."""
-        features = self.features_of(module, key, "key")
+        features = self.compute_features(module, key, "key")
         return (features if read is None else features * read), None
 
 
-def _same_scale(
+def _rescale_to_common_divisor(
     features: torch.Tensor, log_scale: torch.Tensor | None, state: KernelState
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return features and earlier sums with the same divisor, the larger of the two, and its logarithm."""

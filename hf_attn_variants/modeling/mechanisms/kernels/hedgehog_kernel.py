@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 
 from ...ops.variant_attention import AttentionHeads
-from .attention_kernel import KernelTensor, orthogonal_rows
-from .feature_kernel import MapKernel
+from .attention_kernel import KernelTensor, draw_orthogonal_vectors
+from .feature_kernel import TokenwiseKernel
 
 __all__ = ["Hedgehog"]
 
@@ -17,17 +17,17 @@ FIRST_MAP = 2.0
 
 
 @dataclass(frozen=True)
-class Hedgehog(MapKernel):
+class Hedgehog(TokenwiseKernel):
     """phi(x) = softmax([x M, -x M]), with a matrix M [d, r] for each query head and each key head; F = 2 r."""
 
     name = "hedgehog"
     paper = ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347")
-    features_a_number = 1
+    features_per_dimension = 1
     learned: ClassVar[tuple[str, ...]] = ("query_kernel_proj", "key_kernel_proj")
-    of_key_heads = ("key_kernel_proj",)
+    tensors_per_key_head = ("key_kernel_proj",)
 
     @classmethod
-    def draws(cls, features: int | None, head_dim: int) -> bool:
+    def uses_random_numbers(cls, features: int | None, head_dim: int) -> bool:
         """Check if the feature maps are wider than a head, because the columns beyond the identity are random."""
         return (features or 0) > head_dim
 
@@ -40,10 +40,10 @@ class Hedgehog(MapKernel):
     def _first_maps(self, shape: tuple[int, int, int]) -> torch.Tensor:
         """Return the initial M: twice the identity, followed by randomly rotated columns if r is larger than d."""
         _, size, width = shape
-        rows = orthogonal_rows(max(0, width - size), size, torch.Generator().manual_seed(self.seed))
+        rows = draw_orthogonal_vectors(max(0, width - size), size, torch.Generator().manual_seed(self.seed))
         return (FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]).expand(shape)
 
-    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
         """Return phi(x)."""
         mapped = states @ getattr(module, f"{role}_kernel_proj").to(states.dtype)
         return torch.cat([mapped, -mapped], -1).softmax(-1)

@@ -21,7 +21,7 @@ from torch import nn
 
 from ...ops.beams import QueryFold
 from ...ops.key_ranges import KeyRange
-from ...ops.memory_efficient_attention import without_autocast
+from ...ops.memory_efficient_attention import disable_autocast
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
 from .hedgehog_kernel import Hedgehog
@@ -50,7 +50,7 @@ class NearKeys(NamedTuple):
     read: torch.Tensor  # [b, 1, before + m, 1]
 
     @classmethod
-    def of(
+    def from_call(
         cls,
         key_range: KeyRange,
         key: torch.Tensor,
@@ -101,12 +101,12 @@ class Hybrid(Hedgehog):
     name = "hybrid"
     paper = ("LoLCATs: on low-rank linearizing of large language models", "2410.10254")
     learned = (*Hedgehog.learned, "window_log_factor")
-    reads_window = True
+    needs_window = True
 
     @classmethod
-    def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Hybrid":
-        """Return the kernel of the attention at a path, with the window of its layer; see `AttentionKernel.of`."""
-        maps = Hedgehog.of(config, prefix, head_dim, path, is_causal, layer)
+    def from_config(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Hybrid":
+        """Return the kernel of the attention at a path, with the window of its layer; see `AttentionKernel.from_config`."""
+        maps = Hedgehog.from_config(config, prefix, head_dim, path, is_causal, layer)
         return cls(maps.features, is_causal, maps.seed, config.layer_value(f"{prefix}attention_window", layer))
 
     @classmethod
@@ -134,7 +134,7 @@ class Hybrid(Hedgehog):
     @property
     def key_range(self) -> KeyRange:
         """The key range of the softmax."""
-        return KeyRange.of(self.window, 1, 0, self.is_causal)
+        return KeyRange.from_window(self.window, 1, 0, self.is_causal)
 
     @property
     def is_exported_as_weights(self) -> bool:
@@ -162,21 +162,21 @@ class Hybrid(Hedgehog):
     ) -> tuple[torch.Tensor, Any]:
         """Attend with a window and sums; see `AttentionKernel.attend`. The state is a `HybridState`."""
         exact = torch.promote_types(value.dtype, torch.float32)
-        with without_autocast(query):
+        with disable_autocast(query):
             key_range = self.key_range
-            near = NearKeys.of(key_range, key.to(exact), value.to(exact), read, state)
+            near = NearKeys.from_call(key_range, key.to(exact), value.to(exact), read, state)
             features, _ = self.key_features(module, near.keys, near.read, scaling)
             fold, sums = QueryFold(query, key, 1), None if state is None else state.sums
             query = query.to(exact)
-            rows = (fold.rows(tensor) for tensor in (query, self.query_features(module, query, scaling)))
+            rows = (fold.fold_queries(tensor) for tensor in (query, self.query_features(module, query, scaling)))
             queries, by_query = (tensor.unflatten(2, (fold.groups, -1)) for tensor in rows)
             log_factor = module.window_log_factor.to(exact).unflatten(0, (key.shape[1], -1))
             output = attend_in_blocks_and_sums(queries, by_query, near, features, log_factor, sums, key_range, scaling)
             output = output.flatten(2, 3)
             new_state = near.state(features, sums, key_range) if self.is_causal else None
-            return fold.unfolded(self.divided(output)).to(value.dtype), new_state
+            return fold.unfold(self.normalize_outputs(output)).to(value.dtype), new_state
 
-    def with_near_keys(
+    def replace_window_weights(
         self,
         module: Any,
         weights: torch.Tensor,
@@ -189,15 +189,15 @@ class Hybrid(Hedgehog):
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
         return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
 
-    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return the operations of Hedgehog, plus the dot products and weighted sums of a query in the window."""
-        of_key, of_query = super().flops(heads, attended)
-        return of_key, of_query + 2 * self.key_range.keys_read(attended) * (heads.head_dim + heads.value_dim)
+        of_key, of_query = super().count_flops(heads, attended)
+        return of_key, of_query + 2 * self.key_range.num_attended_keys(attended) * (heads.head_dim + heads.value_dim)
 
-    def state_numbers(self, heads: AttentionHeads) -> int:
+    def num_state_values(self, heads: AttentionHeads) -> int:
         """Return the size of the state: the sums, and the keys and values that the next window may contain."""
         of_window = heads.key * self.key_range.before * (heads.head_dim + heads.value_dim)
-        return super().state_numbers(heads) + of_window
+        return super().num_state_values(heads) + of_window
 
 
 def attend_in_blocks_and_sums(
@@ -236,7 +236,7 @@ def attend_in_blocks_and_sums(
     operands = [near.keys, values, key_features, near.read]
     operands = [nn.functional.pad(tensor, (0, 0, 0, missing + key_range.after)) for tensor in operands]
     spans = [tensor.unfold(2, block + around, block) for tensor in operands]  # [b, k, N, ..., S]
-    is_near, is_far = _places(block, key_range, queries.device)
+    is_near, is_far = _create_window_masks(block, key_range, queries.device)
     logits = queries.flatten(3, 4) @ spans[0] * scaling
     logits = logits.unflatten(3, (-1, block)).masked_fill(~(is_near & spans[3][:, :, :, None]), -torch.inf)
     weights = _window_weights(logits, log_factor[:, None, :, None, None])
@@ -244,12 +244,12 @@ def attend_in_blocks_and_sums(
     weights = weights + by_features.masked_fill(~is_far, 0)
     output = weights.flatten(3, 4) @ spans[1].mT
     if count > 1 or sums is not None:
-        others = _sums_of_others(operands[2], operands[1], sums, block, around, key_range.is_causal)
+        others = _sum_other_keys(operands[2], operands[1], sums, block, around, key_range.is_causal)
         output = output + query_features.flatten(3, 4) @ others
     return output.unflatten(3, (-1, block)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
 
 
-def _places(block: int, key_range: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _create_window_masks(block: int, key_range: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two masks [C, S] of the keys in a block's span: in a query's window, and attended outside it."""
     around = key_range.before + key_range.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
@@ -264,7 +264,7 @@ def _window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Ten
     return (logits - top + log_factor).exp()
 
 
-def _sums_of_others(
+def _sum_other_keys(
     features: torch.Tensor,
     values: torch.Tensor,
     sums: torch.Tensor | None,
@@ -310,6 +310,6 @@ def hybrid_weights(
     """
     length, key_length = logits.shape[2:]
     places = torch.arange(key_length, device=logits.device)
-    is_near = key_range.allowed(places[key_length - length :], places)
+    is_near = key_range.get_allowed_mask(places[key_length - length :], places)
     logits = logits.masked_fill(~is_near if read is None else ~(is_near & read.mT), -torch.inf)
     return torch.where(is_near, _window_weights(logits, log_factor[:, None, None]), by_features)

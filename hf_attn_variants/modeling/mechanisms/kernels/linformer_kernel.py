@@ -19,7 +19,7 @@ from ...ops.variant_attention import AttentionHeads, is_exporting
 from ..sinusoidal_positions import has_sinusoids
 from .attention_kernel import AttentionKernel, KernelTensor
 
-__all__ = ["Linformer", "attend_to_projected", "projected_weights", "segment_means"]
+__all__ = ["Linformer", "attend_to_projected", "compute_projected_weights", "create_segment_means"]
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,20 @@ class Linformer(AttentionKernel):
 
     name = "linformer"
     paper = ("Linformer: self-attention with linear complexity", "2006.04768")
-    features_a_number = 4
+    features_per_dimension = 4
     learned = ("length_proj",)
-    counts_tokens = True
+    depends_on_positions = True
 
     @classmethod
-    def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Linformer":
-        """Return the kernel of the attention at a path; see `AttentionKernel.of`.
+    def from_config(
+        cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
+    ) -> "Linformer":
+        """Return the kernel of the attention at a path; see `AttentionKernel.from_config`.
 
         The kernel has at most as many rows as there are positions.
         """
-        length: Any = most_tokens(config)  # `check` requires it
-        rows = config.attention_kernel_features or cls.features_a_number * head_dim
+        length: Any = get_max_tokens(config)  # `check` requires it
+        rows = config.attention_kernel_features or cls.features_per_dimension * head_dim
         return cls(min(rows, length), is_causal, 0, length)
 
     @classmethod
@@ -64,7 +66,7 @@ class Linformer(AttentionKernel):
                 f'`{field}` must not be "linformer" in a decoder. The kernel sums over all tokens, and the '
                 "text of a decoder grows."
             )
-        length, rows = most_tokens(config), config.attention_kernel_features
+        length, rows = get_max_tokens(config), config.attention_kernel_features
         if length is None or has_sinusoids(config):
             raise ValueError(
                 f'`max_position_embeddings` must limit the number of tokens with `{field}="linformer"`, got '
@@ -79,7 +81,7 @@ class Linformer(AttentionKernel):
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
         """Return E [r, n_max]."""
         shape = (self.features, self.length)
-        return {"length_proj": KernelTensor(shape, partial(segment_means, *shape))}
+        return {"length_proj": KernelTensor(shape, partial(create_segment_means, *shape))}
 
     def attend(
         self,
@@ -98,20 +100,20 @@ class Linformer(AttentionKernel):
         self, module: Any, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
         """Return the factors of the values in the outputs; see `AttentionKernel.weights`."""
-        return projected_weights(module.length_proj, query, key, read, scaling)
+        return compute_projected_weights(module.length_proj, query, key, read, scaling)
 
-    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return the operations per key (projection to the rows) and per query (attention to the rows)."""
         count = 2 * self.features * (heads.head_dim + heads.value_dim)
         return count, count
 
 
-def most_tokens(config: Any) -> int | None:
+def get_max_tokens(config: Any) -> int | None:
     """Return the maximum number of tokens (audio: positions) of an encoder with this configuration, or None."""
     return getattr(config, "max_source_positions", getattr(config, "max_position_embeddings", None))
 
 
-def segment_means(rows: int, length: int) -> torch.Tensor:
+def create_segment_means(rows: int, length: int) -> torch.Tensor:
     """Return the initial E [rows, length]: each row is the mean of a segment, and the segments have similar sizes."""
     segment = torch.arange(length) * rows // length
     means = nn.functional.one_hot(segment, rows).T.float()
@@ -138,29 +140,29 @@ def attend_to_projected(
     Raises:
         ValueError: if there are more tokens than columns of E.
     """
-    along, fold = _columns(length_proj, key), QueryFold(query, key, 1)
+    along, fold = _select_columns(length_proj, key), QueryFold(query, key, 1)
     if read is not None:
         key, value = (states * read for states in (key, value))
     attend = nn.functional.scaled_dot_product_attention
-    return fold.unfolded(attend(fold.rows(query), along @ key, along @ value, scale=scaling))
+    return fold.unfold(attend(fold.fold_queries(query), along @ key, along @ value, scale=scaling))
 
 
-def projected_weights(
+def compute_projected_weights(
     length_proj: torch.Tensor, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
     """Return the factors of the values, softmax(q (E K)^T) E, [b, h, n, m]; a row does not always sum to one.
 
     The arguments and errors are those of `attend_to_projected`.
     """
-    along, fold = _columns(length_proj, key), QueryFold(query, key, 1)
+    along, fold = _select_columns(length_proj, key), QueryFold(query, key, 1)
     key = key if read is None else key * read
-    logits = fold.rows(query) @ (along @ key).mT * scaling
+    logits = fold.fold_queries(query) @ (along @ key).mT * scaling
     exact = torch.promote_types(key.dtype, torch.float32)
-    weights = fold.unfolded(logits.softmax(-1, dtype=exact) @ along.to(exact)).transpose(1, 2)
+    weights = fold.unfold(logits.softmax(-1, dtype=exact) @ along.to(exact)).transpose(1, 2)
     return weights if read is None else weights * read.mT
 
 
-def _columns(length_proj: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _select_columns(length_proj: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     if is_exporting():  # a slice would make the graph depend on the length
         return length_proj.index_select(1, torch.arange(key.shape[2], device=key.device)).to(key.dtype)
     if key.shape[2] > length_proj.shape[1]:

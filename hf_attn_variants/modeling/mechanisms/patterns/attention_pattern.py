@@ -18,14 +18,14 @@ class AttentionPattern(Mechanism, ABC):
     Class attributes:
         needed, optional: the required and the optional fields, without their prefix.
         learned: `True` if the pattern has parameters. A conversion does not create them.
-        counts_tokens: `True` if the position of a token in the text matters, and not only distances.
+        depends_on_positions: `True` if the position of a token in the text matters, and not only distances.
     """
 
     field = "attention_pattern"
     needed: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     learned: ClassVar[bool] = False
-    counts_tokens: ClassVar[bool] = True
+    depends_on_positions: ClassVar[bool] = True
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
@@ -41,7 +41,7 @@ class AttentionPattern(Mechanism, ABC):
 
     @classmethod
     @abstractmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> Any:
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> Any:
         """Return the key range of the queries of one attention: a `KeyRange`, a similar object, or None for all keys.
 
         Args:

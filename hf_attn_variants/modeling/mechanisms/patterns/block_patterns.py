@@ -21,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...ops.key_ranges import MAX_SIZE, relative_bias
-from ...ops.padded_rows import is_of_keys, text_places
+from ...ops.padded_rows import find_text_spans, is_boolean_key_mask
 from ...ops.variant_attention import is_exporting, is_traced
 from .attention_pattern import AttentionPattern
 
@@ -34,7 +34,7 @@ __all__ = [
     "ScatteredPattern",
     "Strided",
     "attend_in_blocks",
-    "gathers",
+    "should_gather_keys",
 ]
 
 
@@ -46,7 +46,7 @@ class BlockPattern(NamedTuple):
 
     kind: "type[ScatteredPattern]"
     block: int  # number of tokens in a block, or a stride
-    sizes: tuple[int, ...] = ()  # further sizes of its kind (`ScatteredPattern.sizes`)
+    sizes: tuple[int, ...] = ()  # further sizes of its kind (`ScatteredPattern.get_extra_sizes`)
     heads: int = 0  # number of heads that the two parts are divided among; 0: each head has both
     global_tokens: int = 0
     is_causal: bool = False
@@ -59,49 +59,49 @@ class BlockPattern(NamedTuple):
         return MAX_SIZE
 
     @property
-    def draws(self) -> bool:
+    def uses_random_numbers(self) -> bool:
         """Whether blocks are drawn from the whole text, and not only from the blocks before the query."""
-        return self.kind.is_drawn and not self.is_causal
+        return self.kind.is_random and not self.is_causal
 
     @property
-    def counts_tokens(self) -> bool:
+    def depends_on_positions(self) -> bool:
         """Whether the position of a token in the text matters, and not only distances."""
-        return self.kind.counts_tokens or self.global_tokens > 0
+        return self.kind.depends_on_positions or self.global_tokens > 0
 
-    def of_rows(self, mask: torch.Tensor) -> "BlockPattern":
+    def for_padded_rows(self, mask: torch.Tensor) -> "BlockPattern":
         """Return the pattern for rows that may be padded.
 
         Args:
             mask: the mask of the keys, boolean [b, 1, 1 or n, m].
         """
-        first, tokens = text_places(mask[:, 0, 0])
-        if not (self.draws or is_traced() or first.any()):
+        first, tokens = find_text_spans(mask[:, 0, 0])
+        if not (self.uses_random_numbers or is_traced() or first.any()):
             return self
-        return self._replace(first=first, blocks=-(-tokens // self.block) if self.draws else None)
+        return self._replace(first=first, blocks=-(-tokens // self.block) if self.uses_random_numbers else None)
 
-    def keys_read(self, key_length: int) -> int:
+    def num_attended_keys(self, key_length: int) -> int:
         """Return approximately how many of `key_length` keys a query attends to.
 
         Queries of global tokens are not counted; they attend to all keys.
         """
-        near, far = self.kind.counted(self, key_length)
+        near, far = self.kind.count_keys(self, key_length)
         read = -(-(near + far) // 2) if self.heads else near + far  # average over the heads
         return min(key_length, read + self.global_tokens)
 
-    def covers(self, length: int, key_length: int) -> bool:
+    def covers_all_keys(self, length: int, key_length: int) -> bool:
         """Check if the last `length` of all positions attend to every position (causal: to every one before them)."""
-        return self.kind.covers(self, key_length) and not self.heads
+        return self.kind.covers_all_keys(self, key_length) and not self.heads
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def get_allowed_mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return which of the keys 0 .. m - 1 the queries at positions [n] attend to, [n, m] or, per head, [h, n, m].
 
-        If the rows differ (`of_rows`), the shape is [b, 1 or h, n, m]. The values at padding are undefined.
+        If the rows differ (`for_padded_rows`), the shape is [b, 1 or h, n, m]. The values at padding are undefined.
         """
         if self.first is not None:
             queries, keys = (places - self.first[:, None, None] for places in (queries, keys))  # [b, 1, n], [b, 1, m]
         queries, keys = queries[..., None], keys[..., None, :]
         distance = queries - keys
-        near, far = self.kind.near_and_far(self, distance, queries, keys)
+        near, far = self.kind.find_near_and_far_keys(self, distance, queries, keys)
         if self.heads and far is not None:
             parts = [near] * (self.heads - self.heads // 2) + [far | (distance == 0)] * (self.heads // 2)
             allowed = torch.stack(parts) if self.first is None else torch.cat(parts, 1)
@@ -115,31 +115,31 @@ class ScatteredPattern(AttentionPattern):
     """A pattern with one or two parts: near keys and far keys.
 
     Class attributes:
-        is_drawn: `True` if a part of the pattern is drawn at random for each text.
+        is_random: `True` if a part of the pattern is drawn at random for each text.
     """
 
-    is_drawn: ClassVar[bool] = False
+    is_random: ClassVar[bool] = False
 
     @classmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> BlockPattern:
-        """Return the pattern of one attention; see `AttentionPattern.key_range`."""
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> BlockPattern:
+        """Return the pattern of one attention; see `AttentionPattern.get_key_range`."""
         return BlockPattern(
             cls,
             getattr(config, f"{prefix}attention_block_size"),
-            cls.sizes(config, prefix, layer),
+            cls.get_extra_sizes(config, prefix, layer),
             heads if getattr(config, f"{prefix}split_attention_heads") else 0,
             0 if is_causal else getattr(config, f"{prefix}num_global_tokens"),
             is_causal,
         )
 
     @classmethod
-    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
         """Return the sizes of the pattern other than its block; the arguments are those of `key_range`."""
         return ()
 
     @staticmethod
     @abstractmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the near keys, boolean [.., n, m], and the far keys, or None if the pattern has only one part.
@@ -152,11 +152,11 @@ class ScatteredPattern(AttentionPattern):
 
     @staticmethod
     @abstractmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return approximately how many of `key_length` keys a query attends to: near keys and far keys."""
 
     @staticmethod
-    def covers(pattern: BlockPattern, key_length: int) -> bool:
+    def covers_all_keys(pattern: BlockPattern, key_length: int) -> bool:
         """Check if each of `key_length` positions attends to all of them (causal: to all before it)."""
         return key_length <= pattern.block
 
@@ -170,14 +170,14 @@ class LocalBlocks(ScatteredPattern):
     optional = ("num_global_tokens",)
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys in the block of the query; see `ScatteredPattern.near_and_far`."""
+        """Return the keys in the block of the query; see `ScatteredPattern.find_near_and_far_keys`."""
         return queries // pattern.block == keys // pattern.block, None
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of tokens in a block."""
         return pattern.block, 0
 
@@ -191,25 +191,25 @@ class DilatedBlocks(ScatteredPattern):
     optional = ("num_global_tokens",)
 
     @classmethod
-    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
         """Return r."""
         return (getattr(config, f"{prefix}attention_dilation"),)
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys of the same block at multiples of r; see `ScatteredPattern.near_and_far`."""
+        """Return the keys of the same block at multiples of r; see `ScatteredPattern.find_near_and_far_keys`."""
         (step,) = pattern.sizes
         return (queries // pattern.block == keys // pattern.block) & (distance % step == 0), None
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of attended tokens in a block."""
         return -(-pattern.block // pattern.sizes[0]), 0
 
     @staticmethod
-    def covers(pattern: BlockPattern, key_length: int) -> bool:
+    def covers_all_keys(pattern: BlockPattern, key_length: int) -> bool:
         """Check if each position attends to all positions, which is true only for one position."""
         return key_length <= 1
 
@@ -226,21 +226,21 @@ class Fixed(ScatteredPattern):
     optional = ("split_attention_heads", "num_global_tokens")
 
     @classmethod
-    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
         """Return the number of summary tokens at the end of a block."""
         return (getattr(config, f"{prefix}num_summary_tokens"),)
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys of the same block, and the ends of all blocks; see `ScatteredPattern.near_and_far`."""
+        """Return the keys of the same block, and the ends of all blocks; see `ScatteredPattern.find_near_and_far_keys`."""
         (summary,) = pattern.sizes
         is_summary = (keys % pattern.block >= pattern.block - summary).expand_as(distance)
         return queries // pattern.block == keys // pattern.block, is_summary
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of tokens in a block, and in the ends of all blocks."""
         return pattern.block, -(-key_length // pattern.block) * pattern.sizes[0]
 
@@ -255,17 +255,17 @@ class Strided(ScatteredPattern):
     paper = ("Sparse Transformers: strided and fixed patterns", "1904.10509")
     needed = ("attention_block_size",)
     optional = ("split_attention_heads", "num_global_tokens")
-    counts_tokens = False
+    depends_on_positions = False
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys within a stride, and those at a multiple of it; see `ScatteredPattern.near_and_far`."""
+        """Return the keys within a stride, and those at a multiple of it; see `ScatteredPattern.find_near_and_far_keys`."""
         return distance.abs() <= pattern.block, distance % pattern.block == 0
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of keys within a stride, and one key per stride."""
         return pattern.block * (1 if pattern.is_causal else 2) + 1, -(-key_length // pattern.block)
 
@@ -283,21 +283,21 @@ class RandomBlocks(ScatteredPattern):
     paper = ("BigBird: random blocks", "2007.14062")
     needed = ("attention_block_size", "num_random_blocks")
     optional = ("attention_seed", "num_global_tokens")
-    is_drawn = True
+    is_random = True
 
     @classmethod
-    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
         """Return the number of drawn blocks and the seed."""
-        seed = _mixed(_mixed(getattr(config, f"{prefix}attention_seed")) + layer)
+        seed = _hash_number(_hash_number(getattr(config, f"{prefix}attention_seed")) + layer)
         return getattr(config, f"{prefix}num_random_blocks"), seed
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the keys of a block and its neighbors, and those of the drawn blocks.
 
-        See `ScatteredPattern.near_and_far`.
+        See `ScatteredPattern.find_near_and_far_keys`.
         """
         random, seed = pattern.sizes
         block = queries // pattern.block
@@ -308,7 +308,7 @@ class RandomBlocks(ScatteredPattern):
             others = others & (blocks < pattern.blocks[:, None, None, None])
         # The draw of a pair of blocks depends on nothing else, and a block attends to those with the smallest draws. A
         # causal block therefore attends to the same blocks in a text of any length.
-        draws = _mixed((_mixed((seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
+        draws = _hash_number((_hash_number((seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
         draws = torch.where(others, draws, NEVER)
         last = draws.sort(-1).values[..., :random].amax(-1, keepdim=True)
         drawn = others & (draws <= last)
@@ -317,12 +317,12 @@ class RandomBlocks(ScatteredPattern):
         return (block - of_keys).abs() <= 1, drawn.gather(-1, index)
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of tokens in a block, its neighbors and the drawn blocks."""
         return ((2 if pattern.is_causal else 3) + pattern.sizes[0]) * pattern.block, 0
 
 
-def _mixed(number: Any) -> Any:
+def _hash_number(number: Any) -> Any:
     """Return a pseudo-random hash of a number below 2^32, or of a tensor of such numbers."""
     for _ in range(2):
         number = (((number >> 16) ^ number) * 0x45D9F3B) & BITS
@@ -333,7 +333,7 @@ def _mixed(number: Any) -> Any:
 GATHERED_ROWS, FEWEST_KEYS = 128, 1024
 
 
-def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def should_gather_keys(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Check if a call has a scattered pattern and is computed in blocks.
 
     The mask must be boolean and equal for all queries.
@@ -344,8 +344,8 @@ def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Te
     # Mask creation raises an error for keys before the queries of an encoder, such as the prefixes of peft.
     if query.shape[0] != key.shape[0] or not (pattern.is_causal or length == key_length):
         return False
-    by_key = mask is None or is_of_keys(mask)
-    return by_key and length > 1 and key_length >= FEWEST_KEYS and not pattern.covers(length, key_length)
+    by_key = mask is None or is_boolean_key_mask(mask)
+    return by_key and length > 1 and key_length >= FEWEST_KEYS and not pattern.covers_all_keys(length, key_length)
 
 
 def attend_in_blocks(
@@ -374,7 +374,7 @@ def attend_in_blocks(
 
     def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: Any, begin: int) -> torch.Tensor:
         queries = torch.arange(begin, begin + query.shape[2], device=query.device) + key_length - length
-        allowed = pattern.allowed(queries, keys)
+        allowed = pattern.get_allowed_mask(queries, keys)
         read = allowed.flatten(0, -2).any(0).nonzero()[:, 0]
         allowed = allowed[..., read][(None,) * (4 - allowed.dim())]
         allowed = allowed if mask is None else allowed & mask[..., read]

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ops.padded_rows import is_of_keys
-from ...transformers_internals import known_imports
+from ...ops.padded_rows import is_boolean_key_mask
+from ...transformers_internals import guarded_imports
 from .attention_pattern import AttentionPattern
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["MemoryCompressed", "MemoryCompression", "compressing", "compression_of"]
+__all__ = ["MemoryCompressed", "MemoryCompression", "compress_keys_and_values", "create_compression"]
 
 
 class MemoryCompressed(AttentionPattern):
@@ -45,7 +45,7 @@ class MemoryCompressed(AttentionPattern):
             )
 
     @classmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
         """Return None, because a query attends to all compressed keys."""
         return None
 
@@ -76,11 +76,11 @@ class MemoryCompression(nn.Module):
             mean = torch.eye(conv.shape[-1], dtype=conv.dtype, device=conv.device) / self.stride
             init.copy_(conv, mean.repeat(self.stride, 1).expand_as(conv))
 
-    def keys_read(self, key_length: int) -> int:
+    def num_attended_keys(self, key_length: int) -> int:
         """Return the number of compressed keys of `key_length` tokens."""
         return -(-key_length // self.stride)
 
-    def flops(self) -> tuple[int, int]:
+    def count_flops(self) -> tuple[int, int]:
         """Return the floating-point operations per key token, and per query token."""
         return 2 * (self.key_conv.numel() + self.value_conv.numel()) // self.stride, 0
 
@@ -100,7 +100,7 @@ class MemoryCompression(nn.Module):
             ValueError: if the mask is additive or differs between queries.
         """
         if mask is not None:
-            if not is_of_keys(mask):
+            if not is_boolean_key_mask(mask):
                 raise ValueError(
                     'The mask must be a boolean padding mask with `attention_pattern="memory_compressed"`, [b, '
                     f"m] or [b, 1, 1, m], got {list(mask.shape)} of {mask.dtype}."
@@ -117,7 +117,7 @@ class MemoryCompression(nn.Module):
         return *short, mask
 
 
-def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
+def create_compression(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
     """Return the compression of an attention with these `AttentionHeads` in the dtype of its weights, or None."""
     prefix = site.stack_prefix
     if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != MemoryCompressed.name:
@@ -127,7 +127,7 @@ def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> Mem
     return MemoryCompression(*sizes, stride, next(module.parameters()))
 
 
-def compressing(attend: Callable[..., Any]) -> Callable[..., Any]:
+def compress_keys_and_values(attend: Callable[..., Any]) -> Callable[..., Any]:
     """Return an attention function that compresses keys and values first if the attention module has a compression."""
 
     @wraps(attend)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention_pattern import AttentionPattern
 
-__all__ = ["PATTERNS", "has_pattern", "pattern_class", "pattern_prefixes", "takes_global_mask"]
+__all__ = ["PATTERNS", "get_pattern_class", "get_pattern_prefixes", "has_pattern", "supports_global_mask"]
 
 PATTERNS = (
     "sliding_window",
@@ -21,7 +21,7 @@ PATTERNS = (
 
 
 @cache
-def pattern_class(name: str) -> "type[AttentionPattern]":
+def get_pattern_class(name: str) -> "type[AttentionPattern]":
     """Return the class of a pattern."""
     from .block_patterns import DilatedBlocks, Fixed, LocalBlocks, RandomBlocks, Strided
     from .compressed_pattern import MemoryCompressed
@@ -40,18 +40,18 @@ def has_pattern(config: Any, is_causal: bool | None = None) -> bool:
         config: any configuration.
         is_causal: if `True`, consider only the self-attention of a decoder; None considers all attentions.
     """
-    names = [f"{prefix}attention_pattern" for prefix in pattern_prefixes(config)]
+    names = [f"{prefix}attention_pattern" for prefix in get_pattern_prefixes(config)]
     return any(getattr(config, name, None) is not None for name in (names[:1] if is_causal else names))
 
 
-def takes_global_mask(config: Any) -> bool:
+def supports_global_mask(config: Any) -> bool:
     """Check if a model of this configuration is an encoder that accepts a `global_attention_mask`."""
     pattern = getattr(config, "attention_pattern", None)
     if pattern is None or config.is_encoder_decoder or hasattr(config, "relative_attention_num_buckets"):
         return False
-    return "num_global_tokens" in pattern_class(pattern).optional
+    return "num_global_tokens" in get_pattern_class(pattern).optional
 
 
-def pattern_prefixes(config: Any) -> tuple[str, ...]:
+def get_pattern_prefixes(config: Any) -> tuple[str, ...]:
     """Return the prefixes of the pattern fields of the encoder and decoder."""
     return ("", "encoder_") if hasattr(config, "encoder_attention_pattern") else ("",)

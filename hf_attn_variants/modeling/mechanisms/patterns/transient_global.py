@@ -19,20 +19,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...ops.key_ranges import MAX_SIZE, TransientGlobal, relative_bias
-from ...ops.padded_rows import is_of_keys, rolled_rows
+from ...ops.padded_rows import get_row_roller, is_boolean_key_mask
 from ...ops.softmax_attention import attention_with_weights, fused_attention
-from ...ops.variant_attention import VariantAttention, is_exporting, wants_weights
-from ...transformers_internals import check_method, known_imports, refuse_unknown
+from ...ops.variant_attention import VariantAttention, is_exporting, should_return_weights
+from ...transformers_internals import check_known_arguments, check_method, guarded_imports
 from ..talking_heads import PROJECTIONS
 from .attention_pattern import AttentionPattern
 
 __all__ = [
-    "SummingAttention",
+    "SummarizingAttention",
     "TransientPattern",
     "add_summary_parameters",
+    "assign_tokens_to_blocks",
     "attend_with_summaries",
-    "blocks_of_tokens",
-    "summary_table",
+    "compute_summary_bias",
 ]
 
 
@@ -58,8 +58,8 @@ class TransientPattern(AttentionPattern):
             )
 
     @classmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
-        """Return the radius and the block size; see `AttentionPattern.key_range`."""
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
+        """Return the radius and the block size; see `AttentionPattern.get_key_range`."""
         window = config.layer_value(f"{prefix}attention_window", layer)
         block = getattr(config, f"{prefix}attention_block_size")
         return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
@@ -68,7 +68,7 @@ class TransientPattern(AttentionPattern):
 SUMMARY_ROWS = 128  # number of queries per block
 
 
-class SummingAttention(VariantAttention):
+class SummarizingAttention(VariantAttention):
     """The attributes of an attention of the encoder of T5 that this module uses, for type checkers."""
 
     k: nn.Linear
@@ -91,7 +91,7 @@ class _Summaries(NamedTuple):
     blocks: torch.Tensor  # [b, n]: the block of each token
 
 
-def add_summary_parameters(module: SummingAttention, config: Any, heads: int) -> None:
+def add_summary_parameters(module: SummarizingAttention, config: Any, heads: int) -> None:
     """Add the norm of the summaries to an attention of the encoder of T5.
 
     If the attention computes the position bias, add the bias of the summaries as well. The names are those of LongT5.
@@ -101,7 +101,7 @@ def add_summary_parameters(module: SummingAttention, config: Any, heads: int) ->
         config: the configuration of the model.
         heads: h, the number of softmax heads.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers.models.t5.modeling_t5 import T5LayerNorm
     arguments = ("relative_position", "bidirectional", "num_buckets", "max_distance")
     check_method(type(module), "_relative_position_bucket", arguments)
@@ -114,7 +114,7 @@ def add_summary_parameters(module: SummingAttention, config: Any, heads: int) ->
     module._is_hf_initialized = False
 
 
-def blocks_of_tokens(real: torch.Tensor, block: int) -> torch.Tensor:
+def assign_tokens_to_blocks(real: torch.Tensor, block: int) -> torch.Tensor:
     """Return the block of each token, [b, n], or -1 for tokens without a block.
 
     A token has no block if `real` [b, n] is False, or if the text is shorter than a block.
@@ -125,7 +125,7 @@ def blocks_of_tokens(real: torch.Tensor, block: int) -> torch.Tensor:
     return torch.where(real, torch.minimum(places // block, last), -1)
 
 
-def summary_table(module: SummingAttention, length: int, device: torch.device) -> torch.Tensor:
+def compute_summary_bias(module: SummarizingAttention, length: int, device: torch.device) -> torch.Tensor:
     """Return the bias of the summaries [1, h, 1, 2 G - 1] by distance in blocks, from -(G - 1); it is empty if G = 0.
 
     Args:
@@ -141,7 +141,7 @@ def summary_table(module: SummingAttention, length: int, device: torch.device) -
 
 
 def attend_with_summaries(
-    module: SummingAttention,
+    module: SummarizingAttention,
     states: torch.Tensor,
     operands: tuple[torch.Tensor, ...],
     mask: torch.Tensor | None,
@@ -157,7 +157,7 @@ def attend_with_summaries(
         operands: the query [b, h_k, n, d], the key [b, k, n, d] and the value.
         mask: the padding mask, boolean [b, 1, 1 or n, n], or None.
         tables: the bias of the tokens by distance [1, h, 1, 2 n - 1], followed by that of the summaries
-            (`summary_table`).
+            (`compute_summary_bias`).
         dropout: the dropout probability of the weights.
         kwargs: further arguments of the call.
 
@@ -167,21 +167,21 @@ def attend_with_summaries(
     Raises:
         ValueError: if the mask is additive or differs between queries.
     """
-    if mask is not None and not is_of_keys(mask):
+    if mask is not None and not is_boolean_key_mask(mask):
         raise ValueError(
             'The mask must be a boolean padding mask with `attention_pattern="transient_global"`, [b, n] '
             f"or [b, 1, 1, n], got {list(mask.shape)} of {mask.dtype}."
         )
     batch, length, _ = states.shape
-    moved = rolled_rows(module, mask, length)
+    moved = get_row_roller(module, mask, length)
     if moved is not None and mask is not None:
-        states, mask = moved.rolled(states, 1), moved.rolled(mask[..., :1, :], 3)
-        operands = tuple(moved.rolled(tensor, 2) for tensor in operands)
+        states, mask = moved.roll(states, 1), moved.roll(mask[..., :1, :], 3)
+        operands = tuple(moved.roll(tensor, 2) for tensor in operands)
     real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
     real = real if mask is None else mask[:, 0, 0].expand(batch, length)
     summaries = _make_summaries(module, states, real)
-    refuse_unknown(kwargs)
-    with_weights = wants_weights(module, kwargs)
+    check_known_arguments(kwargs)
+    with_weights = should_return_weights(module, kwargs)
     rows = length if with_weights or is_exporting() else SUMMARY_ROWS
     attend = _attend(module, dropout, with_weights)
     tensors = (*operands, *summaries, *(() if tables is None else (tables,)))
@@ -189,16 +189,16 @@ def attend_with_summaries(
     outputs = []
     for begin in range(0, length, rows):
         span = slice(begin, min(begin + rows, length))
-        call = partial(_block, attend, module.key_range.radius, span)
+        call = partial(_attend_in_block, attend, module.key_range.radius, span)
         arguments = (operands, summaries, real, tables)
         outputs.append(checkpoint(call, *arguments, use_reentrant=False) if learns else call(*arguments))
     output, weights = outputs[0] if with_weights else (torch.cat(outputs, 1), None)
     if moved is None:
         return output, weights
-    return moved.unrolled(output, 1), None if weights is None else moved.unrolled_weights(weights)
+    return moved.unroll(output, 1), None if weights is None else moved.unroll_weights(weights)
 
 
-def _attend(module: SummingAttention, dropout: float, with_weights: bool) -> Callable[..., Any]:
+def _attend(module: SummarizingAttention, dropout: float, with_weights: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
     if not (with_weights or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
@@ -208,10 +208,10 @@ def _attend(module: SummingAttention, dropout: float, with_weights: bool) -> Cal
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
-def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
+def _make_summaries(module: SummarizingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
     batch, length, width = states.shape
     block, count = module.key_range.block, length // module.key_range.block
-    blocks = blocks_of_tokens(real, block)
+    blocks = assign_tokens_to_blocks(real, block)
     places = torch.where(blocks < 0, count, blocks)  # tokens without a summary go to an additional last block
     sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)
     read = torch.zeros(batch, count + 1, dtype=torch.bool, device=states.device).scatter(1, places, True)
@@ -221,7 +221,7 @@ def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.
     return _Summaries(key.transpose(1, 2), value.transpose(1, 2), read[:, None, None, :count], blocks)
 
 
-def _block(
+def _attend_in_block(
     attend: Callable[..., Any],
     radius: int,
     rows: slice,

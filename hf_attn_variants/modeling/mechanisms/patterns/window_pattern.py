@@ -21,9 +21,9 @@ from .attention_pattern import AttentionPattern
 __all__ = [
     "MASK",
     "SlidingWindow",
+    "attend_with_global_tokens_first",
     "check_global_mask",
-    "global_tokens_of",
-    "with_global_tokens_first",
+    "get_global_tokens",
 ]
 
 
@@ -34,15 +34,15 @@ class SlidingWindow(AttentionPattern):
     paper = ("Longformer: sliding windows and global tokens", "2004.05150")
     needed = ("attention_window",)
     optional = ("attention_dilation", "num_global_tokens")
-    counts_tokens = False
+    depends_on_positions = False
 
     @classmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
-        """Return the window; see `AttentionPattern.key_range`."""
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
+        """Return the window; see `AttentionPattern.get_key_range`."""
         window = config.layer_value(f"{prefix}attention_window", layer)
         dilation = getattr(config, f"{prefix}attention_dilation")
         global_tokens = getattr(config, f"{prefix}num_global_tokens")
-        return KeyRange.of(window, dilation, global_tokens, is_causal)
+        return KeyRange.from_window(window, dilation, global_tokens, is_causal)
 
 
 MASK = "global_attention_mask"
@@ -72,7 +72,7 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
         raise ValueError(f"`{MASK}` must have one number per token, {list(states.shape[:2])}, got {list(mask.shape)}.")
 
 
-def global_tokens_of(key_range: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def get_global_tokens(key_range: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the global tokens of a call, boolean [b, n] from its mask and the first positions, or None."""
     mask = kwargs.get(MASK)
     if mask is None or key_range is None or key_range.is_causal:
@@ -80,7 +80,7 @@ def global_tokens_of(key_range: KeyRange | None, kwargs: dict[str, Any]) -> torc
     return mask.bool() | (torch.arange(mask.shape[1], device=mask.device) < key_range.global_tokens)
 
 
-def with_global_tokens_first(
+def attend_with_global_tokens_first(
     attend: Callable[..., torch.Tensor],
     key_range: KeyRange,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
