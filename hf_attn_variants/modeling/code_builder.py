@@ -1,14 +1,15 @@
-"""The code of a model repository: the parts of `modeling/` that one model needs, in a few files.
+"""Builds the code of a model repository, which contains the parts of `modeling/` that the model needs in a few files.
 
-Transformers looks for relative imports only next to a file, and it requests each file of a repository separately.
-Therefore the modules of a folder are joined into one file in the order of their imports, and only the definitions that
-the model uses are written. The steps are:
+Transformers only resolves relative imports in the same folder, and it downloads each file in a repository separately.
+The modules in a folder are therefore joined into one file in the order of their imports, with only the definitions
+that the model uses. The steps are:
 
     modules ──parse──> definitions ──follow names──> definitions that the model uses ──join──> files
 
-The search starts at the model's own file and follows each name that a definition uses. It stops at the names in
-`ENTRY_POINTS` whose mechanism the configuration does not use. A stub replaces such a name, and definitions that only
-it uses are omitted. This file is not part of a repository, which copies its own files when its model is saved again.
+The search starts at the model's own file and follows all names that a definition uses. It stops at names in
+`ENTRY_POINTS` whose mechanism is not used in the configuration. Such names are replaced by stubs, and definitions that
+only they use are omitted. This file is not part of a repository, which copies its own files when its model is saved
+again.
 """
 
 import ast
@@ -22,9 +23,10 @@ from typing import NamedTuple
 __all__ = ["build_code", "get_file_names"]
 
 FOLDER = Path(__file__).parent
-# Each of these files has the classes of one architecture or family, and is not joined with others.
+# Each file in this folder contains the classes of one architecture or family and is not joined with others.
 NOT_JOINED = "architectures"
-# Modules next to this file become a file of this name, and those of a folder one with the name of the folder.
+# Modules next to this file are joined into a file with this name, and modules in a folder into a file with the folder
+# name.
 BASE = "base"
 NAMES = "variant_names"
 DIGEST_LENGTH = 12
@@ -39,7 +41,7 @@ ANY = (
     "talking_heads",
     "unequal_layers",
 )
-# The names at which the code of mechanisms begins: {name: mechanisms that need it} (`fields/composition.py`).
+# The names where the code of mechanisms begins: {name: mechanisms that need it} (see `fields/composition.py`).
 ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "build_code": (),
     "_compare_talking_heads": ("talking_heads",),
@@ -100,11 +102,11 @@ STUB = "class {name}(Missing):\n    mechanisms = {mechanisms!r}\n"
 
 
 class _Definition(NamedTuple):
-    """A statement at the top of a module, with the comment above it.
+    """A statement at the top level of a module, with the comment above it.
 
     Args:
         text: its source.
-        names: the names that it defines. A statement that only has an effect defines none.
+        names: the names that it defines. Statements that only have an effect define no names.
         uses: the names that it uses.
         node: its syntax tree.
     """
@@ -120,10 +122,10 @@ class _Module(NamedTuple):
 
     Args:
         name: its name without folders.
-        file: the name of the file that it becomes a part of, without ".py".
+        file: the name of the file that will contain it, without ".py".
         docstring: the source of its docstring.
-        body: its statements in order, without the docstring and `__all__`.
-        imported: for each name that it imports from another module of `modeling/`: that module and the name there.
+        body: its statements in order, except the docstring and `__all__`.
+        imported: the module and the original name for each name that it imports from another module in `modeling/`.
         needed: the modules that must run before it.
     """
 
@@ -135,13 +137,13 @@ class _Module(NamedTuple):
     needed: list[str]
 
 
-@cache  # each checkpoint of a training writes the same code
+@cache  # all checkpoints in a training run contain the same code
 def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | None) -> Mapping[str, str]:
-    """Return the files of a repository: {file name: text}.
+    """Return the code files of a repository: {file name: text}.
 
     Args:
-        roots: (module, name) of the definitions that the repository must have. The name "*" selects a whole module.
-        mechanisms: the mechanisms of the model; None = all.
+        roots: (module, name) of the definitions that the repository must contain. The name "*" selects a whole module.
+        mechanisms: the mechanisms of the model, or None for all.
 
     Example:
         >>> files = build_code((("modeling_attn_variant_bert", "*"),), frozenset())
@@ -157,7 +159,7 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
 
 
 def get_file_names() -> set[str]:
-    """Return the names of all files that a repository may have."""
+    """Return the names of all code files that a repository may contain."""
     return {f"{_file_of(path)}.py" for path in FOLDER.rglob("*.py") if path.stem not in ("__init__", "code_builder")}
 
 
@@ -208,12 +210,12 @@ def _read_module(path: Path) -> _Module:
 
 
 def _is_for_type_checkers(node: ast.stmt) -> bool:
-    """Return whether a statement only imports for a type checker."""
+    """Return True if a statement only contains imports for type checkers."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
 
 
 def _find_defined_names(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement at the top of a module binds."""
+    """Yield the names that a top-level statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -230,7 +232,7 @@ def _find_defined_names(node: ast.stmt) -> Iterator[str]:
 
 
 def _find_used_names(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a statement uses, also those in quoted annotations."""
+    """Yield the names that a statement uses, including names in quoted annotations."""
     for child in ast.walk(node):
         if isinstance(child, ast.Name):
             yield child.id
@@ -245,7 +247,7 @@ def _is_annotation(text: str) -> bool:
 def _find_used_definitions(
     modules: Mapping[str, _Module], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
 ) -> set[tuple[str, str]]:
-    """Return (module, name) of each definition that the roots use directly or indirectly, including stubs."""
+    """Return (module, name) of all definitions that the roots use directly or indirectly, including stubs."""
     reached: set[tuple[str, str]] = set()
     wanted: list[tuple[str, str]] = []
     begun: set[str] = set()
@@ -259,7 +261,7 @@ def _find_used_definitions(
                 wanted.append(module.imported[name])
 
     def begin(module: _Module) -> None:
-        """Follow the statements of a module that have an effect, such as a registration."""
+        """Follow the statements in a module that only have an effect, such as registrations."""
         if module.name not in begun:
             begun.add(module.name)
             for definition in module.body:
@@ -285,12 +287,12 @@ def _find_used_definitions(
     return reached
 
 
-# The class of stubs, which a repository defines in its first file.
+# The base class of stubs, which is defined in the base file of a repository.
 BASE_STUB = (NAMES, "MissingDefinition")
 
 
 def _order_blocks(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
-    """Yield modules, each after those that it imports when it runs."""
+    """Yield modules, each of them after the modules that it imports at runtime."""
     done: set[str] = set()
 
     def visit(name: str) -> Iterator[_Module]:
@@ -312,7 +314,7 @@ def _file_text(
     reached: set[tuple[str, str]],
     stubs: Mapping[str, tuple[str, ...]],
 ) -> str:
-    """Return the text of a joined file: the imports of its modules, and the definitions of each that are used."""
+    """Return the text of a joined file, with the imports and the used definitions of its modules."""
     imports: dict[str, set[str]] = {}
     plain: dict[str, None] = {}
     texts: list[str] = []  # the docstring of each module, and its code
@@ -348,14 +350,14 @@ def _file_text(
 
 
 def _docstring_to_comment(docstring: str) -> str:
-    """Return the docstring of a module as a comment, because only the first one is the docstring of a joined file."""
+    """Convert a module docstring to a comment, because only the first one is the docstring of the joined file."""
     return "\n".join(f"# {line}".rstrip() for line in ast.literal_eval(docstring).strip().split("\n"))
 
 
 def _add_import(
     imports: dict[str, set[str]], place: tuple[str, str], name: str, module: _Module, modules: Mapping[str, _Module]
 ) -> None:
-    """Add the import of a name of another file."""
+    """Add the import of a name from another file."""
     source, original = place
     if modules[source].file != module.file:
         imports.setdefault(f".{modules[source].file}", set()).add(
@@ -366,7 +368,7 @@ def _add_import(
 def _add_plain_import(
     plain: dict[str, None], imports: dict[str, set[str]], node: ast.Import | ast.ImportFrom, names: set[str]
 ) -> None:
-    """Add the names of an import of torch, Transformers or the standard library that are used."""
+    """Add the used names in an import from torch, Transformers or the standard library."""
     for alias in node.names:
         shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
         if (alias.asname or alias.name).partition(".")[0] in names or getattr(node, "module", "") == "__future__":
@@ -377,7 +379,7 @@ def _add_plain_import(
 
 
 def _guarded_imports(block: ast.With, names: set[str]) -> str:
-    """Return a block of imports with the names that are used."""
+    """Return a block of guarded imports with only the used names."""
     lines = [f"with {ast.unparse(block.items[0])}:"]
     for node in block.body:
         imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
@@ -392,7 +394,7 @@ def _guarded_imports(block: ast.With, names: set[str]) -> str:
 
 
 def _join_statements(parts: list[str]) -> str:
-    """Return statements with two blank lines around each function and class."""
+    """Join statements, with two blank lines around functions and classes."""
     text = ""
     for part in filter(None, parts):
         is_block = re.match(r"(#.*\n)*(@|def |class |\"\"\")", part) is not None
@@ -402,16 +404,16 @@ def _join_statements(parts: list[str]) -> str:
 
 
 def _definition_text(definition: _Definition, module: _Module, modules: Mapping[str, _Module], names: set[str]) -> str:
-    """Return the source of a statement, with imports inside it changed to those of a repository.
+    """Return the source of a statement, with its inner imports adapted to the repository.
 
     Args:
-        names: the used names of the statement. A block of guarded imports contains only these.
+        names: the used names that the statement defines. A block of guarded imports contains only these.
     """
     if isinstance(definition.node, ast.With):
         return _guarded_imports(definition.node, names)
     lines = definition.text.split("\n")
     end = definition.node.end_lineno or definition.node.lineno
-    first = end - len(lines) + 1  # the line of the module at which the text begins
+    first = end - len(lines) + 1  # the line in the module at which the text begins
     inner = [node for node in ast.walk(definition.node) if isinstance(node, ast.ImportFrom) and node.level]
     for child in sorted(inner, key=lambda node: -node.lineno):
         source = (child.module or "").rpartition(".")[2]
@@ -425,7 +427,7 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
 
 
 def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) -> dict[str, str]:
-    """Write the included mechanisms and a digest into the files. The digest is a part of the registered names."""
+    """Write the included mechanisms and a digest to the files. The digest is part of the registered names."""
     included = None if mechanisms is None else tuple(sorted(mechanisms))
     name = f"attn_variants_{BASE}.py"
     files[name] = re.sub(

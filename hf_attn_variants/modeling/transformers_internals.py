@@ -1,9 +1,9 @@
-"""The internals of Transformers that this code depends on, and the checks that report a change in them.
+"""Transformers internals that this code depends on, and checks that report changes in them.
 
-This code depends on internals of Transformers, such as the arguments of an attention layer and the names of cache
-layers. It ships with checkpoints, so later releases of Transformers may run it. This file therefore lists each
-internal argument once by its role, with its names in all releases. Classes and signatures are checked when the file
-of an architecture is imported, attributes when a model is built, and arguments in each call.
+This code depends on Transformers internals, such as the arguments of attention layers and the names of cache layers.
+It ships with checkpoints, so it may be run with later Transformers releases. This file therefore lists each internal
+argument by its role, with its names in all releases. Classes and signatures are checked when the modeling file of an
+architecture is imported, attributes when a model is built, and arguments in each call.
 """
 
 import dis
@@ -43,8 +43,8 @@ __all__ = [
     "guarded_imports",
 ]
 
-# The names of arguments by role, with the newest name first. If a method of Transformers lacks a role, the import
-# fails.
+# The names of arguments by role, starting with the newest name. The import fails if a Transformers method has no
+# argument for a role.
 ROLES: dict[str, tuple[str, ...]] = {
     "states": ("hidden_states",),
     "mask": ("attention_mask", "mask"),
@@ -59,12 +59,12 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 CACHE_ROLES = ("cache", "cache_length")
 
-# Arguments that an attention receives and that do not change its outputs. They select the outputs of a model or belong
-# to the Trainer. All other unknown arguments raise an error. For example, packed sequences (`cu_seq_lens_q`) would
-# otherwise be read as a single text.
+# Arguments of attention modules that do not affect their outputs. They select model outputs or are used by the
+# Trainer. All other unknown arguments raise an error. Otherwise, packed sequences (`cu_seq_lens_q`), for instance,
+# would be treated as a single text.
 ARGUMENTS_WITHOUT_EFFECT = frozenset(
     {
-        "labels",  # from Seq2SeqTrainer; `generate` passes it to the encoder
+        "labels",  # used by Seq2SeqTrainer; `generate` passes it to the encoder
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
@@ -74,29 +74,29 @@ ARGUMENTS_WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-# Arguments that the code of this package passes to the attention functions.
+# Arguments that this package passes to attention functions.
 OWN_ARGUMENTS = frozenset(
     {"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "key_range", "x2l", "x2w"}
 )
 
 
 class TransformersChangedError(ImportError):
-    """An error about a change in the internals of Transformers that this code does not support."""
+    """Raised if the installed Transformers release has changed internals that this code depends on."""
 
 
 def build_change_error(what: str) -> TransformersChangedError:
-    """Return a one-line error that describes the change and lists the possible solutions."""
+    """Return an error that describes the change and how to solve the problem."""
     return TransformersChangedError(
         f"transformers {transformers.__version__} has changed a part that hf_attn_variants {ATTN_VARIANTS_VERSION} "
         f"uses, and outputs could be wrong: {what}. This code was tested with transformers {OLDEST_TESTED} to "
-        f"{NEWEST_TESTED}. Install one of these releases, or install a newer hf_attn_variants and import it before you "
-        "load the model. Its command `attn-variants refresh` updates the code of a repository."
+        f"{NEWEST_TESTED}. Install one of these releases, or install a newer hf_attn_variants and import it before "
+        "you load the model. Its command `attn-variants refresh` updates the code of a repository."
     )
 
 
 @contextmanager
 def guarded_imports() -> Iterator[None]:
-    """Convert failed imports of internals of Transformers into `TransformersChangedError`."""
+    """Convert failed imports of Transformers internals into `TransformersChangedError`."""
     try:
         yield
     except TransformersChangedError:
@@ -106,16 +106,16 @@ def guarded_imports() -> Iterator[None]:
 
 
 class MethodArguments:
-    """The arguments of a method of Transformers by their roles, independent of the names and order in this release.
+    """The arguments of a Transformers method by role, regardless of their names and order in the installed release.
 
     Args:
         owner: the class of Transformers.
-        roles: the roles that the method of this package reads, in the order of `read` and `split`.
+        roles: the roles of the arguments that this package uses, in the order in which `read` and `split` return them.
         method: the name of the method.
-        returns: the number of values that both methods return. None = the number is not checked.
+        returns: the number of values that the method must return, or None to skip this check.
 
     Raises:
-        TransformersChangedError: if the method lacks a role or returns another number of values.
+        TransformersChangedError: if the method has no argument for a role or returns another number of values.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class MethodArguments:
         self.order = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)
         self.names: tuple[str, ...] = tuple(_find_current_name(role, parameters, place) for role in roles)
         self.name_of = dict(zip(roles, self.names, strict=True))
-        # Arguments that Transformers accepts under two names.
+        # Arguments that Transformers accepts under two names
         self.former = tuple(
             (old, name)
             for role, name in zip(roles, self.names, strict=True)
@@ -141,16 +141,16 @@ class MethodArguments:
             _check_return_count(getattr(owner, method), returns, place)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the values of the roles, with None for missing ones, and rename `kwargs` to the current names."""
+        """Return the values of the roles, or None for missing arguments. Renames `kwargs` to their current names."""
         self._rename(kwargs)
         return [args[at] if at < len(args) else kwargs.get(name) for name, at in self.places]
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the values of the roles, and a dictionary of all other arguments."""
+        """Return the values of the roles and a dictionary with all other arguments."""
         self._rename(kwargs)
         values: list[Any] = []
         count = len(args)
-        for name, at in self.places:  # faster than a comprehension in each decoding step
+        for name, at in self.places:  # in each decoding step, this is faster than a comprehension
             values += (args[at] if at < count else kwargs.pop(name, None),)
         for name, at in self.others:
             if at < count:
@@ -158,11 +158,11 @@ class MethodArguments:
         return values, kwargs
 
     def to_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
-        """Return a dictionary of all arguments of a call under the names of this release.
+        """Return all arguments of a call as keyword arguments with the names in the installed release.
 
         Args:
             args, kwargs: the arguments of the call.
-            instead: values by role that replace those of the call.
+            instead: values by role that replace the arguments of the call.
         """
         self._rename(kwargs)
         named = {**dict(zip(self.order, args, strict=False)), **kwargs} if args else dict(kwargs)
@@ -177,23 +177,23 @@ class MethodArguments:
 
 
 def get_transformers_class(cls: type, ours: type) -> type:
-    """Return the class of Transformers whose `forward` a class with the mixin `ours` inherits."""
+    """Return the Transformers class from which a class with the mixin `ours` inherits its `forward` method."""
     bases = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
     return next(base for base in bases if "forward" in vars(base))
 
 
 def collect_variant_classes(names: Mapping[str, Any]) -> dict[type, type]:
-    """Return a dictionary from each class of Transformers, the last base, to the variant class that a file defines.
+    """Return a dictionary from Transformers classes to the variant classes in a file, whose last bases they are.
 
     Args:
-        names: the names that the file has defined so far, its `globals()`.
+        names: the names that the file has defined so far, as returned by `globals()`.
     """
     classes = [member for member in names.values() if isinstance(member, type) and issubclass(member, nn.Module)]
     return {member.__bases__[-1]: member for member in classes if member.__module__ == names["__name__"]}
 
 
 def get_auto_class_names(model_type: str) -> dict[str, str]:
-    """Return a dictionary from each Auto class to the name of its Transformers class for a model type.
+    """Return a dictionary from Auto classes to the names of Transformers classes for a model type.
 
     Raises:
         TransformersChangedError: if `AutoModel` has no class for the model type.
@@ -212,7 +212,7 @@ def get_auto_class_names(model_type: str) -> dict[str, str]:
 
 
 def check_called(owner: type, method: str, name: str) -> None:
-    """Check that a method of Transformers still calls the method that a class of this package overrides.
+    """Check that a Transformers method still calls a method that a class in this package overrides.
 
     Raises:
         TransformersChangedError: if the code of the method does not contain the name.
@@ -224,12 +224,12 @@ def check_called(owner: type, method: str, name: str) -> None:
 
 
 def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
-    """Check that a method of Transformers exists, begins with these arguments and requires no others.
+    """Check that a Transformers method exists, starts with these arguments and requires no others.
 
     Args:
         owner: the class of Transformers.
-        method: the method that this package overrides or calls.
-        names: the first arguments after `self`, in their order.
+        method: the name of the method that this package overrides or calls.
+        names: the first arguments after `self`, in order.
 
     Raises:
         TransformersChangedError: if the method is missing or has other arguments.
@@ -245,10 +245,10 @@ def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
 
 
 def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
-    """Check that an object of Transformers has the attributes that this package reads.
+    """Check that a Transformers object has the attributes that this package uses.
 
     Raises:
-        TransformersChangedError: if the object lacks one of them.
+        TransformersChangedError: if an attribute is missing.
     """
     for name in names:
         if not hasattr(thing, name):
@@ -257,7 +257,7 @@ def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
 
 
 def check_known_arguments(kwargs: Mapping[str, Any]) -> None:
-    """Check that an attention function does not receive arguments that it would ignore.
+    """Check that an attention function does not receive unknown arguments, which it would ignore.
 
     Raises:
         ValueError: if an unknown argument is not None.
@@ -265,9 +265,9 @@ def check_known_arguments(kwargs: Mapping[str, Any]) -> None:
     for name, value in kwargs.items():
         if value is not None and name not in ARGUMENTS_WITHOUT_EFFECT and name not in OWN_ARGUMENTS:
             raise ValueError(
-                f"An argument of an attention function must be known, got `{name}`, which would be ignored. "
-                f"Leave it out. If you did not pass it, transformers {transformers.__version__} did: use "
-                f"transformers {OLDEST_TESTED} to {NEWEST_TESTED}, or a newer hf_attn_variants."
+                f"`{name}` is not supported by attention functions and would be ignored. Remove it. If you did not "
+                f"pass it, it was added by transformers {transformers.__version__}. In this case, use transformers "
+                f"{OLDEST_TESTED} to {NEWEST_TESTED}, or a newer hf_attn_variants."
             )
 
 
@@ -280,7 +280,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a method after `self`, without `*args` and `**kwargs`."""
+    """Return the parameters of a method, without `self`, `*args` and `**kwargs`."""
     check_attributes(owner, (method,))
     static = inspect.getattr_static(owner, method)
     parameters = dict(inspect.signature(getattr(owner, method)).parameters)
@@ -297,7 +297,7 @@ def _find_current_name(role: str, parameters: Mapping[str, Any], place: str) -> 
 
 
 def _check_return_count(function: Any, returns: int, place: str) -> None:
-    """Check in the bytecode that each `return` of a function has this number of values, with the outputs first."""
+    """Check in the bytecode that a function returns this number of values, starting with the outputs."""
     code = inspect.unwrap(function).__code__
     steps = [
         step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IGNORED_OPCODES
@@ -316,7 +316,7 @@ def _check_return_count(function: Any, returns: int, place: str) -> None:
 def _loaded_variable_names(step: dis.Instruction) -> tuple[str, ...]:
     if not step.opname.startswith("LOAD_FAST"):
         return ()
-    return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # Python 3.13 loads two at once
+    return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # or two names in Python 3.13
 
 
 _IGNORED_OPCODES = {dis.opmap[name] for name in ("CACHE", "NOP") if name in dis.opmap}
@@ -325,7 +325,7 @@ _RETURN_OPCODES = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") 
 
 @lru_cache(maxsize=1)
 def get_cache_name() -> str:
-    """Return the name of the cache argument and output of models in this release."""
+    """Return the name of the cache in the arguments and outputs of models in the installed release."""
     with guarded_imports():
         from transformers.modeling_outputs import BaseModelOutputWithPast
     parts = {field.name: field for field in fields(BaseModelOutputWithPast)}
@@ -333,28 +333,28 @@ def get_cache_name() -> str:
 
 
 def get_cache(output: Any) -> Any:
-    """Return the cache in the output of a model."""
+    """Return the cache from a model output."""
     return getattr(output, get_cache_name())
 
 
 def check_single_cache(kwargs: Mapping[str, Any]) -> None:
-    """Check that a call does not pass caches under both the old and the current name.
+    """Check that a call does not pass caches under both the old and the new argument name.
 
     Transformers would ignore the cache under the old name.
 
     Raises:
-        ValueError: if a call has both.
+        ValueError: if a call contains both.
     """
     names = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
     if len(names) > 1:
         raise ValueError(
-            f"A call must have one cache, got `{names[1]}` and `{names[0]}`. transformers "
-            f"{transformers.__version__} would ignore the first one. peft before 0.22 passes prefixes "
-            "under the old name, so use a newer peft, or transformers before 5.24."
+            f"A call must have only one cache, got `{names[1]}` and `{names[0]}`. transformers "
+            f"{transformers.__version__} would ignore the first one. peft before 0.22 passes prefixes under the old "
+            "name. Use a newer peft, or transformers before 5.24."
         )
 
 
-# Methods of Transformers that this package overrides or calls, and their first arguments after `self`, in this order.
+# Transformers methods that this package overrides or calls, with their first arguments after `self`, in order.
 MODEL_METHODS = {
     "post_init": (),
     "_init_weights": ("module",),
@@ -381,22 +381,22 @@ CACHE_METHODS = {
     "reorder_cache": ("beam_idx",),
 }
 PAIR_METHODS = {"get_seq_length": ("layer_idx",), "reorder_cache": ("beam_idx",)}
-# Attributes of model classes, configurations, cache layers and caches that this package reads or sets.
+# Attributes of model classes, configurations, cache layers and caches that this package uses.
 MODEL_ATTRIBUTES = ("_no_split_modules", "_keys_to_ignore_on_load_missing", "base_model", "register_for_auto_class")
 CONFIG_METHODS = ("from_dict", "get_config_dict", "register_for_auto_class", "save_pretrained", "to_dict", "validate")
 CONFIG_ATTRIBUTES = ("_attn_implementation", "_attn_implementation_internal", "_output_attentions")
 LAYER_ATTRIBUTES = ("is_compileable", "is_initialized", "keys", "values", "crop", "offload", "prefetch")
 CACHE_ATTRIBUTES = ("is_compileable", "layers")
 PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "self_attention_cache")
-# The first arguments of an attention function, which are positional, and the arguments of a mask function.
+# The first (positional) arguments of attention functions, and the arguments of mask functions
 ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
-KEYWORD_ARGUMENTS = {"dropout", "position_bias", "scaling"}  # a layer passes these as keyword arguments
+KEYWORD_ARGUMENTS = {"dropout", "position_bias", "scaling"}  # layers pass these as keyword arguments
 MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_models() -> None:
-    """Check the internals of `PreTrainedModel` that every model uses. This runs once per process.
+    """Check the internals of `PreTrainedModel` that all models use. This runs once per process.
 
     Raises:
         TransformersChangedError: if a method or an attribute has changed.
@@ -404,13 +404,13 @@ def check_models() -> None:
     with guarded_imports():
         from transformers import PreTrainedModel
     _check_methods(PreTrainedModel, MODEL_METHODS)
-    # A variant configuration detects by this call that a model is being built (`fields/saving_and_loading.py`).
+    # Variant configurations use this call to detect that a model is being built (see `fields/saving_and_loading.py`).
     check_called(PreTrainedModel, "__init__", "_experts_implementation_internal")
     check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
 
 
 def check_caches() -> None:
-    """Check the caches of Transformers, their layers and `EncoderDecoderCache`. This runs once per process.
+    """Check the caches in Transformers, their layers and `EncoderDecoderCache`. This runs once per process.
 
     Raises:
         TransformersChangedError: if a method or an attribute has changed.
@@ -438,13 +438,13 @@ def check_configurations() -> None:
 
 
 def check_attention_function(owner: type) -> None:
-    """Check the arguments with which a layer of Transformers calls an attention function.
+    """Check the arguments with which a Transformers layer calls attention functions.
 
-    The layer calls all attention functions in the same way, so the check reads the eager function of its file.
+    Layers call all attention functions in the same way, so the eager function in the same file is checked.
 
     Raises:
-        TypeError: if the class belongs to a new architecture and does not use Transformers' attention interface.
-        TransformersChangedError: if the eager function is missing or takes other arguments.
+        TypeError: if the class is from a new architecture that does not use Transformers' attention interface.
+        TransformersChangedError: if the eager function is missing or has other arguments.
     """
     function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
     if function is None:
@@ -467,10 +467,10 @@ def check_attention_function(owner: type) -> None:
 
 
 def check_mask_functions(*functions: Any) -> None:
-    """Check that the mask functions of Transformers take the arguments that this package reads.
+    """Check that Transformers mask functions have the arguments that this package uses.
 
     Raises:
-        TransformersChangedError: if a function lacks one of these arguments.
+        TransformersChangedError: if an argument is missing.
     """
     for function in functions:
         taken = inspect.signature(function).parameters

@@ -1,9 +1,9 @@
-"""A comparison of each architecture with the original model under releases of Transformers that are not yet tested.
+"""Compares variants with the original models if the installed Transformers release has not been tested.
 
-The module `transformers_internals` checks names and signatures, but not behavior. Therefore, before the first model of
-an architecture is built, a tiny variant and a tiny original model with the same weights read the same tokens. They
-read them at once, and one by one with a cache. This takes some tenths of a second at most, once per process, and does
-not change the states of random number generators.
+`transformers_internals` checks names and signatures, but not behavior. Before the first model of an architecture is
+built, a tiny variant and a tiny original model with the same weights are therefore run on the same tokens, which are
+processed all at once and one by one with a cache. This takes at most a few tenths of a second per process and does not
+change the state of random number generators.
 """
 
 from collections.abc import Iterator
@@ -19,20 +19,21 @@ from .variant_names import NEWEST_TESTED
 
 __all__ = ["compare_with_transformers"]
 
-logger = logging.get_logger("transformers.attn_variants")  # follows the verbosity of Transformers, also in remote code
+# Follows the verbosity level of Transformers, even in remote code
+logger = logging.get_logger("transformers.attn_variants")
 
 HEADS, HEAD_DIM, VOCABULARY, LENGTH = 2, 4, 12, 4
 # The largest allowed difference, relative to the largest output.
 TOLERANCE = 1e-4
-# The error of each compared architecture, or None. All later models of the architecture raise the same error.
+# The error for each compared architecture, or None. All later models of the architecture raise the same error.
 _trial_errors: dict[str, str | None] = {}
 
 
 def compare_with_transformers(model_class: Any) -> None:
-    """Compare tiny variants of an architecture with the original models if the Transformers release is untested.
+    """Compare tiny variants of an architecture with the original models if the Transformers release was not tested.
 
     Args:
-        model_class: any variant model class of this architecture.
+        model_class: any variant model class of the architecture.
 
     Raises:
         TransformersChangedError: if the outputs differ or the variant raises an error.
@@ -44,12 +45,13 @@ def compare_with_transformers(model_class: Any) -> None:
         if (reason := _trial_errors[name]) is not None:
             raise TransformersChangedError(reason)
         return
-    _trial_errors[name] = None  # set first, because the comparison builds models itself
+    _trial_errors[name] = None  # must be set first, because the comparison builds models itself
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
         for fields in _yield_model_kinds(model_class):
             for implementation in ("eager", "sdpa"):
                 try:
-                    # Models on the meta device (`init_empty_weights`) cannot be compared. Try again at the next model.
+                    # Models on the meta device (`init_empty_weights`) cannot be compared. Try again with the next
+                    # model.
                     if not _compare_tiny_models(model_class, implementation, **fields):
                         del _trial_errors[name]
                         return
@@ -75,7 +77,7 @@ def _yield_model_kinds(model_class: Any) -> Iterator[dict[str, Any]]:
 
 
 def _compare_tiny_models(model_class: Any, implementation: str, **fields: Any) -> bool:
-    """Compare tiny models with these fields, and return False if models are built on the meta device.
+    """Compare tiny models with the given fields. Return False if models are built on the meta device.
 
     Raises:
         TransformersChangedError: if the outputs differ or the variant raises an error.
@@ -94,15 +96,16 @@ def _compare_tiny_models(model_class: Any, implementation: str, **fields: Any) -
         for parameter in original.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=drawn))
         expected = _compute_outputs(original, config)
-    except Exception as error:  # the original model fails, so the variant may be correct
+    except Exception as error:  # the original model fails, so the variant may still be correct
         reason = f"{type(error).__name__}: {error}"
         logger.warning(
-            f"{transformers_class.__name__} of transformers {transformers.__version__} could not be compared: {reason}."
+            f"Skipping the comparison with {transformers_class.__name__} in transformers {transformers.__version__}, "
+            f"because it failed: {reason}."
         )
         return True
     exact = dict.fromkeys(our_class.config_class.rank_fields(), config.hidden_size)
     shared = dict.fromkeys(our_class.config_class.kv_heads_fields(), 1)
-    # The other variants differ only in code that does not depend on the implementation.
+    # The other variants only differ in code that does not depend on the attention implementation.
     for variant in ({}, exact, shared) if implementation == "eager" else ({},):
         try:
             ours = our_class(our_class.config_class.from_upstream(config, **variant)).float().eval()
@@ -112,7 +115,7 @@ def _compare_tiny_models(model_class: Any, implementation: str, **fields: Any) -
         except Exception as error:
             raise build_change_error(f"a tiny {our_class.__name__} raises {type(error).__name__}: {error}") from error
         for how, one, other in zip(("for a whole text", "in decoding steps"), expected, outputs, strict=True):
-            # Transformers has no shared heads, so the outputs of this variant are computed but not compared.
+            # Transformers does not support shared heads, so the outputs of this variant are computed but not compared.
             difference = 0.0 if variant is shared else float((one - other).abs().max() / one.abs().max())
             if not difference <= TOLERANCE:
                 raise build_change_error(
@@ -123,7 +126,7 @@ def _compare_tiny_models(model_class: Any, implementation: str, **fields: Any) -
 
 
 def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
-    """Return a configuration of Transformers for a tiny model without dropout."""
+    """Return a Transformers configuration for a tiny model without dropout."""
     original = next(
         base
         for base in config_class.__mro__
@@ -141,10 +144,9 @@ def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
 
 
 def _compute_outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last hidden states [1, n, D] of a text at once, and token by token with a cache.
+    """Return the last hidden states [1, n, D] for a text that is processed at once, and token by token with a cache.
 
-    For an encoder, the second output is that of a text with padding. The encoder outputs for a decoder have padding
-    too.
+    For an encoder, the second output is for a text with padding. Encoder outputs for a decoder contain padding too.
     """
     ids = torch.arange(3, 3 + LENGTH)[None]
     encoder_arguments: dict[str, Any] = {}

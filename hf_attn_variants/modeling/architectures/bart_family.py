@@ -1,4 +1,4 @@
-"""Shared attention code of BART, mBART, Marian, M2M100, PEGASUS and Whisper: one attention class at three places."""
+"""Shared attention code for BART, mBART, Marian, M2M100, PEGASUS and Whisper."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ BART_FAMILY_SITES = (
 
 
 class BartFamilyAttentionMixin(AttentionVariantMixin):
-    """Mixin for the attention class of BART and its relatives; list it before the Transformers class in the bases."""
+    """Mixin for attention in BART and related models. It must precede the Transformers class in the bases."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -56,7 +56,7 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states`.
 
-        The arguments are those of the Transformers class.
+        The arguments are the same as in the Transformers class.
         """
         states, encoder_outputs, cache, mask = self.arguments.read(args, kwargs)
         if encoder_outputs is not None and self.heads.rank is None:

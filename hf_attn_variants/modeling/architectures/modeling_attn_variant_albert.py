@@ -1,4 +1,4 @@
-"""ALBERT models with the attention variants of this package."""
+"""ALBERT models with attention variants."""
 
 import re
 from typing import Any
@@ -37,13 +37,13 @@ __all__ = [
 
 
 class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
-    """The attention of ALBERT with k key/value heads and, if configured, a latent or talking heads."""
+    """ALBERT attention with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
     transformers_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, hidden size]; the arguments are those of `AlbertAttention.forward`."""
+        """Attend within hidden states [b, n, hidden size]; see `AlbertAttention.forward` for the arguments."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.prepare_variant_inputs(states, None, None, kwargs)
         if not self.owns_projections:
@@ -57,19 +57,19 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
 
 
 class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
-    """`AlbertLayer` with gradient checkpointing, which the class of Transformers does not support."""
+    """`AlbertLayer` with gradient checkpointing, which the Transformers class does not support."""
 
 
 class AttnVariantAlbertEmbeddings(PositionEmbeddingsMixin, AlbertEmbeddings):
-    """The embeddings of ALBERT, with learned or sinusoidal positions."""
+    """ALBERT embeddings with learned or sinusoidal positions."""
 
     roles = ("ids", "embedded", "positions", "types")
 
 
 class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedModel):
-    """Base class of the ALBERT models with variant attention; Transformers documents the original models.
+    """Base class of the ALBERT models with variant attention. See Transformers for the original models.
 
-    All layers of a group share one attention module, so that the model contains it once and converts it once.
+    All layers in a group share one attention module, which is therefore stored and converted only once.
     """
 
     config_class = AttnVariantAlbertConfig
@@ -89,7 +89,7 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
 
     @classmethod
     def count_module_runs(cls, config: Any, path: str) -> int:
-        """Return how often a forward pass runs a module: once for each layer of its group, which shares the module."""
+        """Return how often a forward pass runs a module, which is once for each layer in its group."""
         group = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", path)
         if group is None:
             return 1

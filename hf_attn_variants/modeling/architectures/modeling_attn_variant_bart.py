@@ -1,4 +1,4 @@
-"""BART models with the attention variants of this package."""
+"""BART models with attention variants."""
 
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.shared_rows import SharedEncoderOutputsMixin
@@ -34,7 +34,7 @@ class AttnVariantBartAttention(BartFamilyAttentionMixin, BartAttention):
 
 
 class AttnVariantBartPreTrainedModel(AttnVariantModelMixin, BartPreTrainedModel):
-    """Base class of the BART models with variant attention; Transformers documents the original models."""
+    """Base class of the BART models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantBartConfig
     attention_sites = BART_FAMILY_SITES
@@ -57,7 +57,7 @@ class AttnVariantBartModel(AttnVariantBartPreTrainedModel, BartModel):
 
 
 class AttnVariantBartDecoderWrapper(AttnVariantBartPreTrainedModel, BartDecoderWrapper):
-    """The wrapper of the decoder in `BartForCausalLM`, with variant attention."""
+    """The decoder wrapper in `BartForCausalLM`, with variant attention."""
 
 
 AttnVariantBartPreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -81,5 +81,5 @@ class AttnVariantBartForCausalLM(AttnVariantBartPreTrainedModel, BartForCausalLM
     """`BartForCausalLM` (decoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBartConfig.model_type] = AttnVariantBartForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""BERT models with the attention variants of this package."""
+"""BERT models with attention variants."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
@@ -37,19 +37,19 @@ __all__ = [
 
 
 class AttnVariantBertSelfAttention(BertFamilySelfAttentionMixin, BertSelfAttention):
-    """The self-attention of BERT with k key/value heads and, if configured, a latent or talking heads."""
+    """BERT self-attention with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantBertCrossAttention(BertFamilyCrossAttentionMixin, BertCrossAttention):
-    """The cross-attention of BERT with k key/value heads and, if configured, talking heads."""
+    """BERT cross-attention with k key/value heads and, if configured, talking heads."""
 
 
 class AttnVariantBertEmbeddings(PositionEmbeddingsMixin, BertEmbeddings):
-    """The embeddings of BERT, with learned or sinusoidal positions."""
+    """BERT embeddings with learned or sinusoidal positions."""
 
 
 class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel):
-    """Base class of the BERT models with variant attention; Transformers documents the original models."""
+    """Base class of the BERT models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantBertConfig
     attention_sites = BERT_FAMILY_SITES
@@ -94,6 +94,6 @@ class AttnVariantBertForQuestionAnswering(AttnVariantBertPreTrainedModel, BertFo
     """`BertForQuestionAnswering` with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table when it applies label smoothing.
-# The text-generation pipeline accepts the models of this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table. The
+# text-generation pipeline also accepts them.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBertConfig.model_type] = AttnVariantBertLMHeadModel.__name__

@@ -1,4 +1,4 @@
-"""DistilBERT models with the attention variants of this package."""
+"""DistilBERT models with attention variants."""
 
 from typing import Any
 
@@ -33,13 +33,13 @@ __all__ = [
 
 
 class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAttention):
-    """The attention of DistilBERT with k key/value heads and, if configured, a latent or talking heads."""
+    """DistilBERT attention with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
     transformers_attributes = ("dropout", "is_causal", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, dim]; the arguments are those of `DistilBertSelfAttention.forward`."""
+        """Attend within hidden states [b, n, dim]; see `DistilBertSelfAttention.forward` for the arguments."""
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.prepare_variant_inputs(states, None, None, kwargs)
         if not self.owns_projections:
@@ -52,13 +52,13 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
 
 
 class AttnVariantDistilBertEmbeddings(PositionEmbeddingsMixin, Embeddings):
-    """The embeddings of DistilBERT, with learned or sinusoidal positions."""
+    """DistilBERT embeddings with learned or sinusoidal positions."""
 
     roles = ("ids", "embedded", "positions")
 
 
 class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreTrainedModel):
-    """Base class of the DistilBERT models with variant attention; Transformers documents the original models."""
+    """Base class of the DistilBERT models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantDistilBertConfig
     attention_sites = (

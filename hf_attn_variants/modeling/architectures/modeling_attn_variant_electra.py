@@ -1,4 +1,4 @@
-"""ELECTRA models with the attention variants of this package."""
+"""ELECTRA models with attention variants."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
@@ -47,11 +47,11 @@ class AttnVariantElectraCrossAttention(BertFamilyCrossAttentionMixin, ElectraCro
 
 
 class AttnVariantElectraEmbeddings(PositionEmbeddingsMixin, ElectraEmbeddings):
-    """The embeddings of ELECTRA, with learned or sinusoidal positions."""
+    """ELECTRA embeddings with learned or sinusoidal positions."""
 
 
 class AttnVariantElectraPreTrainedModel(AttnVariantModelMixin, ElectraPreTrainedModel):
-    """Base class of the ELECTRA models with variant attention; Transformers documents the original models."""
+    """Base class of the ELECTRA models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantElectraConfig
     attention_sites = BERT_FAMILY_SITES
@@ -92,5 +92,5 @@ class AttnVariantElectraForQuestionAnswering(AttnVariantElectraPreTrainedModel, 
     """`ElectraForQuestionAnswering` with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantElectraConfig.model_type] = AttnVariantElectraForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""M2M100 and NLLB models with the attention variants of this package."""
+"""M2M100 and NLLB models with attention variants."""
 
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.shared_rows import SharedEncoderOutputsMixin
@@ -27,7 +27,7 @@ class AttnVariantM2M100Attention(BartFamilyAttentionMixin, M2M100Attention):
 
 
 class AttnVariantM2M100PreTrainedModel(AttnVariantModelMixin, M2M100PreTrainedModel):
-    """Base class of the M2M100 models with variant attention; Transformers documents the original models."""
+    """Base class of the M2M100 models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantM2M100Config
     attention_sites = BART_FAMILY_SITES

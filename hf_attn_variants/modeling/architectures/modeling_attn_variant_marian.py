@@ -1,4 +1,4 @@
-"""Marian models with the attention variants of this package."""
+"""Marian models with attention variants."""
 
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.shared_rows import SharedEncoderOutputsMixin
@@ -35,7 +35,7 @@ class AttnVariantMarianAttention(BartFamilyAttentionMixin, MarianAttention):
 
 
 class AttnVariantMarianPreTrainedModel(AttnVariantModelMixin, MarianPreTrainedModel):
-    """Base class of the Marian models with variant attention; Transformers documents the original models."""
+    """Base class of the Marian models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantMarianConfig
     attention_sites = BART_FAMILY_SITES
@@ -58,7 +58,7 @@ class AttnVariantMarianModel(AttnVariantMarianPreTrainedModel, MarianModel):
 
 
 class AttnVariantMarianDecoderWrapper(AttnVariantMarianPreTrainedModel, MarianDecoderWrapper):
-    """The wrapper of the decoder in `MarianForCausalLM`, with variant attention."""
+    """The decoder wrapper in `MarianForCausalLM`, with variant attention."""
 
 
 AttnVariantMarianPreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -72,5 +72,5 @@ class AttnVariantMarianForCausalLM(AttnVariantMarianPreTrainedModel, MarianForCa
     """`MarianForCausalLM` (decoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMarianConfig.model_type] = AttnVariantMarianForCausalLM.__name__

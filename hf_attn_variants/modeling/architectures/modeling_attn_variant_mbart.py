@@ -1,4 +1,4 @@
-"""mBART models with the attention variants of this package."""
+"""mBART models with attention variants."""
 
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.shared_rows import SharedEncoderOutputsMixin
@@ -39,7 +39,7 @@ class AttnVariantMBartAttention(BartFamilyAttentionMixin, MBartAttention):
 
 
 class AttnVariantMBartPreTrainedModel(AttnVariantModelMixin, MBartPreTrainedModel):
-    """Base class of the mBART models with variant attention; Transformers documents the original models."""
+    """Base class of the mBART models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantMBartConfig
     attention_sites = BART_FAMILY_SITES
@@ -62,7 +62,7 @@ class AttnVariantMBartModel(AttnVariantMBartPreTrainedModel, MBartModel):
 
 
 class AttnVariantMBartDecoderWrapper(AttnVariantMBartPreTrainedModel, MBartDecoderWrapper):
-    """The wrapper of the decoder in `MBartForCausalLM`, with variant attention."""
+    """The decoder wrapper in `MBartForCausalLM`, with variant attention."""
 
 
 AttnVariantMBartPreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -86,5 +86,5 @@ class AttnVariantMBartForCausalLM(AttnVariantMBartPreTrainedModel, MBartForCausa
     """`MBartForCausalLM` (decoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMBartConfig.model_type] = AttnVariantMBartForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""PEGASUS models with the attention variants of this package."""
+"""PEGASUS models with attention variants."""
 
 from ..attention.latent_attention import CrossLatentMixin
 from ..attention.shared_rows import SharedEncoderOutputsMixin
@@ -35,7 +35,7 @@ class AttnVariantPegasusAttention(BartFamilyAttentionMixin, PegasusAttention):
 
 
 class AttnVariantPegasusPreTrainedModel(AttnVariantModelMixin, PegasusPreTrainedModel):
-    """Base class of the PEGASUS models with variant attention; Transformers documents the original models."""
+    """Base class of the PEGASUS models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantPegasusConfig
     attention_sites = BART_FAMILY_SITES
@@ -58,7 +58,7 @@ class AttnVariantPegasusModel(AttnVariantPegasusPreTrainedModel, PegasusModel):
 
 
 class AttnVariantPegasusDecoderWrapper(AttnVariantPegasusPreTrainedModel, PegasusDecoderWrapper):
-    """The wrapper of the decoder in `PegasusForCausalLM`, with variant attention."""
+    """The decoder wrapper in `PegasusForCausalLM`, with variant attention."""
 
 
 AttnVariantPegasusPreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -74,5 +74,5 @@ class AttnVariantPegasusForCausalLM(AttnVariantPegasusPreTrainedModel, PegasusFo
     """`PegasusForCausalLM` (decoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantPegasusConfig.model_type] = AttnVariantPegasusForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""RoBERTa models with the attention variants of this package."""
+"""RoBERTa models with attention variants."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
 from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
@@ -45,11 +45,11 @@ class AttnVariantRobertaCrossAttention(BertFamilyCrossAttentionMixin, RobertaCro
 
 
 class AttnVariantRobertaEmbeddings(PositionEmbeddingsMixin, RobertaEmbeddings):
-    """The embeddings of RoBERTa, with learned or sinusoidal positions."""
+    """RoBERTa embeddings with learned or sinusoidal positions."""
 
 
 class AttnVariantRobertaPreTrainedModel(AttnVariantModelMixin, RobertaPreTrainedModel):
-    """Base class of the RoBERTa models with variant attention; Transformers documents the original models."""
+    """Base class of the RoBERTa models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantRobertaConfig
     attention_sites = BERT_FAMILY_SITES
@@ -86,5 +86,5 @@ class AttnVariantRobertaForQuestionAnswering(AttnVariantRobertaPreTrainedModel, 
     """`RobertaForQuestionAnswering` with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantRobertaConfig.model_type] = AttnVariantRobertaForCausalLM.__name__

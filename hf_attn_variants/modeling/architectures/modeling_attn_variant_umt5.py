@@ -1,4 +1,4 @@
-"""UMT5 models with the attention variants of this package; each layer has its own relative position bias."""
+"""UMT5 models with attention variants. Each layer has its own relative position bias."""
 
 from typing import Any
 
@@ -42,10 +42,10 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
     roles = ("states", "encoder_outputs", "mask", "cache")
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
-        """Prepare the attention as for T5, and make the self-attention of the decoder causal."""
+        """Prepare the module as in T5, and make the decoder's self-attention causal."""
         check_attributes(self, ("is_decoder", "has_relative_attention_bias"))
-        # Transformers 5.15 and 5.17 leave this False. With sdpa and without padding, their decoders attend to later
-        # tokens.
+        # In Transformers 5.15 and 5.17, this is False, so that decoders attend to later tokens with sdpa and without
+        # padding.
         self.is_causal = self.is_decoder and self.has_relative_attention_bias
         super().install_variant(config, heads, query_dim, key_input_dim)
 
@@ -57,7 +57,7 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
 
 
 class AttnVariantUMT5PreTrainedModel(AttnVariantModelMixin, UMT5PreTrainedModel):
-    """Base class of the UMT5 models with variant attention; Transformers documents the original models."""
+    """Base class of the UMT5 models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantUMT5Config
     attention_sites = T5_FAMILY_SITES
@@ -68,7 +68,7 @@ class AttnVariantUMT5Stack(SinusoidalInputsMixin, CrossLatentMixin, AttnVariantU
 
     @property
     def stack_name(self) -> str:
-        """The name of the encoder or decoder in the whole model."""
+        """The name of this encoder or decoder in the complete model."""
         return "decoder" if self.is_decoder else "encoder"
 
 
@@ -91,7 +91,7 @@ class AttnVariantUMT5ForConditionalGeneration(
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if not config.scale_decoder_outputs:
-            # Transformers multiplies the outputs by model_dim ** -0.5, and always does so before version 5.24.
+            # Transformers multiplies the outputs by model_dim ** -0.5, and did so unconditionally before version 5.24.
             self.model_dim = 1
 
 

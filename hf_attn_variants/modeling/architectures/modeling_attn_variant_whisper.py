@@ -1,4 +1,4 @@
-"""Whisper models with the attention variants of this package."""
+"""Whisper models with attention variants."""
 
 from typing import Any
 
@@ -41,16 +41,16 @@ __all__ = [
 
 
 class BartForwardMixin:
-    """Mixin that gives the keys and values of `WhisperAttention` as many heads as their projections have.
+    """Mixin that lets `WhisperAttention` have fewer key/value heads than query heads.
 
-    `WhisperAttention.forward` assumes the number of query heads. `BartAttention` computes the same attention without
-    this assumption. It scales the dot products, whereas Whisper scales the queries.
+    `WhisperAttention.forward` assumes that these numbers are the same. `BartAttention` computes the same attention
+    without this assumption. It scales the dot products, whereas Whisper scales the queries.
     """
 
     arguments: MethodArguments
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Attend as `BartAttention` does; the arguments are those of `WhisperAttention.forward`."""
+        """Attend as in `BartAttention`. See `WhisperAttention.forward` for the arguments."""
         values, others = self.arguments.split(args, kwargs)
         return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, values, strict=True)), **others)
 
@@ -66,7 +66,7 @@ check_attention_function(BartAttention)
 
 
 class AttnVariantWhisperPreTrainedModel(AttnVariantModelMixin, WhisperPreTrainedModel):
-    """Base class of the Whisper models with variant attention; Transformers documents the original models."""
+    """Base class of the Whisper models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantWhisperConfig
     attention_sites = BART_FAMILY_SITES
@@ -89,7 +89,7 @@ class AttnVariantWhisperModel(AttnVariantWhisperPreTrainedModel, WhisperModel):
 
 
 class AttnVariantWhisperDecoderWrapper(AttnVariantWhisperPreTrainedModel, WhisperDecoderWrapper):
-    """The wrapper of the decoder in `WhisperForCausalLM`, with variant attention."""
+    """The decoder wrapper in `WhisperForCausalLM`, with variant attention."""
 
 
 AttnVariantWhisperPreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -109,5 +109,5 @@ class AttnVariantWhisperForAudioClassification(AttnVariantWhisperPreTrainedModel
     """`WhisperForAudioClassification` (encoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantWhisperConfig.model_type] = AttnVariantWhisperForCausalLM.__name__

@@ -1,4 +1,4 @@
-"""Shared attention code of T5 and UMT5: one attention class at three places, with a relative position bias."""
+"""Shared attention code for T5 and UMT5, with a relative position bias."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ T5_FAMILY_SITES = (
 )
 
 
-# The base is for the type checker, as in `attention_mixin`.
+# The base class is only for type checkers, as in `attention_mixin`.
 if TYPE_CHECKING:
 
     class _Attention(SummarizingAttention):
@@ -72,7 +72,7 @@ else:
 
 
 class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
-    """Mixin for the attention class of T5 or UMT5; list it before the Transformers class among the bases.
+    """Mixin for attention in T5 and UMT5. It must precede the Transformers class in the bases.
 
     The relative position bias has one column per softmax head and is added after P_l (arXiv 2003.02436, section 3).
     """
@@ -94,7 +94,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         check_method(owner, "compute_bias", ("query_length", "key_length", "device", "past_seen_tokens"))
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
-        """Set the head counts, add the talking-heads parameters and resize the position bias to the softmax heads.
+        """Set the head counts, add the talking-heads parameters and resize the position bias for the softmax heads.
 
         With sinusoidal positions, the position bias is removed.
         """
@@ -112,10 +112,10 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             )
 
     def init_projections(self) -> None:
-        """Initialize the talking-heads parameters and, as Transformers does for tokens, the bias of summaries.
+        """Initialize the talking-heads parameters and the bias for summaries.
 
-        If values and keys have different sizes, the output projection is drawn by the rule of Transformers for its
-        input size.
+        The bias for summaries is initialized like the token bias in Transformers. If value heads and key heads have
+        different sizes, the output projection is initialized as in Transformers for its input size.
         """
         super().init_projections()
         if self.heads.value_dim != self.heads.head_dim:
@@ -136,8 +136,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         """Attend within `states` [b, n, d_model], or from them to `encoder_outputs` [b, m, d_model].
 
         Args:
-            position_bias: [1, h, n, m], from an earlier layer. If it is None, an attention with relative positions
-                computes it. If the attention has a pattern, the bias is a table by distance.
+            position_bias: the position bias from an earlier layer, [1, h, n, m]. If it is None, modules with relative
+                positions compute it. If the module has a pattern, the bias is a table by distance.
             kwargs: further arguments of the attention function.
 
         Returns:
@@ -160,8 +160,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             if self.key_range is not None:  # by distance, for one query in the middle (`relative_bias`)
                 length, past_length = 1, past_length + length - 1
                 key_length = 2 * past_length + 1
-            # The heads are the last axis in memory. Fused CUDA kernels require the keys there, and all layers share
-            # the bias.
+            # The heads are the last axis in memory. Fused CUDA kernels require the keys there, and the bias is shared
+            # by all layers.
             position_bias = self.compute_bias(length, key_length, query.device, past_length).contiguous()
             if isinstance(self.key_range, TransientGlobal):
                 position_bias = torch.cat(
@@ -169,8 +169,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
                 )
         bias = position_bias
         if bias is not None and not self.is_own:
-            # The flex attention of Transformers indexes the bias by the batch, so that a bias of one row is read out
-            # of bounds.
+            # FlexAttention in Transformers indexes the bias by batch row, so that a bias with a single row would be
+            # read out of bounds.
             bias = bias.expand(query.shape[0], -1, -1, -1)
         options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
         options |= kwargs | dynamic
@@ -189,5 +189,5 @@ def _past_length(cache: Any, layer: int) -> int | torch.Tensor:
     if cache is None:
         return 0
     length = cache.get_seq_length(layer)
-    # A static cache updates its length in place, and the bias is computed after the update.
+    # A static cache updates its length in place before the bias is computed.
     return length.clone() if isinstance(length, torch.Tensor) else length

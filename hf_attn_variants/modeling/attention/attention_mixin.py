@@ -1,6 +1,6 @@
-"""A mixin that turns an attention class of Transformers into a variant.
+"""A mixin that turns Transformers attention classes into variants.
 
-The letters for the sizes are those of `softmax_attention`.
+The symbols for tensor sizes are defined in `softmax_attention`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ with guarded_imports():
 __all__ = ["AttentionVariantMixin"]
 
 
-# The mixin becomes a module only together with a class of Transformers. Only the type checker sees it as one here.
+# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a module.
 if TYPE_CHECKING:
     _Attention = VariantAttention
 else:
@@ -40,15 +40,15 @@ else:
 
 
 class AttentionVariantMixin(_Attention):
-    """A mixin with the additions of a variant to an attention class of Transformers.
+    """A mixin that adds the attention variants to a Transformers attention class.
 
-    It comes before the class of Transformers in the list of base classes.
+    It must precede the Transformers class in the list of base classes.
 
     Class attributes:
-        roles: the arguments of the original `forward` that the variant reads (`transformers_internals.ROLES`).
+        roles: the arguments of the original `forward` that the variant uses (see `transformers_internals.ROLES`).
         returns: the number of values that `forward` returns.
-        transformers_attributes: the attributes of the original module that the variant reads, except its linear layers.
-        arguments: the arguments of the original `forward` by role. Each class gets its own.
+        transformers_attributes: the attributes of the original module that the variant uses, except the linear layers.
+        arguments: the arguments of the original `forward` by role. They are set separately for each class.
     """
 
     roles: tuple[str, ...] = ()
@@ -64,18 +64,18 @@ class AttentionVariantMixin(_Attention):
             cls.arguments = MethodArguments(owner, cls.roles, returns=cls.returns)
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
-        """Store the head counts and add the talking-heads parameters. The model initializes them later.
+        """Store the head counts and add the talking-heads parameters, which the model initializes later.
 
         Args:
-            config: the configuration of the model.
-            heads: the head counts, the rank of the latent and the talking-heads settings of the attention.
+            config: the model configuration.
+            heads: the head counts, latent rank and talking-heads settings of the attention module.
             query_dim: the size of the inputs of the query projection.
-            key_input_dim: the size of the inputs on the key side, as the attention receives them.
+            key_input_dim: the size of the inputs on the key side, as passed to the attention module.
         """
         check_attributes(self, ("config", *self.transformers_attributes))
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
-        # Transformers assumes that values are as wide as keys.
+        # Transformers assumes that value heads are as wide as key heads.
         self.owns_projections = heads.rank is not None or heads.value_dim != heads.head_dim
         like = next(self.parameters())
         shapes = get_projection_shapes(heads, query_dim, key_input_dim) if heads.talking is not None else {}
@@ -84,24 +84,24 @@ class AttentionVariantMixin(_Attention):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device)))
         if shapes:
-            # Transformers has already initialized this module, but not the new parameters.
+            # Transformers has already initialized this module, but without the new parameters.
             self._is_hf_initialized = False
         self.resolve_attn_implementation()
 
     def resolve_attn_implementation(self) -> None:
-        """Check and store the attention implementation that the configuration names.
+        """Check and store the attention implementation in the configuration.
 
-        `prepare_variant_inputs` repeats the check only if the name in the configuration has changed.
+        `prepare_variant_inputs` only repeats this check if the implementation in the configuration has changed.
 
         Raises:
-            ValueError: if the implementation cannot compute talking heads or a pattern.
+            ValueError: if the implementation does not support the mechanisms of the module.
         """
         implementation = get_attn_implementation(self)
         check_implementation(self.config, implementation)
         self.implementation, self.is_own = implementation, implementation in (EAGER, SDPA)
 
     def extra_repr(self) -> str:
-        """Return the text that a printed model shows for this attention: its heads and its mechanisms."""
+        """Describe the heads and mechanisms of this attention module for a printed model."""
         heads, pattern = self.heads, getattr(self.key_range, "kind", self.key_range)
         shown: dict[str, Any] = {"heads": heads.query, "key_value_heads": heads.key, "kv_lora_rank": heads.rank}
         shown |= {"talking_heads": heads.talking, "kernel": getattr(self.kernel, "name", None)}
@@ -109,7 +109,7 @@ class AttentionVariantMixin(_Attention):
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
 
     def init_projections(self) -> None:
-        """Initialize the talking-heads parameters by the rule in `talking_heads_init`."""
+        """Initialize the talking-heads parameters according to `talking_heads_init`."""
         for name in self.projection_names:
             parameter = getattr(self, name)
             std = get_projection_std(name, parameter.shape, self.heads.talking_init)
@@ -121,18 +121,18 @@ class AttentionVariantMixin(_Attention):
     def prepare_variant_inputs(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Check one call and return the additional keyword arguments for the attention function.
+        """Check the inputs of a call and return additional keyword arguments for the attention function.
 
         Args:
             states: the inputs on the query side, x [b, n, query size].
-            encoder_outputs: the inputs on the key side [b, m, key input size]. None for self-attention, which uses
+            encoder_outputs: the inputs on the key side [b, m, key input size], or None for self-attention, which uses
                 `states`.
             cache: the cache that this call reads and writes, if any.
-            kwargs: the other arguments of the call.
+            kwargs: the remaining arguments of the call.
 
         Returns:
-            The terms of P_l and P_w as a dictionary of tensors [b, n or m, heads in, heads out]. For a kernel, the
-            cache of its states.
+            A dictionary with the input-dependent terms of P_l and P_w [b, n or m, heads in, heads out], or with the
+            cache for kernel states.
 
         Raises:
             ValueError: if the attention implementation or the cache does not support the variant.
@@ -171,16 +171,16 @@ class AttentionVariantMixin(_Attention):
         cache: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the outputs of all heads [b, n, h_v d_v], and the weights if the call requests them.
+        """Compute the outputs of all heads [b, n, h_v d_v], and the weights if they are requested.
 
-        This method replaces the original `forward` if `owns_projections` is true. The attention then has a latent, or
-        its values and keys differ in size.
+        This method replaces the original `forward` if `owns_projections` is True, which means that there is a latent
+        or that value heads and key heads have different sizes.
 
         Args:
             maps: the linear layers of the queries, keys and values.
             mask: as in `attention_with_weights`.
-            dropout: the probability that a weight is dropped in training.
-            states, encoder_outputs, cache: as for `get_latent` and `get_keys_and_values`.
+            dropout: the dropout probability during training.
+            states, encoder_outputs, cache: see `get_latent` and `get_keys_and_values`.
             options: further arguments of the attention function.
         """
         query_map, key_map, value_map = maps
@@ -197,12 +197,13 @@ class AttentionVariantMixin(_Attention):
     def get_keys_and_values(
         self, maps: tuple[nn.Module, nn.Module], states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys [b, k, m, d] and values [b, k, m, d_v]: first those in the cache, then those of this call.
+        """Return the keys [b, k, m, d] and values [b, k, m, d_v], starting with those in the cache.
 
         Args:
             maps: the linear layers of the keys and of the values.
             states: the inputs of self-attention [b, n, D].
-            encoder_outputs: the inputs of cross-attention, or None. Their keys and values are computed once.
+            encoder_outputs: the inputs of cross-attention, whose keys and values are only computed once, or None for
+                self-attention.
             cache: the cache that this call reads and writes, if any.
         """
         is_cross_attention = encoder_outputs is not None
@@ -223,11 +224,11 @@ class AttentionVariantMixin(_Attention):
     def get_latent(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Return the latent c [b, 1, m, r] and, in cross-attention, the cache layer that holds it.
+        """Return the latent c [b, 1, m, r] and, in cross-attention, the cache layer that stores it.
 
         Args:
             states: the inputs of self-attention [b, n, D].
-            encoder_outputs: the latent that `CrossLatentMixin` has computed from the encoder outputs. None in
+            encoder_outputs: the latent that `CrossLatentMixin` has computed from the encoder outputs, or None for
                 self-attention.
             cache: the cache that this call reads and writes, if any.
         """
@@ -236,12 +237,12 @@ class AttentionVariantMixin(_Attention):
         return self.compute_own_latent(states, cache), None
 
     def compute_own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Return the latent c [b, 1, m, r] of self-attention: the cached part, then that of the inputs [b, n, D].
+        """Return the latent c [b, 1, m, r] in self-attention, with the cached part followed by the part for `states`.
 
         The cache stores c as its keys. Its values have width 0.
 
         Raises:
-            ValueError: if the cache holds anything else, for example the keys and values of a prefix of peft.
+            ValueError: if the cache contains anything else, such as the keys and values of a PEFT prefix.
         """
         latent = self.kv_a_proj(states) if hasattr(self, "kv_a_proj") else states
         latent = latent[:, None]
@@ -252,6 +253,6 @@ class AttentionVariantMixin(_Attention):
         if past is not None and past.shape[1::2] != latent.shape[1::2]:
             raise ValueError(
                 f"The cache must have latents of dimension {latent.shape[-1]} (`kv_lora_rank`), got "
-                f"{past.shape[1]} heads of size {past.shape[-1]}. Use a cache that this model made."
+                f"{past.shape[1]} heads of size {past.shape[-1]}. Use a cache that was created by this model."
             )
         return cache.update(latent, latent[..., :0], self.layer_idx)[0]

@@ -1,4 +1,4 @@
-"""Declarations of the attention modules of an architecture: their paths, their kinds and their numbers of heads."""
+"""Declarations of the attention modules in an architecture, with their paths, kinds and head counts."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ __all__ = ["AttentionSite", "Projections", "get_sites_root", "named_attentions"]
 
 
 class Projections(TypedDict):
-    """The paths of the linear layers of an attention, relative to its module."""
+    """The paths of the linear layers in an attention module, relative to the module."""
 
     query: str
     key: str
@@ -29,23 +29,24 @@ class Projections(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One kind of attention module of an architecture, with the names of its projections.
+    """One kind of attention module in an architecture, with the names of its projections.
 
     Args:
-        name: the name in reports: "self", "cross", "encoder" or "decoder".
-        module: a regular expression for the path of the attention module inside the base model. Its groups capture
-            the layer numbers.
+        name: the name of the attention in reports: "self", "cross", "encoder" or "decoder".
+        module: a regular expression that matches the path of the attention module inside the base model. Its groups
+            capture the layer numbers.
         query, key, value, output: the paths of the linear layers, relative to the attention module.
-        core: the relative path of the submodule that calls the attention function and holds the talking-heads
+        core: the relative path of the submodule that calls the attention function and contains the talking-heads
             projections ("" = the attention module itself).
-        stack: "encoder" or "decoder" in an encoder-decoder. None = the only stack of the model, which is a decoder if
-            `is_decoder` of the configuration is true.
+        stack: "encoder" or "decoder" in an encoder-decoder, or None if the model has only one of them. It is then a
+            decoder if `is_decoder` is set in the configuration.
         is_cross_attention: True if the keys and values are computed from the encoder outputs.
         kv_heads_field: the configuration field with the number of key/value heads.
-        rank_field: the configuration field with the rank of the latent. None = the attention does not support latents.
-        latent: the path of the linear layer that computes the latent, relative to the attention module. It is
-            relative to the base model if `shares_latent` is true.
-        shares_latent: True if the attention modules of all layers share one latent.
+        rank_field: the configuration field with the rank of the latent, or None if the attention does not support
+            latents.
+        latent: the path of the linear layer that computes the latent, relative to the attention module. If
+            `shares_latent` is True, it is relative to the base model instead.
+        shares_latent: True if the attention modules in all layers share one latent.
     """
 
     name: str
@@ -64,25 +65,25 @@ class AttentionSite:
 
     @property
     def projections(self) -> dict[str, str]:
-        """The paths of the linear layers by their role: "query", "key", "value" and "output"."""
+        """The paths of the linear layers by role: "query", "key", "value" and "output"."""
         return {role: getattr(self, role) for role in ("query", "key", "value", "output")}
 
     @property
     def stack_prefix(self) -> str:
-        """The prefix of the fields of the stack: "encoder_" in the encoder of an encoder-decoder, otherwise ""."""
+        """The prefix of encoder or decoder fields: "encoder_" for the encoder in an encoder-decoder, else ""."""
         return "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
 
     @property
     def place_prefix(self) -> str:
-        """The prefix of the per-place fields: "cross_" for cross-attention, otherwise the prefix of the stack."""
+        """The prefix of the per-place fields: "cross_" for cross-attention, otherwise `stack_prefix`."""
         return "cross_" if self.is_cross_attention else self.stack_prefix
 
     def get_stack_name(self, config: Any) -> str:
-        """Return the stack that contains the attention in a model of this configuration, "encoder" or "decoder"."""
+        """Return the part of the model that contains the attention module, "encoder" or "decoder"."""
         return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
 
     def get_heads(self, config: Any, path: str) -> AttentionHeads:
-        """Return the head counts, the rank and the talking-heads settings of the attention at this path."""
+        """Return the head counts, the rank and the talking-heads settings of the attention module at a path."""
         layer = self.get_layer_index(config, path)
         query, key = config.query_heads(self.kv_heads_field), config.layer_value(self.kv_heads_field, layer)
         talking = config.get_talking_heads(self.place_prefix, layer)
@@ -93,18 +94,18 @@ class AttentionSite:
         return AttentionHeads(*counts, talking.kind, talking.init, talking.dynamic)
 
     def get_key_range(self, config: Any, path: str, is_causal: bool) -> Any:
-        """Return the key range of the attention at this path, or None if it has no pattern and reads all keys.
+        """Return the key range of the attention module at a path, or None if it attends to all keys.
 
         Args:
             config: a variant configuration.
             path: the path of the attention module.
-            is_causal: True if the queries do not read later keys.
+            is_causal: True if queries do not attend to later keys.
         """
         prefix, layer = self.stack_prefix, self.get_layer_index(config, path)
         pattern = getattr(config, f"{prefix}attention_pattern")
         if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
-            # This is a softmax layer in a stack with kernels. Masks cover only padding there, so the layer itself
-            # must leave out later keys.
+            # This is a softmax layer in a decoder with kernels. Masks only cover padding in this case, so the layer
+            # itself must exclude later keys.
             return (
                 None
                 if self.get_kernel(config, path, is_causal) is not None
@@ -117,29 +118,30 @@ class AttentionSite:
         )
 
     def get_kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
-        """Return the kernel of the attention at this path, or None for a softmax.
+        """Create the kernel of the attention module at a path, or return None for a softmax.
 
-        The arguments are those of `key_range`.
+        See `get_key_range` for the arguments.
         """
         head_dim = config.attention_head_dim(self.kv_heads_field)
         is_causal = is_causal and not self.is_cross_attention
         return create_kernel(config, self.place_prefix, head_dim, path, is_causal, self.get_layer_index(config, path))
 
     def get_layer_index(self, config: Any, path: str) -> int:
-        """Return the number of the layer that contains the attention at this path.
+        """Return the index of the layer that contains the attention module at a path.
 
-        The groups of `module` capture it. ALBERT has two numbers: a group of layers, and a layer inside this group.
+        It is captured by the groups of `module`. ALBERT has two indices, one for the group of layers and one for the
+        layer inside the group.
         """
-        match: Any = re.fullmatch(self.module, path)  # callers pass only paths that match
+        match: Any = re.fullmatch(self.module, path)  # callers only pass matching paths
         outer, *inner = map(int, match.groups())
         return outer * config.inner_group_num + inner[0] if inner else outer
 
     def get_latent_path(self, path: str) -> str:
-        """Return the path, inside the base model, of the linear layer that computes the latent of this attention."""
+        """Return the path inside the base model of the linear layer that computes the module's latent."""
         return self.latent if self.shares_latent else f"{path}.{self.latent}"
 
     def get_latent_projection(self, base_model: nn.Module, path: str) -> nn.Module | None:
-        """Return the linear layer that computes the latent of the attention at this path, or None without a latent."""
+        """Return the linear layer that computes the latent of the module at a path, or None if there is none."""
         if self.rank_field is None:
             return None
         owner, _, name = self.get_latent_path(path).rpartition(".")
@@ -147,9 +149,9 @@ class AttentionSite:
 
 
 def get_sites_root(model: PreTrainedModel) -> nn.Module:
-    """Return the module that the paths of attention modules start from: the base model.
+    """Return the module to which the paths of attention modules are relative, which is the base model.
 
-    For an encoder or decoder that is built by itself, return a new module that holds it under its `stack_name`.
+    If only an encoder or a decoder was built, return a new module that contains it under its `stack_name`.
     """
     name = getattr(model, "stack_name", None)
     if name is None or model.base_model is not model:
@@ -162,9 +164,9 @@ def get_sites_root(model: PreTrainedModel) -> nn.Module:
 def named_attentions(
     model: PreTrainedModel, sites: Iterable[AttentionSite]
 ) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Yield the site, the path inside the base model and the module of each attention.
+    """Yield the declaration, the path inside the base model and the module of each attention.
 
-    The model is a variant or a model of Transformers.
+    The model can be a variant or a Transformers model.
     """
     for path, module in get_sites_root(model).named_modules():
         for site in sites:

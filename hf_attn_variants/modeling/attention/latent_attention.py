@@ -1,16 +1,18 @@
-"""Latent attention: the keys and values are computed from a latent per token, and the cache stores only the latent.
+"""Latent attention, which computes keys and values from one latent per token and only caches the latents.
 
-The latent of the inputs y [b, m, D] is c = A y [b, m, r]. If r = D, the latent is y itself and A does not exist. The
-attention has two equal forms. W_k,i and W_v,i are the projections of head i, q_i its queries and P_i its weights:
+The latent of the inputs y [b, m, D] is c = A y [b, m, r]. If r = D, the latent is y itself, and there is no A.
+Attention can be computed in two equivalent forms, where W_k,i and W_v,i are the projections of head i, q_i its queries
+and P_i its attention weights:
 
     expanded:  K_i = c W_k,i^T + b_k,i,  V_i = c W_v,i^T + b_v,i,  then standard attention
     absorbed:  logits_i = (q_i W_k,i) c^T,  outputs_i = (P_i c) W_v,i^T + (row sums of P_i) b_v,i
 
-The absorbed form is multi-query attention with c as its only key and value head. It projects nothing of length m. The
-bias b_k,i adds the same number to all logits of a query, and a softmax does not change with it.
+The absorbed form is multi-query attention with c as the only key/value head. It requires no projections of tensors of
+length m. The bias b_k,i is omitted, because it adds the same number to all logits of a query and therefore does not
+change the softmax.
 
 Sources: MLA (arXiv 2405.04434, section 2.1.2 and appendix C), and slim attention for r = D (arXiv 2503.05840). The
-letters are those of `softmax_attention`.
+symbols are defined in `softmax_attention`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -45,14 +47,14 @@ __all__ = [
     "should_absorb_projections",
 ]
 
-# The attribute of a cache layer with the keys and values of a short latent: {layer: (c, K, V, version of c)}.
+# The attribute of a cache layer that stores the keys and values of a short latent: {layer: (c, K, V, version of c)}.
 EXPANDED = "_expanded_latents"
-# The bias of the values is multiplied by the row sums of the weights. The absorbed form computes the weights for these
-# sums only if there are at most this many queries.
+# The bias of the values is multiplied by the row sums of the weights. The absorbed form is only used with these sums
+# if there are at most this many queries.
 MAX_ROWS_WITH_WEIGHTS = 16
 
 
-# A mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
+# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
 if TYPE_CHECKING:
     _Stack = nn.Module
 else:
@@ -60,9 +62,9 @@ else:
 
 
 class LatentLayer(SharedRows, DynamicLayer):
-    """A layer of a dynamic cache that stores a latent [b, 1, m, r] without the copy that `update` makes.
+    """A layer of a dynamic cache that stores a latent [b, 1, m, r] without copying it.
 
-    The latent may be the encoder outputs themselves. Nothing may write into it, because other callers read it too.
+    The latent may be the encoder outputs themselves, which other callers also read, so it must not be modified.
     """
 
     def __init__(self, latent: torch.Tensor, beams: int = 1) -> None:
@@ -72,17 +74,17 @@ class LatentLayer(SharedRows, DynamicLayer):
         self.keys, self.values = latent, latent[..., :0]
 
     def reset(self) -> None:
-        """Release the latent. The method of Transformers before 5.23 would overwrite it with zeros."""
+        """Release the latent. Before Transformers 5.23, the original method would overwrite it with zeros."""
         self.keys = self.values = None
         self.is_initialized, self.beams = False, 1
         vars(self).pop(EXPANDED, None)
 
 
 class SharedLatentLayer(DynamicLayer):
-    """A cache layer that refers to the latent of the first layer. Beam search thus reorders the latent only once."""
+    """A cache layer that refers to the first layer's latent, so that beam search reorders the latent only once."""
 
     def __init__(self, first: Any) -> None:
-        self.first = first  # the original constructor would set the attributes that the properties read
+        self.first = first  # the original constructor would set attributes that are properties here
 
     keys = property(lambda self: self.first.keys)
     values = property(lambda self: self.first.values)
@@ -92,7 +94,7 @@ class SharedLatentLayer(DynamicLayer):
     device = property(lambda self: self.first.device)
 
     def get_seq_length(self) -> int:
-        """Return the sequence length of the first layer."""
+        """Return the sequence length in the first layer."""
         return self.first.get_seq_length()
 
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +104,7 @@ class SharedLatentLayer(DynamicLayer):
 
 
 class CrossLatentMixin(_Stack):
-    """A mixin for decoders that computes the latent of the encoder outputs once for all layers."""
+    """A mixin for decoders that computes the latent of the encoder outputs only once for all layers."""
 
     call_arguments: MethodArguments
 
@@ -113,7 +115,7 @@ class CrossLatentMixin(_Stack):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder as in Transformers, with the latent instead of the encoder outputs."""
+        """Run the Transformers decoder with the latent instead of the encoder outputs."""
         encoder_outputs, cache = self.call_arguments.read(args, kwargs)
         makes_latent = getattr(self, "cross_kv_a_proj", None)
         if makes_latent is None or encoder_outputs is None or has_cached_latent(cache):
@@ -135,27 +137,27 @@ def attend_to_latent(
     layer: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to the keys and values of a latent, in the cheaper of the two forms.
+    """Attend to the keys and values of a latent in the cheaper of the two forms.
 
     Args:
         module: the attention module, with its `implementation` and `layer_idx`.
-        query: [b, h_k, n, d]. If several beams share encoder outputs, the beams of a sentence are adjacent.
+        query: [b, h_k, n, d]. If beams share encoder outputs, the beams of a sentence are adjacent.
         latent: c, [b, 1, m, r].
         mask: as in `attention_with_weights`.
-        maps: the linear layers W_k [k d, r] and W_v [k d_v, r] with their biases.
-        layer: the cache layer that holds this latent in all steps (cross-attention). It may also store the keys and
-            values of a short latent.
-        options: the further arguments of the attention function. The scaling is that of queries of size d.
+        maps: the linear layers with W_k [k d, r] and W_v [k d_v, r] and their biases.
+        layer: the cache layer that stores this latent in all steps (only in cross-attention). The keys and values of a
+            short latent may be stored in it too.
+        options: further arguments of the attention function. `scaling` refers to queries of size d.
 
     Returns:
         The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] if the implementation returns them.
     """
     attend = get_attention_function(module.implementation)
-    # Hooks may expect one row per beam. The test for hooks comes first, because an exported graph must not depend on
-    # the number of rows.
+    # Hooks may expect one row per beam. Hooks are checked first, because an exported graph must not depend on the
+    # number of rows.
     if layer is not None and any(has_hooks(linear) for linear in maps) and 0 < len(latent) < len(query):
         latent, layer = repeat_for_beams(latent, len(query)), None
-    # Tensors of the inference mode have no version counter that shows writes in place.
+    # Inference-mode tensors have no version counter that detects in-place changes.
     can_store = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
     if can_store and is_short_latent(latent):
         key, value = _get_expanded_latent(module, latent, maps, layer)
@@ -167,28 +169,28 @@ def attend_to_latent(
 
 
 def is_short_latent(latent: torch.Tensor) -> bool:
-    """Return True if the keys and values of a latent [b, 1, m, r] are not larger than the weights that compute them.
+    """Return True if the keys and values of a latent [b, 1, m, r] are at most as large as their projection weights.
 
-    In this case it costs more to read the weights in every step than to store the keys and values.
+    Reading the weights in every step is then more expensive than storing the keys and values.
     """
     batch, _, length, rank = latent.shape
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
 def get_shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Return the latent that all cross-attention modules share, and store it in the cache in the first call.
+    """Return the latent that all cross-attention modules share. The first call stores it in the cache.
 
-    The first layer of the cache holds the latent, and the other layers refer to it. Beam search thus reorders, repeats
-    and selects only one tensor. The keys of the layer are c, and its values have width 0.
+    The first cache layer stores the latent, and the other layers refer to it, so that beam search only has to reorder,
+    repeat and select one tensor. The keys in the layer are c, and the values have width 0.
 
     Args:
-        cache: the cache of the decoder, if any. A cache without a cross-attention part does not store the latent.
-        latents: c [b, m, r]. It is ignored if the cache already holds the latent.
-        layer: the layer number of the calling attention module.
+        cache: the cache of the decoder, if any. A cache without a cross-attention cache does not store the latent.
+        latents: c [b, m, r], which is ignored if the cache already contains the latent.
+        layer: the layer index of the calling attention module.
         states: the hidden states of the decoder [b B, n, D], with B beams per sentence.
 
     Returns:
-        The latent c [b, 1, m, r], and the cache layer that holds it if there is a cache.
+        The latent c [b, 1, m, r], and the cache layer that stores it if there is a cache.
     """
     if not isinstance(cache, EncoderDecoderCache):
         return get_sentence_rows(latents)[:, None], None
@@ -210,20 +212,20 @@ def get_shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: tor
 
 
 def has_cached_latent(cache: Any) -> bool:
-    """Return True if the cache of a decoder already holds the latent of the cross-attention modules."""
+    """Return True if a decoder's cache already contains the latent of the cross-attention modules."""
     return isinstance(cache, EncoderDecoderCache) and bool(cache.is_updated.get(0))
 
 
 def compute_keys_and_values(
     inputs: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys [b, k, m, d] and values [b, k, m, d_v] of a latent or of other inputs.
+    """Compute the keys [b, k, m, d] and values [b, k, m, d_v] from a latent or from other inputs.
 
     Args:
         inputs: the inputs of the projections [b, m, r].
         maps: the projections of the keys and of the values.
         head_dim: d.
-        value_dim: d_v. None = d.
+        value_dim: d_v (default: d).
     """
     sizes = (head_dim, head_dim if value_dim is None else value_dim)
     key, value = (
@@ -237,7 +239,7 @@ def _get_expanded_latent(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     by_layer = vars(layer).setdefault(EXPANDED, {})
     expanded = by_layer.get(module.layer_idx)
-    # Reordering or repeating the beams creates another tensor, and writing in place changes its version.
+    # Reordering or repeating the beams creates another tensor, and in-place changes increase the version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
         sizes = (module.heads.head_dim, module.heads.value_dim)
         made = compute_keys_and_values(latent[:, 0], maps, *sizes)
@@ -252,19 +254,19 @@ def should_absorb_projections(
     maps: tuple[nn.Linear, nn.Linear],
     options: dict[str, Any],
 ) -> bool:
-    """Return True if the absorbed form supports a call and needs fewer multiplications.
+    """Return True if the absorbed form supports a call and requires fewer multiplications.
 
-    The arguments are those of `attend_to_latent`.
+    See `attend_to_latent` for the arguments.
     """
-    if module.score is not None:  # the score is defined for keys, not for latents
+    if module.score is not None:  # additive scores are defined for keys, not for latents
         return False
-    # With m2l, the bias of the keys changes the outputs. A projection changed by a quantizer, LoRA or an offloader
-    # cannot be replaced by its weight.
+    # With m2l, the bias of the keys affects the outputs. A projection that was changed by quantization, LoRA or
+    # offloading cannot be replaced by its weight.
     if M2L in module.dynamic_names or not all(is_plain_linear(linear, latent) for linear in maps):
         return False
     batch, heads, length, head_dim = query.shape
     if torch.compiler.is_compiling() or is_exporting():
-        return length == 1  # one graph should support every length m
+        return length == 1  # one graph should support all lengths m
     sentences, _, key_length, rank = latent.shape
     if _needs_weight_sums(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
         return False
@@ -286,17 +288,17 @@ def count_latent_flops(
     is_step: bool,
     is_latent_cached: bool,
 ) -> tuple[int, int]:
-    """Return the floating-point operations per key token and per query token in the cheaper form.
+    """Return the number of floating-point operations per key token and per query token in the cheaper form.
 
-    The projection that computes the latent is not counted.
+    The projection that computes the latent is not included.
 
     Args:
         module: the attention module.
         maps: the projections of the keys and of the values. They may be on the meta device.
-        attended: m, the number of tokens that a query reads.
+        attended: m, the number of tokens that a query attends to.
         batch_size: b.
-        is_step: True if a decoder computes one token, False if a model reads a whole text at once.
-        is_latent_cached: True if all steps read the same latent, as in cross-attention.
+        is_step: True if a decoder computes one token, or False if a model processes a whole text at once.
+        is_latent_cached: True if the same latent is used in all steps, as in cross-attention.
     """
     heads, (key, value) = module.heads, maps
     query = torch.empty(batch_size, heads.query, 1 if is_step else attended, heads.head_dim, device="meta")
@@ -310,13 +312,13 @@ def count_latent_flops(
     if not is_stored and should_absorb_projections(module, query, latent, (next(plain), next(plain)), {}):
         return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * attended)
     expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * attended * numbers
-    # Stored keys and values, or those of a single pass, are computed once per token. Otherwise each step of a decoder
-    # computes them again.
+    # If keys and values are stored, or if there is only one pass, they are computed once per token. Otherwise, each
+    # step recomputes them.
     return (0, attends + attended * expanded) if is_step and not is_stored else (expanded, attends)
 
 
 def is_plain_linear(linear: nn.Module, latent: torch.Tensor) -> bool:
-    """Return True if a multiplication by the weight and bias of a linear layer can replace a call of the layer."""
+    """Return True if calling a linear layer is equivalent to multiplying by its weight and adding its bias."""
     if type(linear) is not nn.Linear:
         return False
     weight = linear.weight
@@ -336,7 +338,7 @@ def _attend_in_absorbed_form(
     query = multiply_by_head(query, key_map.weight, query.shape[-1])
     if key_map.bias is not None and torch.is_grad_enabled() and key_map.bias.requires_grad:
         # The bias of the keys adds the same number to all logits of a query and does not change the softmax. However,
-        # training on several processes (DDP) waits for a gradient of every parameter.
+        # distributed training (DDP) waits for a gradient of every parameter.
         query = query + 0 * key_map.bias.sum()
     bias: torch.Tensor | None = value_map.bias
     sums_weights = _needs_weight_sums(module, value_map, options)
@@ -354,14 +356,14 @@ def _attend_in_absorbed_form(
 
 
 def _needs_weight_sums(module: VariantAttention, value_map: nn.Linear, options: dict[str, Any]) -> bool:
-    """Return True if the row sums of the weights, which multiply the bias of the values, can differ from 0 and 1."""
+    """Return True if the weights, whose row sums multiply the bias of the values, can have sums other than 0 and 1."""
     return value_map.bias is not None and bool(options.get("dropout") or module.projection_names)
 
 
 def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Return a mask [b, 1 or h, 1 or n] of the queries that can read at least one key. None = all queries.
+    """Return a mask [b, 1 or h, 1 or n] of the queries with at least one allowed key, or None for all queries.
 
-    The weights of the other queries are zeros.
+    The weights of all other queries are zero.
     """
     if mask is None:
         return None
@@ -372,9 +374,9 @@ def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tens
 def multiply_by_head(
     states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False
 ) -> torch.Tensor:
-    """Multiply each head of the states [b, k g, n, x] by the part of a weight [k d, r] that belongs to its group.
+    """Multiply each head in states [b, k g, n, x] by its group's part of a weight [k d, r].
 
-    The size x changes from d to r, or from r to d if `transposed` is true.
+    The head size x changes from d to r, or from r to d if `transposed` is True.
     """
     weight = weight.view(-1, head_dim, weight.shape[1])  # [k, d, r]
     weight = weight.mT if transposed else weight

@@ -1,6 +1,6 @@
-"""Attention of modules with mechanisms other than grouped heads, as `attention_interface` calls it.
+"""Attention functions for modules with mechanisms other than grouped heads, called by `attention_interface`.
 
-Linear attention has its own masks, weights and cache. All other mechanisms share the functions of `ops`.
+Linear attention has its own masks, weights and cache. All other mechanisms share the functions in `ops`.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ __all__ = [
     "mask_to_allowed_keys",
 ]
 
-# The attribute of a cache layer with the state of cross-attention, and the keys and the mask that it was made from.
+# The attribute of a cache layer with the state of cross-attention and the keys and mask from which it was computed.
 MEMORY_STATE = "_memory_state"
 
 
@@ -44,12 +44,13 @@ def attend_with_kernel(
     scaling: float,
     state: Any = None,
 ) -> tuple[torch.Tensor, Any]:
-    """Compute linear attention with the kernel of a module, in memory and time linear in n and m.
+    """Compute linear attention with a module's kernel, with memory and time that are linear in n and m.
 
     Args:
-        module: the attention module, with its `kernel` and the parameters of the kernel.
-        mask: boolean or additive, the same for all queries, broadcastable to [b, 1, 1, m]. The last m keys count.
-        query, key, value, scaling, state: as for `AttentionKernel.attend`, which describes the result.
+        module: the attention module with its `kernel` and the kernel's parameters.
+        mask: a boolean or additive mask that is the same for all queries, broadcastable to [b, 1, 1, m]. Its last m
+            keys are used.
+        query, key, value, scaling, state: see `AttentionKernel.attend`, which also describes the result.
 
     Raises:
         ValueError: if the mask differs between queries.
@@ -61,13 +62,13 @@ def attend_with_kernel(
 def compute_kernel_weights(
     module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return the weights [b, h, n, m] that linear attention corresponds to; arguments as for `attend_with_kernel`."""
+    """Return the weights [b, h, n, m] of linear attention. See `attend_with_kernel` for the arguments."""
     kernel: AttentionKernel = module.kernel
     return kernel.weights(module, query, key, mask_to_allowed_keys(mask, key), scaling)
 
 
 def mask_to_allowed_keys(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """Return the keys that a mask allows, boolean [b or 1, 1, m, 1], or None for all keys.
+    """Convert a mask to a boolean mask [b or 1, 1, m, 1] of the allowed keys, or None for all keys.
 
     Raises:
         ValueError: if the mask differs between queries or heads.
@@ -81,7 +82,7 @@ def mask_to_allowed_keys(mask: torch.Tensor | None, key: torch.Tensor) -> torch.
             f"{list(mask.shape)}. Pass a padding mask [b, m] to the model."
         )
     read = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # the mask of a decoder covers all tokens seen
+    read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # a decoder mask covers all tokens seen so far
     return select_first_beams(read, read.shape[0] // key.shape[0])
 
 
@@ -95,26 +96,27 @@ def kernel_attention_forward(
     with_weights: bool,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute linear attention for the attention interface of Transformers, for each implementation.
+    """Compute linear attention as an attention function, for all attention implementations.
 
     Args:
-        module, query, key, value, mask: as in `attend_with_kernel`.
-        scaling: the factor of the dot products; None = d^-1/2.
-        with_weights: whether to return the weights, which have n m entries.
-        options: the other arguments of the call. The states are stored in the cache "kernel_cache", if it is given.
+        module, query, key, value, mask: see `attend_with_kernel`.
+        scaling: the factor of the dot products (default: d^-1/2).
+        with_weights: whether to return the weights [b, h, n, m].
+        options: the remaining arguments of the call. States are stored in "kernel_cache", if it is among them.
 
     Returns:
         The outputs [b, n, h, d] and, if requested, the weights [b, h, n, m].
 
     Raises:
-        ValueError: if the mask differs between queries, or if the weights are requested but the cache has only sums.
+        ValueError: if the mask differs between queries, or if the weights are requested but the cache contains only
+            sums.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     cache = options.get("kernel_cache")
     if with_weights and cache is not None and module.kernel.is_causal:
         raise ValueError(
             "`use_cache` must be False with `output_attentions=True` and `attention_kernel`, got a "
-            "cache. The weights need the keys of all tokens, and the cache stores only their sums."
+            "cache. The weights require the keys of all tokens, but the cache stores only their sums."
         )
     kernel: Any = module.kernel
     if with_weights or (is_exporting() and kernel.is_exported_as_weights and cache is None):
@@ -155,12 +157,12 @@ def eager_with_mechanisms(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention and its weights ("eager"); arguments as for `eager_attention_forward`."""
+    """Compute attention with explicit weights ("eager"). See `eager_attention_forward` for the arguments."""
     check_known_arguments(kwargs)
     if module.kernel is not None:
         call = (module, query, key, value, attention_mask, scaling, should_return_weights(module, kwargs))
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
-    if (key_range := kwargs.get("key_range", module.key_range)) is not None:  # the key range of padded rows may differ
+    if (key_range := kwargs.get("key_range", module.key_range)) is not None:  # it may differ for padded rows
         is_global = get_global_tokens(key_range, kwargs)
         attention_mask, position_bias = key_range_to_mask_and_bias(
             key_range, query, key, attention_mask, position_bias, is_global
@@ -183,11 +185,11 @@ def sdpa_with_mechanisms(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention by the fastest exact function ("sdpa"); arguments as for `eager_attention_forward`.
+    """Compute attention with the fastest exact function ("sdpa"). See `eager_attention_forward` for the arguments.
 
-    Talking heads and windows use functions whose memory is linear in n and m. `attention_with_weights` is used if the
-    call requests the weights, if scores are additive, if the projections depend on the input, if the mask has a
-    gradient, or if there is only one query.
+    Talking heads and windows use functions with memory that is linear in n and m. `attention_with_weights` is used if
+    weights are requested, if scores are additive, if projections are input-dependent, if the mask requires a gradient,
+    or if there is only one query.
     """
     check_known_arguments(kwargs)
     returns_weights = should_return_weights(module, kwargs)
@@ -220,7 +222,7 @@ def sdpa_with_mechanisms(
         options |= _projections(module)
         if not in_blocks:
             return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
-        options |= {"is_causal": False, "position_bias": position_bias}  # the key range is causal or not
+        options |= {"is_causal": False, "position_bias": position_bias}  # causality is part of the key range
         if is_global is None:
             return attention_in_windows(query, key, value, attention_mask, key_range=key_range, **options), None
         attend = partial(attention_in_windows, **options)
@@ -229,20 +231,20 @@ def sdpa_with_mechanisms(
 
 
 def _projections(module: VariantAttention) -> dict[str, Any]:
-    """Return a dictionary with the talking-heads projections of a module."""
+    """Return the talking-heads projections of a module by name."""
     return {name: getattr(module, name, None) for name in PROJECTIONS}
 
 
 def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Return whether talking heads are computed with their weights."""
-    # The weights of one query are small and faster to compute. The custom operator must not be in an exported graph,
-    # and it has no gradient for masks.
+    """Return True if talking-heads attention must be computed with explicit weights."""
+    # For a single query, the weights are small and faster to compute. The custom operator must not be in exported
+    # graphs, and it computes no gradient for masks.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         return True
     return query.shape[2] == 1 or bool(module.dynamic_names) or is_exporting()
 
 
-# Rows with padding are aligned first, then keys are compressed.
+# Padded rows are rolled before keys are compressed.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "eager": roll_padded_rows(compress_keys_and_values(eager_with_mechanisms)),
     "sdpa": roll_padded_rows(compress_keys_and_values(sdpa_with_mechanisms)),
@@ -250,5 +252,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def attend_with_mechanisms(implementation: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the outputs and weights by an implementation, "eager" or "sdpa"; arguments as for its function."""
+    """Compute the outputs and weights with an implementation, "eager" or "sdpa", and the arguments of its function."""
     return FUNCTIONS[implementation](*args, **kwargs)

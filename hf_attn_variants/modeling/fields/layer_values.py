@@ -1,7 +1,7 @@
-"""The fields that differ between layers: `per_layer_values`, {field: [one value per layer]}.
+"""Fields whose values differ between layers: `per_layer_values`, {field: [one value per layer]}.
 
-Transformers has a similar field, `per_layer_config`, {layer: {field: value}}. It does not distinguish the encoder from
-the decoder, and it hides the value for the whole model. This module therefore converts it to lists.
+Transformers has a similar field, `per_layer_config`, {layer: {field: value}}. It does not distinguish between encoder
+and decoder, and it hides the value for the whole model. It is therefore converted to lists here.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ DIFFERING = tuple(row.name for row in FIELDS if "by_layer" in row.facts)
 
 
 def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
-    """Return the checked `per_layer_values` of a configuration, without fields that are equal in all layers.
+    """Check the `per_layer_values` of a configuration and return the fields that differ between layers.
 
-    The field of the whole model is set to one value that summarizes its layers. This is the largest number, the only
-    kernel, or all talking-heads projections that any layer has.
+    The field of the whole model is set to a value that summarizes the layers: the largest number, the only kernel, or
+    all talking-heads projections in any layer.
 
     Raises:
-        ValueError: if a field is unknown, a list has the wrong length, a value is invalid, the whole model has a
-            different value, or the layers have several kernels.
+        ValueError: if a field is unknown, a list has the wrong length, a value is invalid, the field is also set for
+            the whole model, or the layers have different kernels.
     """
     lists = config.per_layer_values
     if lists is None:
@@ -51,7 +51,7 @@ def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         checked = [_validate_value(config, name, value) for value in values]
         if name in config.kernel_fields() and len({*checked} - {None}) > 1:
             raise ValueError(
-                f"`{name}` must be the same kernel in all layers, or None in some of them, got {checked}."
+                f"`{name}` must be the same kernel in all layers, except layers with None, got {checked}."
             )
         whole, of_all = _summarize_layers(name, checked), getattr(config, name)
         of_all = list(of_all) if isinstance(of_all, tuple) else of_all
@@ -59,8 +59,7 @@ def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         unsaid = (None, whole, list(row.default) if row.kind is list else row.default_of(prefix))
         if of_all not in unsaid:
             raise ValueError(
-                f"`{name}` must not be given together with its `per_layer_values`, got {of_all} and "
-                f"{checked}. Leave it out."
+                f"`{name}` cannot be combined with its `per_layer_values`, got {of_all} and {checked}. Remove it."
             )
         setattr(config, name, whole)
         if any(value != checked[0] for value in checked):
@@ -71,10 +70,10 @@ def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
 def merge_per_layer_config(
     config: Any, by_layer: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, list[LayerValue]] | None:
-    """Return `per_layer_values` updated by the `per_layer_config` of Transformers.
+    """Return the `per_layer_values` of a configuration, updated by a `per_layer_config` from Transformers.
 
     Raises:
-        ValueError: if a layer is not a whole number within the model, or if a field cannot differ between layers.
+        ValueError: if a layer index is invalid, or if a field cannot differ between layers.
     """
     if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
         raise ValueError(f"`per_layer_config` must be {{layer: {{field: value}}}}, got {by_layer!r}.")
@@ -88,13 +87,13 @@ def merge_per_layer_config(
                     f"The layers of `{name}` in `per_layer_config` must be from 0 to {count - 1}, got {layer!r}."
                 )
             lists.setdefault(name, [getattr(config, name)] * count)[int(layer)] = value
-    for name in lists:  # the value of the whole model was that of the unnamed layers
+    for name in lists:  # the value of the whole model has become the value of all other layers
         setattr(config, name, None)
     return lists or None
 
 
 def drop_replaced_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration without those that `fields` replaces, as one value or per layer."""
+    """Remove values that are replaced by `fields`, for the whole model or per layer, from a configuration's values."""
     by_layer = {name: layers for name, layers in (values.get("per_layer_values") or {}).items() if name not in fields}
     new = fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
@@ -103,7 +102,7 @@ def drop_replaced_layer_values(values: Mapping[str, Any], fields: Mapping[str, A
 
 
 def get_value_or_list(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field, or a list of values if the layers differ."""
+    """Return the value of a field, or the list of its values if they differ between layers."""
     of_layers = (values.get("per_layer_values") or {}).get(name)
     if not isinstance(of_layers, list | tuple) or not of_layers:
         return values.get(name)
@@ -113,13 +112,13 @@ def get_value_or_list(values: Mapping[str, Any], name: str) -> Any:
 def _check_differs_by_layer(config: Any, name: str) -> None:
     if name not in config.by_layer_fields():
         raise ValueError(
-            f"The fields of `per_layer_values` must be among {', '.join(config.by_layer_fields())}, got "
-            f"`{name}`. Set `{name}` for the whole model."
+            f"`per_layer_values` contains the unsupported field `{name}`. Set `{name}` for the whole model. Supported "
+            f"fields: {', '.join(config.by_layer_fields())}."
         )
 
 
 def _summarize_layers(name: str, values: list[Any]) -> LayerValue:
-    """Return the value of a field for the whole model from the values of its layers."""
+    """Summarize the values of a field in all layers by one value for the whole model."""
     prefix, row = get_field_row(name)
     known = [value for value in values if value is not None]
     if row.kind is list:

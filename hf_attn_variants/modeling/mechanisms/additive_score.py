@@ -1,7 +1,7 @@
 """Additive scores: v^T tanh(W q + U k) instead of the dot product (Bahdanau, arXiv 1409.0473, section A.1.2).
 
-Each query head has its own W and v, and each key head has its own U. The queries and keys are those of the head. The
-scores are not scaled, because v bounds them. The letters are those of `softmax_attention`.
+Each query head has its own W and v, and each key head has its own U. The scores are not scaled, because they are
+bounded by v. The symbols are defined in `softmax_attention`.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ with guarded_imports():
 
 __all__ = ["AdditiveScore", "create_additive_score"]
 
-# The maximum size of a block of the tensor [n, m, d], of which only one block exists at a time.
+# The maximum number of elements in a block of the tensor [n, m, d]. Only one block is in memory at a time.
 BLOCK_ELEMENTS = 2**22
 
 
 class AdditiveScore(Mechanism, nn.Module):
-    """The additive scores of the heads of an attention.
+    """The additive score function of an attention module.
 
     Args:
         heads: h_k, the number of query heads.
@@ -46,17 +46,18 @@ class AdditiveScore(Mechanism, nn.Module):
         self.vector = nn.Parameter(torch.empty(heads, head_dim, **options))  # v, [h_k, d]
 
     def init_projections(self) -> None:
-        """Draw the parameters with fan-in scaling.
+        """Initialize the parameters with fan-in scaling.
 
-        The sums keep the standard deviation of queries and keys, and that of the initial scores is at most 1.
+        The projections preserve the standard deviation of queries and keys. The standard deviation of the initial
+        scores is at most 1.
         """
         for parameter in (self.query_map, self.key_map, self.vector):
             init.normal_(parameter, mean=0.0, std=parameter.shape[-1] ** -0.5)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return the logits [b, h_k, n, m] of queries [b, h_k, n, d] and keys [b, k, m, d].
+        """Return the logits [b, h_k, n, m] for queries [b, h_k, n, d] and keys [b, k, m, d].
 
-        A block contains as many queries as its maximum size allows, and the backward pass recomputes each block.
+        The logits are computed in blocks of queries, which the backward pass recomputes.
         """
         # [b, k, g, n, d] and [b, k, 1, 1, m, d]: the query heads of a group are adjacent.
         query = (query @ self.query_map.transpose(-1, -2)).unflatten(1, (key.shape[1], -1))
@@ -74,21 +75,21 @@ class AdditiveScore(Mechanism, nn.Module):
         return torch.cat(logits, 3).flatten(1, 2)
 
     def count_flops(self) -> tuple[int, int]:
-        """Return the floating-point operations per key token, and per query token.
+        """Return the number of floating-point operations per key token and per query token.
 
-        The product with v is not included, because it is counted as the dot product of a query and a key.
+        The product with v is not included, because it is counted as the dot product of query and key.
         """
         return 2 * self.key_map.numel(), 2 * self.query_map.numel()
 
 
 def create_additive_score(module: nn.Module, heads: Any, config: Any, prefix: str) -> AdditiveScore | None:
-    """Return the additive score of an attention, in the dtype of its weights, or None for the dot product.
+    """Create the additive score function of an attention module, or return None if it uses dot products.
 
     Args:
         module: the attention module.
         heads: its `AttentionHeads`.
         config: a variant configuration.
-        prefix: the prefix of the attention's place.
+        prefix: the prefix of the module's place.
     """
     if AdditiveScore.requested_in(config, prefix) is None:
         return None

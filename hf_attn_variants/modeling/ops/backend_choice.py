@@ -1,10 +1,10 @@
-"""Trials of kernels, and the choice between the Triton kernels and the blocked path for talking-heads attention.
+"""Selects the backend of talking-heads attention and tests each GPU kernel in a trial before it is used.
 
-The kernels were tested on one kind of GPU (benchmarks/gpu/README.md), and compilers change. Therefore, each kind of
-call (device, dtypes, head counts, masks, row length) starts with a trial, which runs once per process. A small forward
-pass, and a backward pass if gradients are needed, must agree with plain torch in float32 on the CPU. If the kernel
-fails or disagrees, plain torch computes this kind of call and a warning is printed. Dropout is random and is not
-compared.
+The kernels were tested on only one type of GPU (benchmarks/gpu/README.md), and compilers change. The first call of
+each kind (device, dtypes, head counts, masks and row length) in a process is therefore preceded by a trial. In a small
+forward pass, and in a backward pass if gradients are needed, the kernel must agree with plain torch in float32 on the
+CPU. If the kernel fails or disagrees, calls of this kind are computed by plain torch, and a warning is printed.
+Dropout is random and is not compared.
 """
 
 from collections.abc import Callable
@@ -31,74 +31,74 @@ __all__ = [
     "record_trial_result",
 ]
 
-# Follows the Transformers verbosity, also in Hub repositories
+# Follows the verbosity level of Transformers, even in Hub repositories
 logger = logging.get_logger("transformers.attn_variants")
 
-# These exceptions are not kernel failures: memory that other processes use, and a checkpoint that has finished
-# recomputing.
+# Exceptions that do not indicate a kernel failure: other processes may use the memory, and gradient checkpointing
+# raises an exception to stop the recomputation.
 NOT_KERNEL_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
-# The tolerated relative error per query or key. It is above rounding errors and far below the error of one missing
-# key.
+# The tolerated relative error per query or key. It is larger than rounding errors and much smaller than the error that
+# a single missing key would cause.
 TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 1e-1
 
 
 def passes_trial(known: dict[Any, bool], kind: Any, trial: Callable[[], str | None], fallback_message: str) -> bool:
-    """Return True if a kernel supports a kind of call, and run the trial the first time.
+    """Return True if a kernel can be used for a kind of call. The trial runs the first time.
 
     Args:
-        known: the previous answers by kind. The function adds the new answer.
-        kind: the properties that the kernel depends on, including its `device`.
-        trial: returns the reason if the kernel does not work, else None.
-        refusal: the beginning of the warning, which precedes the reason.
+        known: the results of previous trials by kind. The function adds the new result.
+        kind: the properties of a call that the kernel depends on, including its `device`.
+        trial: a function that returns the reason if the kernel does not work, and None otherwise.
+        refusal: the first part of the warning, before the reason.
     """
     if kind not in known:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # a trial cannot run while a CUDA graph is captured; it runs later
+            return False  # a trial cannot run while a CUDA graph is being captured, so it runs later
         record_trial_result(known, kind, trial(), fallback_message)
     return known[kind]
 
 
 def record_trial_result(known: dict[Any, bool], kind: Any, reason: str | None, fallback_message: str) -> None:
-    """Store the result of a trial and print a warning if it failed; the arguments are those of `passes_trial`."""
+    """Store the result of a trial and log a warning if it failed. See `passes_trial` for the arguments."""
     known[kind] = reason is None
     if reason is not None:
         logger.warning(f"{fallback_message}: {reason}.")
 
 
 def describe_disagreement(kernels: str, errors: Callable[[], dict[str, float]], most: float) -> str | None:
-    """Return the reason if kernels must not be used, or None if they agree with the reference.
+    """Return the reason why kernels must not be used, or None if they agree with the reference.
 
     Args:
         kernels: the name of the kernels.
-        errors: computes a small call and returns named relative errors. It may raise any exception of a compiler or
-            driver.
-        most: the largest error that rounding can cause.
+        errors: a function that runs a small call and returns its relative errors by name. It may raise any compiler or
+            driver exception.
+        most: the largest error that can be caused by rounding.
     """
     try:
         measured = errors()
     except NOT_KERNEL_FAILURES:
         raise
-    except Exception as error:  # plain torch can still compute the call
+    except Exception as error:  # the call can still be computed by plain torch
         return describe_failure(kernels, error)
     wrong = [f"{name} by {value:.1e}" for name, value in measured.items() if not value <= most]  # NaN is also an error
     return f"{kernels} gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
 
 
 def describe_failure(kernels: str, error: Exception) -> str:
-    """Return the reason text for kernels that raised an exception."""
+    """Describe the exception that the kernels raised."""
     return f"{kernels} failed with {type(error).__name__}: {str(error)[:500]}"
 
 
 def get_tolerance(dtype: torch.dtype) -> float:
-    """Return the largest rounding error of outputs and gradients in a dtype."""
+    """Return the largest tolerated error of outputs and gradients in a dtype."""
     return TOLERANCE if dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
 
 
 def compute_largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
-    """Return the largest error of a query or key, relative to the root mean square over all of them."""
+    """Return the largest error of a query or key, relative to the root mean square over all queries or keys."""
     difference = (actual.float().cpu() - expected).square()
     axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
-    if axis is None:  # gradients of parameters are sums over all queries and keys
+    if axis is None:  # parameter gradients are sums over all queries and keys
         return float((difference.sum() / expected.square().sum().clamp_min(1e-30)).sqrt())
     others = [i for i in range(expected.dim()) if i != axis]
     per_position = expected.square().sum(others).mean().clamp_min(1e-30)
@@ -106,13 +106,13 @@ def compute_largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
 
 
 BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
-QUERIES, MOST_KEYS = 16, 4096  # sizes of the trial; longer rows use the same code in more blocks
+QUERIES, MOST_KEYS = 16, 4096  # sizes in the trial; longer rows only require more blocks
 
 _trial_results: dict["_Kind", bool] = {}
 
 
 class _Kind(NamedTuple):
-    """The properties that a compiled kernel depends on; the dtype of a missing input is None."""
+    """The properties of a call that a compiled kernel depends on. The dtype of a missing input is None."""
 
     device: torch.device
     dtype: torch.dtype
@@ -131,18 +131,19 @@ class _Kind(NamedTuple):
 
 
 def choose_backend(operands: Operands, with_backward: bool) -> str:
-    """Return "triton" or "blocked"; the only possible exception is an out-of-memory error.
+    """Return the backend for a call, "triton" or "blocked".
 
-    The answer for a kind of call does not change within a process.
+    The backend for a kind of call does not change within a process. An out-of-memory error is the only exception that
+    the function can raise.
 
     Args:
         operands: the operands of the call
-        with_backward: if True, gradients are needed
+        with_backward: True if gradients are needed
     """
     if not is_supported(operands):
         return "blocked"
     query, key, value, mask, bias, logits_proj, weights_proj, *_ = operands
-    block = max(16, 1 << (key.shape[2] - 1).bit_length())  # equal to the key block of the kernels
+    block = max(16, 1 << (key.shape[2] - 1).bit_length())  # the size of a block of keys in the kernels
     kind = _Kind(
         device=query.device,
         dtype=query.dtype,
@@ -160,8 +161,8 @@ def choose_backend(operands: Operands, with_backward: bool) -> str:
         with_backward=with_backward,
     )
     fallback_message = (
-        f"Talking heads on {kind.device} in {kind.dtype}, {kind.heads[1]} heads, rows of up to {block} keys, are "
-        f"computed by the blocked path, which is exact and slower"
+        f"The slower blocked backend computes talking-heads attention on {kind.device} in {kind.dtype} with "
+        f"{kind.heads[1]} heads and rows of up to {block} keys. Its results are exact. Reason"
     )
     return (
         "triton"
@@ -175,7 +176,7 @@ def _get_dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def _describe_layout(tensor: Tensor | None) -> str:
-    """Return the strides of heads and keys as far as kernels specialize on them: "0", "1" or "n"."""
+    """Describe the strides of heads and keys by "0", "1" or "n", because kernels are specialized for 0 and 1."""
     if tensor is None:
         return ""
     steps = ((tensor.shape[axis] > 1) * tensor.stride(axis) for axis in (1, 3))
@@ -183,7 +184,7 @@ def _describe_layout(tensor: Tensor | None) -> str:
 
 
 def _describe_triton_disagreement(kind: _Kind) -> str | None:
-    """Run a trial with both backends and return the reason if the kernels disagree, else None."""
+    """Run a trial with both backends and return the reason if the kernels disagree, and None otherwise."""
 
     def errors() -> dict[str, float]:
         actual, expected = _run_random_call(kind, "triton"), _run_random_call(kind, "blocked")
@@ -193,11 +194,11 @@ def _describe_triton_disagreement(kind: _Kind) -> str | None:
 
 
 def _run_random_call(kind: _Kind, backend: str) -> dict[str, Tensor]:
-    """Return the output and gradients of a random call; the blocked path uses float32 on the CPU."""
+    """Return the output and the gradients of a random call. The blocked backend uses float32 on the CPU."""
     forward, backward = BACKENDS[backend]
     d_output, operands = _random_call(kind)
     if backend == "blocked":
-        # Nothing is dropped at probability 0, so a seed is not needed.
+        # The dropout probability is 0, so no seed is needed.
         tensors = (None if tensor is None else _to_float32_on_cpu(tensor) for tensor in operands[:7])
         d_output, operands = _to_float32_on_cpu(d_output), Operands._make((*tensors, None, *operands[8:]))
     output, for_backward = forward(operands)
@@ -214,8 +215,8 @@ def _to_float32_on_cpu(tensor: Tensor) -> Tensor:
 
 
 def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
-    """Return the output gradient and the operands of a small call, in which dropout keeps all weights."""
-    # A separate generator keeps the random state of a training run unchanged.
+    """Return the output gradient and the operands of a small call. Its dropout probability is 0."""
+    # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
     heads_in, heads, heads_out, key_heads, value_heads = kind.heads
     (size, value_size), m = kind.sizes, kind.keys
@@ -247,7 +248,7 @@ def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
         position_bias=added(kind.bias, kind.bias_layout),
         logits_proj=logits_proj,
         weights_proj=weights_proj,
-        # The seed makes the kernels draw random numbers. At probability 0, they keep all weights.
+        # With a seed, the kernels run their dropout code, but the dropout probability is 0.
         seed=torch.zeros(1, dtype=torch.int64, device=kind.device) if kind.dropout else None,
         scaling=size**-0.5,
         is_causal=kind.is_causal,

@@ -1,9 +1,9 @@
-"""Talking-heads attention without an n x m tensor, as one custom op with two backends.
+"""A custom op for talking-heads attention that does not store n x m tensors.
 
-The backends "triton" (CUDA) and "blocked" (any device) give the same result as `attention_with_weights`. The custom op
-supports `torch.compile`, gradient checkpointing and autocast. `backend_choice` selects the backend of a call. With a
-`key_range`, the op computes sliding-window attention, with or without talking-heads projections (`key_ranges`). The
-letters are defined in `softmax_attention`.
+The op has two backends, "triton" (CUDA) and "blocked" (any device), which give the same results as
+`attention_with_weights`. It supports `torch.compile`, gradient checkpointing and autocast. `backend_choice` selects
+the backend for each call. If a `key_range` is passed, the op computes sliding-window attention, with or without
+talking-heads projections (see `key_ranges`). The symbols are defined in `softmax_attention`.
 
 Source: arXiv 2003.02436, section 3.
 """
@@ -24,12 +24,13 @@ from .variant_attention import check_mask
 
 __all__ = ["NAMESPACE", "cast_to_common_dtype", "get_registered_op", "is_autocast_enabled", "talking_heads_attention"]
 
-# Follows the Transformers verbosity, also in Hub repositories
+# Follows the verbosity level of Transformers, even in Hub repositories
 logger = logging.get_logger("transformers.attn_variants")
 
-# The names contain the version, because the package and a Hub repository of another version may share one process.
+# The namespace contains the version, because the installed package and a Hub repository with another version of this
+# code may be loaded in the same process.
 NAMESPACE = f"attn_variants_{NAME_SUFFIX}"
-# torch requires a flat list of arguments: the fields of `Operands`, followed by the backend options.
+# torch requires a flat list of arguments. It contains the fields of `Operands`, followed by the backend options.
 SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", list[int] | None: "int[]?"}
 _OPERANDS = [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in Operands.__annotations__.items()]
 ARGUMENTS = ", ".join([*_OPERANDS, "str backend", "bool with_backward"])
@@ -50,14 +51,15 @@ def talking_heads_attention(
     key_range: KeyRange | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute talking-heads attention in memory that grows linearly with n and m; differentiable once.
+    """Compute talking-heads attention with memory that grows linearly with n and m. The function is differentiable
+    once.
 
     Args:
-        query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: as in
-            `attention_with_weights`. The bias has a gradient, but the mask does not.
-        dropout: the probability that a mixed weight is dropped
-        key_range: the key range, or None for all keys. With a key range, attention is computed in blocks. The mask
-            must then be boolean, [b, 1, 1, m or more], and the bias is a bias by distance (`relative_bias`).
+        query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: see
+            `attention_with_weights`. Gradients are computed for the bias, but not for the mask.
+        dropout: the dropout probability of the mixed weights
+        key_range: the key range, or None for all keys. If a key range is passed, attention is computed in blocks, the
+            mask must be boolean, [b, 1, 1, m or more], and the bias is a table by distance (see `relative_bias`).
         backend: "blocked", "triton" or "auto". "auto" selects the Triton kernels on a GPU if they support the inputs
             and agree with the blocked backend in a trial. Otherwise, it selects "blocked".
 
@@ -77,7 +79,7 @@ def talking_heads_attention(
     mask, position_bias = _to_four_dimensions(mask), _to_four_dimensions(position_bias)
     window: list[int] | None = None
     if key_range is not None:
-        # The cache may contain only the last of the keys that the mask covers.
+        # The cache may contain only the most recent of the keys that the mask covers.
         mask, window = None if mask is None else mask[..., :1, -key.shape[2] :], list(key_range)
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"`backend` must be one of {['auto', *BACKENDS]}, got {backend!r}.")
@@ -92,7 +94,7 @@ def talking_heads_attention(
         raise ValueError('`backend` must be "blocked" or "auto" for these inputs, got "triton".')
     learned = (query, key, value, position_bias, logits_proj, weights_proj)
     with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
-    # tracing repeats the call without gradients and compares
+    # tracing repeats the call without gradients and compares the outputs
     with_backward = with_backward and not torch.jit.is_tracing()
     return _forward_op(*operands, backend, with_backward)[0]
 
@@ -103,9 +105,9 @@ def is_autocast_enabled(device: str) -> bool:
 
 
 def cast_to_common_dtype(*states: Tensor) -> list[Tensor]:
-    """Return query, key and value in the autocast dtype if autocast is enabled, else in the dtype of the value.
+    """Cast query, key and value to the autocast dtype if autocast is enabled, and otherwise to the dtype of the value.
 
-    Autocast does not change float64.
+    As in autocast, float64 tensors are not cast.
     """
     device = states[0].device.type
     if is_autocast_enabled(device):
@@ -120,8 +122,8 @@ def _to_four_dimensions(tensor: Tensor | None) -> Tensor | None:
 
 
 def disable_autocast(tensor: Tensor) -> Any:
-    """Return a context that disables autocast on the device of a tensor."""
-    # Autocast would affect the op and round values that must stay in float32.
+    """Return a context manager that disables autocast on a tensor's device."""
+    # Inside the op, autocast would round values that must stay in float32.
     device = tensor.device.type
     return torch.autocast(device, enabled=False) if is_autocast_enabled(device) else nullcontext()
 
@@ -134,13 +136,13 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             logger.info_once(f"Talking heads on {operands.query.device.type} use the {chosen} backend.")
         output, for_backward = BACKENDS[chosen][0](operands)
     shape = _shape_for_backward(operands, backend)
-    if for_backward.shape != shape:  # the blocked backend returns one number, which must have the declared shape
+    if for_backward.shape != shape:  # the blocked backend returns a single number
         for_backward = for_backward.expand(shape).contiguous()
     return output, for_backward
 
 
 def _resolve_backend(backend: str, operands: Operands, with_backward: bool) -> str:
-    # The backend is chosen inside the op, because sizes and tensors are real here. Both passes make the same choice.
+    # The backend is chosen inside the op, where sizes and tensors are concrete. Both passes make the same choice.
     return backend if backend != "auto" else choose_backend(operands, with_backward)
 
 
@@ -187,8 +189,8 @@ def _compute_gradients(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple:
 
 
 def get_registered_op(name: str) -> Any:
-    """Return the registered operator with this name and version, or None."""
-    # Two copies of one version have the same code, so the operator of the first copy serves both.
+    """Return the operator with this name if this version of the code has already registered it, and otherwise None."""
+    # Two copies of the same version contain identical code, so both can use the operator of the first copy.
     return getattr(getattr(torch.ops, NAMESPACE), name, None)
 
 

@@ -1,12 +1,12 @@
 """Softmax attention with shared key/value heads and talking-heads projections.
 
-The modules of this package use the following letters:
+The modules in this package use the following symbols for tensor sizes:
 
     b       batch size
     n       query length
     m       key length
     d       size of a query or key head
-    d_v     size of a value head (equal to d unless stated otherwise)
+    d_v     size of a value head (the same as d unless stated otherwise)
     h_k     number of query heads
     h       number of softmax heads
     h_v     number of value heads
@@ -16,8 +16,8 @@ The modules of this package use the following letters:
 Query head i attends to key/value head i // g. Multi-query attention (arXiv 1911.02150) has k = 1. Grouped-query
 attention (arXiv 2305.13245) has 1 < k < h_k. Talking-heads attention is defined in arXiv 2003.02436.
 
-If queries have B times as many batch rows as keys and values, they belong to beam search. The B beams of a sentence
-are consecutive rows and share the keys and values of that sentence.
+If the queries have B times as many batch rows as the keys and values, they come from beam search with B beams per
+sentence. The beams of a sentence are consecutive rows and share that sentence's keys and values.
 """
 
 from collections.abc import Callable
@@ -32,11 +32,11 @@ from .variant_attention import check_mask, is_exporting
 
 __all__ = ["attention_with_weights", "fused_attention"]
 
-# From this batch size on, two batched matmuls are faster on the CPU than the fused kernel for a single query. The
-# speedup on random heads is mostly 1.0 to 1.3 times, and 1.5 to 4 times for few keys. Below this batch size, the fused
-# kernel is faster.
+# From this batch size on, two batched matmuls are faster on the CPU than the fused kernel for a single query. On
+# random heads, they are mostly 1.0 to 1.3 times as fast, and 1.5 to 4 times as fast if there are few keys. Below this
+# batch size, the fused kernel is faster.
 MATMUL_BATCH_SIZE = 8
-# The largest head size that the flash kernels on CUDA support.
+# The largest head size that the CUDA flash-attention kernels support.
 MAX_FLASH_HEAD_DIM = 256
 
 
@@ -58,16 +58,16 @@ def attention_with_weights(
     m2w: torch.Tensor | None = None,
     score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute multi-head, multi-query, grouped-query or talking-heads attention, and return the weights too.
+    """Compute multi-head, multi-query, grouped-query or talking-heads attention, and also return the weights.
 
     Args:
         query: [b, h_k, n, d], or [b B, h_k, n, d] with B beams per sentence
         key: [b, k, m, d]
         value: [b, k, m, d_v], or [b, h_v, m, d_v] if each query head has its own key head
-        mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query without any allowed key gets
-            zeros if the mask is boolean, or if it contains minus infinity and `is_causal` is False. It gets uniform
-            weights if the mask contains finite numbers, as the masks of Transformers do.
-        position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]
+        mask: a boolean mask (True = attend) or an additive mask, broadcastable to [b, h, n, m]. If a query has no
+            allowed keys, its weights are zero for a boolean mask, and for a mask with minus infinity if `is_causal` is
+            False. They are uniform if the mask contains finite numbers, as Transformers masks do.
+        position_bias: a bias that is added to the logits of the softmax heads, broadcastable to [b, h, n, m]
         scaling: the factor of the dot products
         is_causal: if True, query i attends to keys 0..i
         dropout: the probability that a weight is dropped
@@ -75,7 +75,7 @@ def attention_with_weights(
         weights_proj: P_w [h, h_v], which mixes the heads after the softmax
         x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (arXiv 2003.02436, section 5)
         x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v]
-        score: computes the logits from queries and keys instead of the dot product (`AdditiveScore`)
+        score: a function that computes the logits from queries and keys and replaces the dot product (`AdditiveScore`)
 
     Returns:
         The outputs [b, n, h_v, d_v] and the weights that multiply the values, [b, h_v, n, m].
@@ -123,8 +123,8 @@ def _attend_in_beams(
 
 
 def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    # Half precision would lose small weights. The softmax is therefore computed in at least float32, as in the fused
-    # kernels.
+    # Small weights would be lost in half precision. As in the fused kernels, the softmax is therefore computed in at
+    # least float32.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if mask is None:
         return nn.functional.softmax(logits, dim=-1, dtype=dtype)
@@ -146,18 +146,18 @@ def fused_attention(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Compute multi-head, multi-query or grouped-query attention with the fused kernels of torch.
+    """Compute multi-head, multi-query or grouped-query attention with the fused kernels in torch.
 
-    Keys and values are repeated only if the kernel does not support grouped heads. The arguments and the result are
-    those of `attention_with_weights`, without talking-heads projections and without the weights.
+    Keys and values are repeated only if the kernel does not support grouped heads. The function takes the same
+    arguments as `attention_with_weights`, except the talking-heads projections, and returns only the outputs.
     """
     check_mask(mask)
     length, kv_heads, sentences = query.shape[2], key.shape[1], key.shape[0]
     beams = count_beams(query, key)
     shared = beams * (query.shape[1] // kv_heads)  # query rows that share one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
-    # A latent is both key and value. The fused kernel reads each block of it once, with one thread per batch row.
-    # An exported graph must support every batch size, so it must not depend on one.
+    # If the keys and values are the same latent, the fused kernel reads each block only once, with one thread per
+    # batch row. An exported graph must support every batch size and therefore cannot depend on it.
     by_matmul = length == 1 and on_cpu and not exporting and sentences >= MATMUL_BATCH_SIZE
     if by_matmul and not (key is value and sentences >= _num_threads()):
         options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
@@ -165,16 +165,17 @@ def fused_attention(
     if is_causal and mask is not None:
         mask, is_causal = _with_causal_mask(mask, length, key.shape[2], query.device), False
     if is_causal and key.shape[2] > length:
-        # A static cache is longer than the prompt. The causal mask of torch is aligned to the first key.
+        # A static cache is longer than the prompt, but torch aligns its causal mask with the first key.
         key, value = key[:, :, :length], value[:, :, :length]
         position_bias = position_bias[..., :length] if position_bias is not None else None
     if position_bias is not None:
         mask, is_causal = _combine_bias_and_mask(position_bias, mask, is_causal, query), False
-    # Sizes can be symbols, for example in a compiled step. Only a branch then yields a bool.
+    # In a compiled step, sizes can be symbolic. An `if` statement turns a comparison of them into a bool.
     enable_gqa = False
     if shared > 1 and (on_cpu or (mask is None and _supports_flash_kernels(query, value))):
         enable_gqa = True
-    # A few queries become the rows of one attention. Many queries would need a mask with a row per query.
+    # A small number of queries are folded into rows that share one key head. For many queries, the folded mask would
+    # be too large.
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
         mask = _causal_mask(length, length, query.device) if is_causal else mask
@@ -187,8 +188,8 @@ def fused_attention(
     size = value.shape[-1]
     widens = size != query.shape[-1] and on_cpu and length > 1 and not exporting
     if widens:
-        # On a CPU, torch materializes all weights if the values have another head size. Padding with zeros does not
-        # change the products.
+        # On a CPU, torch materializes all weights if the head sizes of keys and values differ. Padding the heads with
+        # zeros does not change the products.
         query, key, value = _pad_to_common_size(query, key, value)
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
@@ -206,7 +207,7 @@ def _pad_to_common_size(*heads: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _supports_flash_kernels(query: torch.Tensor, value: torch.Tensor) -> bool:
-    # The other fused kernels on CUDA do not support grouped heads. Without flash kernels, torch would use the slow
+    # The other fused CUDA kernels do not support grouped heads. Without the flash kernels, torch would use the slow
     # math kernel.
     size = query.shape[-1]
     halves = query.dtype in (torch.float16, torch.bfloat16) and size == value.shape[-1] <= MAX_FLASH_HEAD_DIM
@@ -248,8 +249,8 @@ def _combine_bias_and_mask(
 
 
 def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    # Multiply [b, h, n, x] by [b, k, x, y] to get [b, h, n, y]. The heads of a group are stacked as rows, so that no
-    # head is repeated.
+    # Multiply [b, h, n, x] by [b, k, x, y] to get [b, h, n, y]. The heads in a group are stacked as rows, so that
+    # key/value heads do not have to be repeated.
     batch, heads, length, _ = states.shape
     if heads == shared.shape[1]:
         return states @ shared
@@ -259,8 +260,8 @@ def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 def _mix_heads(
     heads: torch.Tensor, proj: torch.Tensor | None, by_query: torch.Tensor | None, by_key: torch.Tensor | None
 ) -> torch.Tensor:
-    # Multiply [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to get [b, j, n, m]. This is one small matmul
-    # over all positions.
+    # Multiply [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to get [b, j, n, m]. The static part is a single
+    # small matmul over all positions.
     if proj is None:
         return heads
     # The projections may be stored in float32 even if the model uses half precision.

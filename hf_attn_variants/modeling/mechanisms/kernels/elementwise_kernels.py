@@ -1,4 +1,4 @@
-"""The kernels without parameters, whose features are a function of each number: elu(x) + 1 and relu(x)."""
+"""Kernels without parameters, whose features are elementwise functions: elu(x) + 1 and relu(x)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ class Elu(TokenwiseKernel):
 
 @dataclass(frozen=True)
 class Relu(TokenwiseKernel):
-    """phi(x) = max(x, 0), F = d. The output is zero if a query and the keys have no positive feature in common."""
+    """phi(x) = max(x, 0), F = d. The output is zero if a query and the keys have no positive features in common."""
 
     name = "relu"
     paper = ("cosFormer: rethinking softmax in attention", "2202.08791")

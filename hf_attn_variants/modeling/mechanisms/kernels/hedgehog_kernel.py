@@ -1,4 +1,4 @@
-"""Hedgehog: learned features that approximate the weights of a softmax (arXiv 2402.04347, section 4.1)."""
+"""Hedgehog, with learned features that approximate softmax weights (arXiv 2402.04347, section 4.1)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from .feature_kernel import TokenwiseKernel
 
 __all__ = ["Hedgehog"]
 
-# The initial feature maps are this factor times the identity, which is close to the result of a fit to a softmax.
+# The initial feature maps are this factor times the identity, which is close to what a fit to a softmax gives.
 FIRST_MAP = 2.0
 
 
@@ -28,7 +28,7 @@ class Hedgehog(TokenwiseKernel):
 
     @classmethod
     def uses_random_numbers(cls, features: int | None, head_dim: int) -> bool:
-        """Check if the feature maps are wider than a head, because the columns beyond the identity are random."""
+        """Return True if the feature maps are wider than a head, because the additional columns are then random."""
         return (features or 0) > head_dim
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
@@ -38,7 +38,7 @@ class Hedgehog(TokenwiseKernel):
         return {name: KernelTensor(shape, partial(self._first_maps, shape)) for name, shape in shapes.items()}
 
     def _first_maps(self, shape: tuple[int, int, int]) -> torch.Tensor:
-        """Return the initial M: twice the identity, followed by randomly rotated columns if r is larger than d."""
+        """Return the initial M: twice the identity, followed by random orthogonal columns if r is larger than d."""
         _, size, width = shape
         rows = draw_orthogonal_vectors(max(0, width - size), size, torch.Generator().manual_seed(self.seed))
         return (FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]).expand(shape)

@@ -1,14 +1,14 @@
-"""Softmax attention within a window and a kernel outside it, with one normalizer (LoLCATs, arXiv 2410.10254).
+"""Softmax attention inside a window and a kernel outside it, with a joint normalization (LoLCATs, arXiv 2410.10254).
 
-For query i, s_ij are the dot products, c_i is the largest of them within the window, and gamma is learned per head:
+For query i, s_ij are the dot products, c_i is their maximum within the window, and gamma is learned for each head:
 
     w_ij = gamma exp(s_ij - c_i) in the window, phi(q_i) phi(k_j) elsewhere;  o_i = sum_j w_ij v_j / sum_j w_ij
 
-A block of C queries has weights for the C + before + after keys that are in any of its windows. Two running sums of
-phi(k) v^T cover the keys before and after these. The code never subtracts from a sum, and no tensor is as large as
-n x m. A decoder caches the sum of the keys before the window of the next token, and the keys of that window.
+Weights are computed in blocks of C queries, for the C + before + after keys in any of their windows. Two running sums
+of phi(k) v^T cover the keys before and after these. Nothing is subtracted from a sum, and no tensor is as large as n x
+m. A decoder caches the sum over the keys before the next token's window, and the keys in that window.
 
-The formula is `reference.linear.hybrid_attention`. The letters are those of `softmax_attention`.
+The formula is implemented in `reference.linear.hybrid_attention`. The symbols are defined in `softmax_attention`.
 """
 
 import math
@@ -28,13 +28,13 @@ from .hedgehog_kernel import Hedgehog
 
 __all__ = ["Hybrid", "HybridState", "NearKeys", "attend_in_blocks_and_sums", "hybrid_weights"]
 
-# A block has as many queries as the window, within these limits. Longer blocks compute more individual weights, and
-# shorter blocks store more sums.
+# A block has as many queries as the window has tokens, within these limits. Longer blocks require more individual
+# weights, and shorter blocks require more sums.
 LEAST_BLOCK, MOST_BLOCK = 64, 128
 
 
 class HybridState(NamedTuple):
-    """The cached state of a decoder: sums of the keys before the next window, and the keys for that window."""
+    """The cached state of a decoder, with sums over the keys before the next window and the keys in that window."""
 
     sums: torch.Tensor  # [b, k, F, d_v + 1]
     keys: torch.Tensor  # [b, k, before, d]
@@ -43,7 +43,7 @@ class HybridState(NamedTuple):
 
 
 class NearKeys(NamedTuple):
-    """The keys of one call, preceded by `before` cached keys or masked positions."""
+    """The keys in one call, preceded by `before` cached keys or masked positions."""
 
     keys: torch.Tensor  # [b, k, before + m, d]
     values: torch.Tensor  # [b, k, before + m, d_v]
@@ -58,12 +58,12 @@ class NearKeys(NamedTuple):
         read: torch.Tensor | None,
         state: HybridState | None,
     ) -> "NearKeys":
-        """Return the keys of a call, preceded by those of a state.
+        """Return the keys in a call, preceded by those in a state.
 
         Args:
             key_range: the key range of the window.
             key, value: [b, k, m, d] and [b, k, m, d_v].
-            read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
+            read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
             state: the state of the earlier tokens, if any.
         """
         read = key.new_ones(1, 1, key.shape[2], 1, dtype=torch.bool) if read is None else read
@@ -78,8 +78,8 @@ class NearKeys(NamedTuple):
         """Return the state for the next token.
 
         Args:
-            features: phi(k) [b, k, before + m, F], zeros at masked keys.
-            sums: the sums of the earlier keys, if any.
+            features: phi(k) [b, k, before + m, F], which is zero for masked keys.
+            sums: the sums over the earlier keys, if any.
             key_range: the key range of the window.
         """
         older = features.shape[2] - key_range.before
@@ -90,7 +90,7 @@ class NearKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Hybrid(Hedgehog):
-    """A softmax within a window, and the features of Hedgehog outside it.
+    """A softmax inside a window and Hedgehog features outside it.
 
     Args:
         window: w, the value of `attention_window`.
@@ -105,7 +105,10 @@ class Hybrid(Hedgehog):
 
     @classmethod
     def from_config(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Hybrid":
-        """Return the kernel of the attention at a path, with the window of its layer; see `AttentionKernel.from_config`."""
+        """Create the kernel of an attention module, with the window of its layer.
+
+        See `AttentionKernel.from_config` for the arguments.
+        """
         maps = Hedgehog.from_config(config, prefix, head_dim, path, is_causal, layer)
         return cls(maps.features, is_causal, maps.seed, config.layer_value(f"{prefix}attention_window", layer))
 
@@ -114,13 +117,13 @@ class Hybrid(Hedgehog):
         """Check that each layer with this kernel has a window.
 
         Raises:
-            ValueError: if a layer has no window, or if the field belongs to cross-attention.
+            ValueError: if a layer has no window, or if the field is for cross-attention.
         """
         prefix = field.removesuffix("attention_kernel")
         if prefix == "cross_":
             raise ValueError(
-                f'`{field}` must not be "hybrid". The kernel needs the positions of queries among the keys, '
-                "which cross-attention does not have."
+                f'`{field}="hybrid"` is not supported, because the queries in cross-attention have no positions '
+                "among the keys. Choose another kernel."
             )
         window = f"{prefix}attention_window"
         layers = range(config.layer_count(window))
@@ -129,7 +132,7 @@ class Hybrid(Hedgehog):
         ]
         if None in values:
             got = values if any(values) else None
-            raise ValueError(f'`{window}` must be given in each layer with `{field}="hybrid"`, got {got}.')
+            raise ValueError(f'`{window}` must be set in all layers with `{field}="hybrid"`, got {got}.')
 
     @property
     def key_range(self) -> KeyRange:
@@ -138,14 +141,14 @@ class Hybrid(Hedgehog):
 
     @property
     def is_exported_as_weights(self) -> bool:
-        """Always `True`, because blocks would fix the length of the exported graph."""
+        """Always True, because graphs with blocks would have a fixed length."""
         return True
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return the feature maps of Hedgehog and the logarithm of gamma [h].
+        """Return the Hedgehog feature maps and the logarithm of gamma [h].
 
-        The initial value is gamma = 1 / F. If all features are equal, phi(q) phi(k) is 1 / F. If all logits are equal,
-        exp(s - c) is 1.
+        The initial value is gamma = 1 / F, because phi(q) phi(k) is 1 / F if all features are the same, and exp(s - c)
+        is 1 if all logits are the same.
         """
         begin = partial(torch.full, (heads.query,), -math.log(2 * self.features))
         return super().tensors(heads) | {"window_log_factor": KernelTensor((heads.query,), begin)}
@@ -160,7 +163,10 @@ class Hybrid(Hedgehog):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Attend with a window and sums; see `AttentionKernel.attend`. The state is a `HybridState`."""
+        """Attend with a window and sums.
+
+        See `AttentionKernel.attend` for the arguments. The state is a `HybridState`.
+        """
         exact = torch.promote_types(value.dtype, torch.float32)
         with disable_autocast(query):
             key_range = self.key_range
@@ -185,17 +191,17 @@ class Hybrid(Hedgehog):
         read: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Return the weights, with those of the softmax inside the window."""
+        """Replace the weights inside the window by softmax weights."""
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
         return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations of Hedgehog, plus the dot products and weighted sums of a query in the window."""
+        """Return the operations for Hedgehog, plus a query's dot products and weighted sums in the window."""
         of_key, of_query = super().count_flops(heads, attended)
         return of_key, of_query + 2 * self.key_range.num_attended_keys(attended) * (heads.head_dim + heads.value_dim)
 
     def num_state_values(self, heads: AttentionHeads) -> int:
-        """Return the size of the state: the sums, and the keys and values that the next window may contain."""
+        """Return the size of the state, which consists of the sums and of the keys and values in the next window."""
         of_window = heads.key * self.key_range.before * (heads.head_dim + heads.value_dim)
         return super().num_state_values(heads) + of_window
 
@@ -210,14 +216,14 @@ def attend_in_blocks_and_sums(
     key_range: KeyRange,
     scaling: float,
 ) -> torch.Tensor:
-    """Return the sum of weighted values of each query, followed by the sum of the weights.
+    """Return each query's weighted sum of values, followed by its sum of weights.
 
     Args:
         queries, query_features: q [b, k, g, n, d] and phi(q) [b, k, g, n, F].
         near: the keys.
-        key_features: phi(k) of these keys, [b, k, before + n, F], zeros at masked keys.
+        key_features: phi(k) for these keys, [b, k, before + n, F], which is zero for masked keys.
         log_factor: the logarithm of gamma, [k, g].
-        sums: the sums of all earlier keys, [b, k, F, d_v + 1], if any.
+        sums: the sums over all earlier keys, [b, k, F, d_v + 1], if any.
         key_range: the key range of the window.
         scaling: the factor of the dot products.
 
@@ -250,7 +256,7 @@ def attend_in_blocks_and_sums(
 
 
 def _create_window_masks(block: int, key_range: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two masks [C, S] of the keys in a block's span: in a query's window, and attended outside it."""
+    """Return two masks [C, S] for the keys that a block reads: inside a query's window, and attended to outside it."""
     around = key_range.before + key_range.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
     is_before, is_after = distance < 0, distance > around
@@ -258,7 +264,7 @@ def _create_window_masks(block: int, key_range: KeyRange, device: torch.device) 
 
 
 def _window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
-    """Return gamma exp(s - c) for logits that are -inf outside the window; c is the largest logit of a row."""
+    """Return gamma exp(s - c) for logits that are -inf outside the window, where c is the largest logit in a row."""
     top = logits.amax(-1, keepdim=True)
     top = top.clamp_min(torch.finfo(top.dtype).min)  # for an empty window, -inf - -inf would be NaN
     return (logits - top + log_factor).exp()
@@ -272,10 +278,10 @@ def _sum_other_keys(
     around: int,
     is_causal: bool,
 ) -> torch.Tensor:
-    """Return for each block the sum over all keys before its span and, unless causal, after it.
+    """Return the sums over the keys before each block's span and, unless causal, after it.
 
-    A span starts at the first position of its block and is `around` positions longer than the block. The sums have the
-    shape [b, k, N, F, d_v + 1].
+    A span starts at the first position in its block and is `around` positions longer than the block. The shape of the
+    sums is [b, k, N, F, d_v + 1].
     """
     size = features.shape[2] - around
     before = _block_sums(features[:, :, :size], values[:, :, :size], block).cumsum(2)
@@ -299,12 +305,12 @@ def hybrid_weights(
     log_factor: torch.Tensor,
     key_range: KeyRange,
 ) -> torch.Tensor:
-    """Return all weights [b, h, n, m] before normalization.
+    """Return the unnormalized weights [b, h, n, m] for all keys.
 
     Args:
         logits: the scaled dot products, [b, h, n, m].
-        by_features: phi(q) phi(k) [b, h, n, m], zeros at masked keys.
-        read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
+        by_features: phi(q) phi(k) [b, h, n, m], which is zero for masked keys.
+        read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
         log_factor: the logarithm of gamma, [h].
         key_range: the key range of the window.
     """

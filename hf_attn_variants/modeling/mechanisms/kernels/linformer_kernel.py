@@ -1,10 +1,10 @@
-"""Linformer: keys and values are projected along the length to r rows, followed by a softmax (arXiv 2006.04768).
+"""Linformer, which projects keys and values along the sequence to r rows before a softmax (arXiv 2006.04768).
 
     o_i = softmax(q_i (E K)^T) E V,  E [r, n_max], shared by the keys and values of all heads of a layer
 
-This is the "key-value sharing" of the paper (section 4). A text of m tokens uses the first m columns of E. Padding
-counts as zeros and therefore changes nothing. Time and memory are proportional to n r. The formula is
-`reference.linear.linformer_attention`. The letters are those of `softmax_attention`.
+This is the "key-value sharing" variant in section 4 of the paper. A text with m tokens uses the first m columns of E.
+Padding counts as zeros and therefore has no effect. Time and memory are proportional to n r. The formula is
+implemented in `reference.linear.linformer_attention`. The symbols are defined in `softmax_attention`.
 """
 
 from dataclasses import dataclass
@@ -44,18 +44,18 @@ class Linformer(AttentionKernel):
     ) -> "Linformer":
         """Return the kernel of the attention at a path; see `AttentionKernel.from_config`.
 
-        The kernel has at most as many rows as there are positions.
+        The number of rows is limited to the number of positions.
         """
-        length: Any = get_max_tokens(config)  # `check` requires it
+        length: Any = get_max_tokens(config)  # `check` requires a value
         rows = config.attention_kernel_features or cls.features_per_dimension * head_dim
         return cls(min(rows, length), is_causal, 0, length)
 
     @classmethod
     def check(cls, config: Any, field: str) -> None:
-        """Check that the kernel belongs to an encoder with a maximum number of tokens.
+        """Check that the kernel is used in an encoder with a maximum number of tokens.
 
         Raises:
-            ValueError: if it does not, or if there are more rows than positions.
+            ValueError: if it is not, or if there are more rows than positions.
         """
         prefix = field.removesuffix("attention_kernel")
         is_decoder = not prefix and (
@@ -63,19 +63,19 @@ class Linformer(AttentionKernel):
         )
         if prefix == "cross_" or is_decoder:
             raise ValueError(
-                f'`{field}` must not be "linformer" in a decoder. The kernel sums over all tokens, and the '
-                "text of a decoder grows."
+                f'`{field}="linformer"` is not supported in a decoder, because the kernel combines all tokens of '
+                "a text. Choose another kernel."
             )
         length, rows = get_max_tokens(config), config.attention_kernel_features
         if length is None or has_sinusoids(config):
             raise ValueError(
-                f'`max_position_embeddings` must limit the number of tokens with `{field}="linformer"`, got '
-                "an architecture without learned positions."
+                f'`{field}="linformer"` is only supported for encoders with learned positions, because it requires '
+                "a maximum number of tokens. Choose another kernel."
             )
         if rows is not None and rows > length:
             raise ValueError(
-                f"`attention_kernel_features` of linformer must be at most the number of positions, {length}, "
-                f"got {rows}."
+                f'`attention_kernel_features` must be at most {length} with `{field}="linformer"`, the number of '
+                f"positions, got {rows}."
             )
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
@@ -93,28 +93,28 @@ class Linformer(AttentionKernel):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, None]:
-        """Attend to the projected rows; see `AttentionKernel.attend`. There is no state."""
+        """Attend to the projected rows. See `AttentionKernel.attend` for the arguments. There is no state."""
         return attend_to_projected(module.length_proj, query, key, value, read, scaling), None
 
     def weights(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
-        """Return the factors of the values in the outputs; see `AttentionKernel.weights`."""
+        """Return the factors by which the values are multiplied. See `AttentionKernel.weights` for the arguments."""
         return compute_projected_weights(module.length_proj, query, key, read, scaling)
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations per key (projection to the rows) and per query (attention to the rows)."""
+        """Return the operations per key, for its projection to the rows, and per query, for attention to the rows."""
         count = 2 * self.features * (heads.head_dim + heads.value_dim)
         return count, count
 
 
 def get_max_tokens(config: Any) -> int | None:
-    """Return the maximum number of tokens (audio: positions) of an encoder with this configuration, or None."""
+    """Return the maximum number of tokens, or of audio positions, in an encoder, or None if there is no limit."""
     return getattr(config, "max_source_positions", getattr(config, "max_position_embeddings", None))
 
 
 def create_segment_means(rows: int, length: int) -> torch.Tensor:
-    """Return the initial E [rows, length]: each row is the mean of a segment, and the segments have similar sizes."""
+    """Return the initial E [rows, length], whose rows compute the means of segments of similar size."""
     segment = torch.arange(length) * rows // length
     means = nn.functional.one_hot(segment, rows).T.float()
     return means / means.sum(1, keepdim=True)
@@ -128,13 +128,13 @@ def attend_to_projected(
     read: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Return the outputs [b, n, h, d_v].
+    """Attend to projected keys and values and return the outputs [b, n, h, d_v].
 
     Args:
         length_proj: E [r, n_max].
         query: [b, h, n, d].
         key, value: [b, k, m, d] and [b, k, m, d_v].
-        read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
+        read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
         scaling: the factor of the dot products.
 
     Raises:
@@ -150,9 +150,9 @@ def attend_to_projected(
 def compute_projected_weights(
     length_proj: torch.Tensor, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return the factors of the values, softmax(q (E K)^T) E, [b, h, n, m]; a row does not always sum to one.
+    """Return the factors of the values, softmax(q (E K)^T) E, [b, h, n, m]. Rows do not necessarily sum to one.
 
-    The arguments and errors are those of `attend_to_projected`.
+    Takes the same arguments and raises the same errors as `attend_to_projected`.
     """
     along, fold = _select_columns(length_proj, key), QueryFold(query, key, 1)
     key = key if read is None else key * read

@@ -1,4 +1,4 @@
-"""Random feature attention: sines and cosines of random projections (arXiv 2103.02143, section 3.1)."""
+"""Random feature attention, with sines and cosines of random projections (arXiv 2103.02143, section 3.1)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from .feature_kernel import TokenwiseKernel
 
 __all__ = ["Rfa"]
 
-# The minimum for the sum of a query's weights. Estimates may be near zero or negative (as in the authors' code).
+# The minimum for the sum of a query's weights, as in the authors' code. Estimates can be close to zero or negative.
 LEAST_SUM = 1e-2
 
 
@@ -29,7 +29,7 @@ class Rfa(TokenwiseKernel):
     tensors_per_key_head = ("kernel_scale",)
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return the scale s of each key head [k, d], which its query heads share, and the vectors w [D, d]."""
+        """Return the scale s [k, d] of each key head, which is shared by its query heads, and the vectors w [D, d]."""
         scale, vectors = (heads.key, heads.head_dim), (self.features, heads.head_dim)
         return {
             "kernel_scale": KernelTensor(scale, partial(torch.ones, scale)),
