@@ -192,11 +192,8 @@ def flops_per_token(
     has_decoder = any(site.get_stack_name(config) == "decoder" for site, _, _ in model.named_attentions())
     decodes = decodes and supports_decoder_cache(config)
     for site, path, module in model.named_attentions():
-        runs, stack, heads = (
-            model.count_module_runs(config, path),
-            site.get_stack_name(config),
-            site.get_heads(config, path),
-        )
+        runs, stack = model.count_module_runs(config, path), site.get_stack_name(config)
+        heads = site.get_heads(config, path)
         key_stack = "encoder" if site.is_cross_attention else stack
         projections = {role: linears.pop(f"{path}.{linear}") for role, linear in site.projections.items()}
         flops[stack] += 2 * runs * (projections["query"].weight.numel() + projections["output"].weight.numel())

@@ -206,7 +206,7 @@ def test_a_rank_is_chosen_by_its_cost(monkeypatch):
     """One token of a long memory is attended to in the latent; a whole text makes its keys and values."""
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     absorbed = []
-    inner = latent_attention._absorbed
+    inner = latent_attention._attend_in_absorbed_form
     monkeypatch.setattr(
         latent_attention,
         "_attend_in_absorbed_form",

@@ -206,8 +206,8 @@ class AttnVariantModelMixin(_Model):
         # At this point, the checkpoint's generation_config.json has been loaded.
         model._update_generation_settings()
         if adds:
-            begin = describe_initialization(model.config) logger.warning(f"{source} has no talking heads.
-            {cls.__name__} adds them. {begin}.")
+            description = describe_initialization(model.config)
+            logger.warning(f"{source} has no talking heads. {cls.__name__} adds them. {description}.")
         warn_about_replaced_positions(model.config, source, kwargs)
         return loaded
 

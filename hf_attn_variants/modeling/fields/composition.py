@@ -101,8 +101,9 @@ UNSUPPORTED_PAIRS = (
         DistanceBias,
         "Keys that are computed from several tokens have no distance. "
         'Use `position_embedding_type="sinusoidal"`, which adds no relative position bias.',
-    ), UnsupportedPair(MemoryCompressed, Latent, "Latent attention does not compute the keys that would be
-    compressed."), UnsupportedPair(
+    ),
+    UnsupportedPair(MemoryCompressed, Latent, "Latent attention does not compute the keys that would be compressed."),
+    UnsupportedPair(
         TransientPattern, Latent, "Summaries require keys and values, which latent attention does not compute."
     ),
     UnsupportedPair(AdditiveScore, AttentionKernel, "A kernel does not compute scores."),

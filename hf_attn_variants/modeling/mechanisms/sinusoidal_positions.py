@@ -105,7 +105,8 @@ else:
     _Embeddings = _Stack = object
 
 
-class PositionEmbeddingsMixin(_Embeddings):    """Mixin for the embeddings of BERT and related models.
+class PositionEmbeddingsMixin(_Embeddings):
+    """Mixin for the embeddings of BERT and related models.
 
     It must precede the Transformers class in the list of base classes.
     """

@@ -39,7 +39,7 @@ __all__ = [
     "add_bias_gradient",
     "blocked_backward",
     "blocked_forward",
-    "stack_grouped_heads",
+    "stack_groups",
 ]
 
 
@@ -208,7 +208,7 @@ class _Call:
 
     def queries(self, block: _Block) -> Tensor:
         """Return the queries [B * k, g * r, d], with the heads in a group stacked as rows."""
-        query = stack_grouped_heads(self.query[block.batch, :, block.rows], self.kv_heads)
+        query = stack_groups(self.query[block.batch, :, block.rows], self.kv_heads)
         return query if self.query_scaling == 1.0 else query * self.query_scaling
 
     def keys(self, block: _Block) -> Tensor:
@@ -343,7 +343,7 @@ def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
         rows = weights @ call.values(block)  # [B * k, g * r, d_v]
         if call.dropout > 0:
             rows /= call.keep_probability
-        parts[block.batch, block.rows] = _unstack_grouped_heads(rows, block.size, call.heads_out).transpose(1, 2)
+        parts[block.batch, block.rows] = _unstack_groups(rows, block.size, call.heads_out).transpose(1, 2)
     return output, torch.full((1,), threads, dtype=torch.float32, device=device)
 
 
@@ -378,9 +378,8 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
         softmax = call.softmax(scores, block)  # [B, h, r, m]
         weights = call.mix_weights(softmax, "weights", block)  # [B, h_v, r * m]
         dropout_mask = call.draw_dropout_mask(weights, block) if call.dropout > 0 else None
-        d_rows = stack_grouped_heads(
-            d_output[block.batch, block.rows].transpose(1, 2), call.value_heads
-        )  # [B * k, g * r, d_v]
+        d_rows = d_output[block.batch, block.rows].transpose(1, 2)
+        d_rows = stack_groups(d_rows, call.value_heads)  # [B * k, g * r, d_v]
         _add_product(d_value[block.batch], block, weights if dropout_mask is None else weights * dropout_mask, d_rows)
         # The gradient overwrites the weights, which are not needed again (unless they are the softmax itself).
         d_weights = _multiply(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
@@ -402,7 +401,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
         d_queries = d_scores.view(block.size * call.kv_heads, -1, block.key_length) @ call.keys(block)
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
-        query_parts[block.batch, :, block.rows] = _unstack_grouped_heads(d_queries, block.size, call.heads_in)
+        query_parts[block.batch, :, block.rows] = _unstack_groups(d_queries, block.size, call.heads_in)
     call.finish_gradients(d_bias, d_logits_proj)
     parts = call.parts
     del call  # frees its buffers and copies
@@ -421,12 +420,12 @@ def _number_of_parts(operands: Operands, threads: int) -> int:
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 
 
-def stack_grouped_heads(states: Tensor, kv_heads: int) -> Tensor:
+def stack_groups(states: Tensor, kv_heads: int) -> Tensor:
     """Reshape states [B, h, r, x] to [B * k, g * r, x], so that the heads in a group are stacked as rows."""
     return states.reshape(states.shape[0] * kv_heads, -1, states.shape[-1])
 
 
-def _unstack_grouped_heads(states: Tensor, size: int, heads: int) -> Tensor:
+def _unstack_groups(states: Tensor, size: int, heads: int) -> Tensor:
     """Reshape states [B * k, g * r, x] to [B, h, r, x]."""
     return states.view(size, heads, -1, states.shape[-1])
 

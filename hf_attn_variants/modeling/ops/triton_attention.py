@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from .blocked_attention import Operands, add_bias_gradient, stack_grouped_heads
+from .blocked_attention import Operands, add_bias_gradient, stack_groups
 
 __all__ = [
     "allows_tf32",
@@ -481,20 +481,20 @@ def _view_workspace(workspace: torch.Tensor, batches: int, heads: int, rows: int
 def _multiply_by_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
     # Multiply [b, h, r, x] by the transposed [b, k, m, x]. The result is written to `out` [b, h, r, >= m], with
     # grouped heads stacked as rows.
-    out = stack_grouped_heads(out, shared.shape[1])[..., : shared.shape[2]]
-    torch.bmm(stack_grouped_heads(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
+    out = stack_groups(out, shared.shape[1])[..., : shared.shape[2]]
+    torch.bmm(stack_groups(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
 
 
 def _multiply_grouped(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     # Multiply [b, h, r, >= m] by [b, k, m, x] to get [b, h, r, x].
-    rows = torch.bmm(stack_grouped_heads(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
+    rows = torch.bmm(stack_groups(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
     return rows.view(*weights.shape[:3], -1)
 
 
 def _multiply_transposed(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, key_length: int) -> torch.Tensor:
     # Multiply the transposed [b, h, r, >= m] by [b, h, r, x] to get [b, k, m, x], summed over the heads in a group.
-    weights = stack_grouped_heads(weights, kv_heads)[..., :key_length]
-    return torch.bmm(weights.transpose(1, 2), stack_grouped_heads(states, kv_heads)).unflatten(0, (-1, kv_heads))
+    weights = stack_groups(weights, kv_heads)[..., :key_length]
+    return torch.bmm(weights.transpose(1, 2), stack_groups(states, kv_heads)).unflatten(0, (-1, kv_heads))
 
 
 def _forward_settings(call: _TritonCall) -> dict:
