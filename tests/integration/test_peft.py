@@ -138,7 +138,7 @@ def test_a_prefix_that_would_be_dropped_is_refused(head):
         config = peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3, **sizes)
         return peft.get_peft_model(model, config).eval()
 
-    with pytest.raises(ValueError, match=r"must have one cache, got `past_key_values` and `cache`"):
+    with pytest.raises(ValueError, match=r"must have only one cache, got `past_key_values` and `cache`"):
         tuned(row.model(head, "gqa")).generate(**options)
     if row is T5:  # upstream's generates as if there were none
         upstream = row.upstream_model(head)

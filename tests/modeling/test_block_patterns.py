@@ -276,7 +276,7 @@ def test_a_long_mask_is_warned_of_and_blocks_are_not(caplog, monkeypatch):
         assert said == []
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(ids)[0], by_blocks, atol=1e-5, rtol=0)
-    assert "attention_pattern='local_blocks' creates a mask of 2060 x 2060 numbers" in said[0]
+    assert "attention_pattern='local_blocks' creates a mask with 2060 x 2060 elements" in said[0]
 
 
 def test_a_checkpoint_converts_with_a_pattern_and_saves_it(tmp_path):
