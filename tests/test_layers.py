@@ -183,7 +183,7 @@ def test_a_name_at_a_files_top_has_one_meaning_in_a_room():
 def test_mechanisms_are_named_in_their_file_and_the_table_alone(kind):
     """What else has to be known of one, its class says."""
     table = importlib.import_module(f"{PACKAGE}.modeling.mechanisms.{kind}s.{kind}_table")
-    names, class_of = getattr(table, f"{kind.upper()}S"), getattr(table, f"{kind}_class")
+    names, class_of = getattr(table, f"{kind.upper()}S"), getattr(table, f"get_{kind}_class")
     assert [class_of(name).name for name in names] == [*names] and len({*map(class_of, names)}) == len(names)
     assert not literals(names, rf"(.*_{kind}s?|{kind}_table|transient_global)\.py")
 
