@@ -18,7 +18,9 @@ ALL = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row
 @ALL
 def test_a_value_of_the_wrong_kind_is_an_error_that_names_it(architecture):
     # transformers 5.15 checks the type of this field itself, later versions do not.
-    with pytest.raises((ValueError, StrictDataclassError), match=r"must have values of the correct type|field 'id2label'"):
+    with pytest.raises(
+        (ValueError, StrictDataclassError), match=r"must have values of the correct type|field 'id2label'"
+    ):
         architecture.config_class(**(architecture.tiny | {"id2label": 3}))
 
 

@@ -141,7 +141,10 @@ def test_weights_without_a_configuration_load_into_the_one_given(tmp_path):
     [
         ("mha", []),
         ("talking", ["adds them. They are initialized as the identity, so the outputs do not change."]),
-        ("logits", ['adds them. They are initialized randomly (`talking_heads_init="random"`), which changes the outputs']),
+        (
+            "logits",
+            ['adds them. They are initialized randomly (`talking_heads_init="random"`), which changes the outputs'],
+        ),
         ("dynamic", ["as the identity and the terms of `talking_heads_dynamic` as zeros. The outputs do not change"]),
     ],
 )

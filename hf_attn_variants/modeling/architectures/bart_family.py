@@ -67,8 +67,8 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps = (self.q_proj, self.k_proj, self.v_proj)
+        linears = (self.q_proj, self.k_proj, self.v_proj)
         output, weights = self.attend_with_projections(
-            maps, states, mask, self.dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
+            linears, states, mask, self.dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
         )
         return self.out_proj(output), weights

@@ -52,8 +52,8 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps, dropout = (self.query, self.key, self.value), self.dropout.p
-        return self.attend_with_projections(maps, states, mask, dropout, cache=cache, **others, **dynamic)
+        linears, dropout = (self.query, self.key, self.value), self.dropout.p
+        return self.attend_with_projections(linears, states, mask, dropout, cache=cache, **others, **dynamic)
 
 
 class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
@@ -73,7 +73,7 @@ class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps, dropout = (self.query, self.key, self.value), self.dropout.p
+        linears, dropout = (self.query, self.key, self.value), self.dropout.p
         return self.attend_with_projections(
-            maps, states, mask, dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
+            linears, states, mask, dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
         )

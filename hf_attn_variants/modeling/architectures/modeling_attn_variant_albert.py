@@ -50,8 +50,8 @@ class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
             parent: Any = super()
             return parent.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps, dropout = (self.query, self.key, self.value), self.attention_dropout.p
-        output, weights = self.attend_with_projections(maps, states, mask, dropout, **others, **dynamic)
+        linears, dropout = (self.query, self.key, self.value), self.attention_dropout.p
+        output, weights = self.attend_with_projections(linears, states, mask, dropout, **others, **dynamic)
         output = self.output_dropout(self.dense(output))
         return self.LayerNorm(states + output), weights
 

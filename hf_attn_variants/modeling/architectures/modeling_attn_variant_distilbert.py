@@ -46,8 +46,8 @@ class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAt
             parent: Any = super()
             return parent.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
-        output, weights = self.attend_with_projections(maps, states, mask, dropout, **others, **dynamic)
+        linears, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
+        output, weights = self.attend_with_projections(linears, states, mask, dropout, **others, **dynamic)
         return self.out_lin(output), weights
 
 

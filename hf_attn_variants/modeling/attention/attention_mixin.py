@@ -163,7 +163,7 @@ class AttentionVariantMixin(_Attention):
 
     def attend_with_projections(
         self,
-        maps: tuple[nn.Linear, nn.Linear, nn.Linear],
+        linears: tuple[nn.Linear, nn.Linear, nn.Linear],
         states: torch.Tensor,
         mask: torch.Tensor | None,
         dropout: float,
@@ -177,30 +177,34 @@ class AttentionVariantMixin(_Attention):
         or that value heads and key heads have different sizes.
 
         Args:
-            maps: the linear layers of the queries, keys and values.
+            linears: the linear layers of the queries, keys and values.
             mask: as in `attention_with_weights`.
             dropout: the dropout probability during training.
             states, encoder_outputs, cache: see `get_latent` and `get_keys_and_values`.
             options: further arguments of the attention function.
         """
-        query_map, key_map, value_map = maps
-        query = query_map(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
+        query_linear, key_linear, value_linear = linears
+        query = query_linear(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         options |= {"dropout": dropout if self.training else 0.0, "scaling": self.scaling}
         if self.heads.rank is None:
-            key, value = self.get_keys_and_values((key_map, value_map), states, encoder_outputs, cache)
+            key, value = self.get_keys_and_values((key_linear, value_linear), states, encoder_outputs, cache)
             output, weights = get_attention_function(self.implementation)(self, query, key, value, mask, **options)
         else:
             latent, layer = self.get_latent(states, encoder_outputs, cache)
-            output, weights = attend_to_latent(self, query, latent, mask, (key_map, value_map), layer, **options)
+            output, weights = attend_to_latent(self, query, latent, mask, (key_linear, value_linear), layer, **options)
         return output.flatten(2), weights
 
     def get_keys_and_values(
-        self, maps: tuple[nn.Module, nn.Module], states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
+        self,
+        linears: tuple[nn.Module, nn.Module],
+        states: torch.Tensor,
+        encoder_outputs: torch.Tensor | None,
+        cache: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys [b, k, m, d] and values [b, k, m, d_v], starting with those in the cache.
 
         Args:
-            maps: the linear layers of the keys and of the values.
+            linears: the linear layers of the keys and of the values.
             states: the inputs of self-attention [b, n, D].
             encoder_outputs: the inputs of cross-attention, whose keys and values are only computed once, or None for
                 self-attention.
@@ -215,7 +219,7 @@ class AttentionVariantMixin(_Attention):
             # The encoder outputs do not change between decoding steps.
             return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         encoder_outputs = states if encoder_outputs is None else encoder_outputs
-        key, value = compute_keys_and_values(encoder_outputs, maps, self.heads.head_dim, self.heads.value_dim)
+        key, value = compute_keys_and_values(encoder_outputs, linears, self.heads.head_dim, self.heads.value_dim)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
             seen[self.layer_idx] = True

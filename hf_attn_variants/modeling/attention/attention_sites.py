@@ -141,7 +141,7 @@ class AttentionSite:
         return self.latent if self.shares_latent else f"{path}.{self.latent}"
 
     def get_latent_projection(self, base_model: nn.Module, path: str) -> nn.Module | None:
-        """Return the linear layer that computes the latent of the module at a path, or None if there is none."""
+        """Return the linear layer that computes the latent of the module at a path, if there is a latent."""
         if self.rank_field is None:
             return None
         owner, _, name = self.get_latent_path(path).rpartition(".")

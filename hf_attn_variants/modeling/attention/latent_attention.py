@@ -133,7 +133,7 @@ def attend_to_latent(
     query: torch.Tensor,
     latent: torch.Tensor,
     mask: torch.Tensor | None,
-    maps: tuple[nn.Linear, nn.Linear],
+    linears: tuple[nn.Linear, nn.Linear],
     layer: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -144,7 +144,7 @@ def attend_to_latent(
         query: [b, h_k, n, d]. If beams share encoder outputs, the beams of a sentence are adjacent.
         latent: c, [b, 1, m, r].
         mask: as in `attention_with_weights`.
-        maps: the linear layers with W_k [k d, r] and W_v [k d_v, r] and their biases.
+        linears: the linear layers with W_k [k d, r] and W_v [k d_v, r] and their biases.
         layer: the cache layer that stores this latent in all steps (only in cross-attention). The keys and values of a
             short latent may be stored in it too.
         options: further arguments of the attention function. `scaling` refers to queries of size d.
@@ -155,16 +155,16 @@ def attend_to_latent(
     attend = get_attention_function(module.implementation)
     # Hooks may expect one row per beam. Hooks are checked first, because an exported graph must not depend on the
     # number of rows.
-    if layer is not None and any(has_hooks(linear) for linear in maps) and 0 < len(latent) < len(query):
+    if layer is not None and any(has_hooks(linear) for linear in linears) and 0 < len(latent) < len(query):
         latent, layer = repeat_for_beams(latent, len(query)), None
     # Inference-mode tensors have no version counter that detects in-place changes.
     can_store = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
     if can_store and is_short_latent(latent):
-        key, value = _get_expanded_latent(module, latent, maps, layer)
-    elif module.is_own and should_absorb_projections(module, query, latent, maps, options):
-        return _attend_in_absorbed_form(module, query, latent, mask, maps, **options)
+        key, value = _get_expanded_latent(module, latent, linears, layer)
+    elif module.is_own and should_absorb_projections(module, query, latent, linears, options):
+        return _attend_in_absorbed_form(module, query, latent, mask, linears, **options)
     else:
-        key, value = compute_keys_and_values(latent[:, 0], maps, module.heads.head_dim, module.heads.value_dim)
+        key, value = compute_keys_and_values(latent[:, 0], linears, module.heads.head_dim, module.heads.value_dim)
     return attend(module, query, key, value, mask, **options)
 
 
@@ -217,32 +217,32 @@ def has_cached_latent(cache: Any) -> bool:
 
 
 def compute_keys_and_values(
-    inputs: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
+    inputs: torch.Tensor, linears: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the keys [b, k, m, d] and values [b, k, m, d_v] from a latent or from other inputs.
 
     Args:
         inputs: the inputs of the projections [b, m, r].
-        maps: the projections of the keys and of the values.
+        linears: the projections of the keys and of the values.
         head_dim: d.
         value_dim: d_v (default: d).
     """
     sizes = (head_dim, head_dim if value_dim is None else value_dim)
     key, value = (
-        states(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for states, size in zip(maps, sizes, strict=True)
+        states(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for states, size in zip(linears, sizes, strict=True)
     )
     return key, value
 
 
 def _get_expanded_latent(
-    module: VariantAttention, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], layer: Any
+    module: VariantAttention, latent: torch.Tensor, linears: tuple[nn.Linear, nn.Linear], layer: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     by_layer = vars(layer).setdefault(EXPANDED, {})
     expanded = by_layer.get(module.layer_idx)
     # Reordering or repeating the beams creates another tensor, and in-place changes increase the version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
         sizes = (module.heads.head_dim, module.heads.value_dim)
-        made = compute_keys_and_values(latent[:, 0], maps, *sizes)
+        made = compute_keys_and_values(latent[:, 0], linears, *sizes)
         expanded = by_layer[module.layer_idx] = (latent, *made, latent._version)
     return expanded[1:3]
 
@@ -251,7 +251,7 @@ def should_absorb_projections(
     module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
-    maps: tuple[nn.Linear, nn.Linear],
+    linears: tuple[nn.Linear, nn.Linear],
     options: dict[str, Any],
 ) -> bool:
     """Return True if the absorbed form supports a call and requires fewer multiplications.
@@ -262,17 +262,17 @@ def should_absorb_projections(
         return False
     # With m2l, the bias of the keys affects the outputs. A projection that was changed by quantization, LoRA or
     # offloading cannot be replaced by its weight.
-    if M2L in module.dynamic_names or not all(is_plain_linear(linear, latent) for linear in maps):
+    if M2L in module.dynamic_names or not all(is_plain_linear(linear, latent) for linear in linears):
         return False
     batch, heads, length, head_dim = query.shape
     if torch.compiler.is_compiling() or is_exporting():
         return length == 1  # one graph should support all lengths m
     sentences, _, key_length, rank = latent.shape
-    if _needs_weight_sums(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
+    if _needs_weight_sums(module, linears[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
         return False
     numbers = heads * head_dim + module.heads.output * module.heads.value_dim  # size of all query and all value heads
     heads += module.heads.output
-    kv_size = maps[0].out_features + maps[1].out_features
+    kv_size = linears[0].out_features + linears[1].out_features
     rows = batch * length
     read = key_length if module.key_range is None else module.key_range.num_attended_keys(key_length)
     absorbed = rows * rank * (numbers + heads * read)
@@ -282,7 +282,7 @@ def should_absorb_projections(
 
 def count_latent_flops(
     module: VariantAttention,
-    maps: tuple[nn.Linear, nn.Linear],
+    linears: tuple[nn.Linear, nn.Linear],
     attended: int,
     batch_size: int,
     is_step: bool,
@@ -294,13 +294,13 @@ def count_latent_flops(
 
     Args:
         module: the attention module.
-        maps: the projections of the keys and of the values. They may be on the meta device.
+        linears: the projections of the keys and of the values. They may be on the meta device.
         attended: m, the number of tokens that a query attends to.
         batch_size: b.
         is_step: True if a decoder computes one token, or False if a model processes a whole text at once.
         is_latent_cached: True if the same latent is used in all steps, as in cross-attention.
     """
-    heads, (key, value) = module.heads, maps
+    heads, (key, value) = module.heads, linears
     query = torch.empty(batch_size, heads.query, 1 if is_step else attended, heads.head_dim, device="meta")
     latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
     plain = (
@@ -331,20 +331,20 @@ def _attend_in_absorbed_form(
     query: torch.Tensor,
     latent: torch.Tensor,
     mask: torch.Tensor | None,
-    maps: tuple[nn.Linear, nn.Linear],
+    linears: tuple[nn.Linear, nn.Linear],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    (key_map, value_map), value_dim = maps, module.heads.value_dim
-    query = multiply_by_head(query, key_map.weight, query.shape[-1])
-    if key_map.bias is not None and torch.is_grad_enabled() and key_map.bias.requires_grad:
+    (key_linear, value_linear), value_dim = linears, module.heads.value_dim
+    query = multiply_by_head(query, key_linear.weight, query.shape[-1])
+    if key_linear.bias is not None and torch.is_grad_enabled() and key_linear.bias.requires_grad:
         # The bias of the keys adds the same number to all logits of a query and does not change the softmax. However,
         # distributed training (DDP) waits for a gradient of every parameter.
-        query = query + 0 * key_map.bias.sum()
-    bias: torch.Tensor | None = value_map.bias
-    sums_weights = _needs_weight_sums(module, value_map, options)
+        query = query + 0 * key_linear.bias.sum()
+    bias: torch.Tensor | None = value_linear.bias
+    sums_weights = _needs_weight_sums(module, value_linear, options)
     implementation = EAGER if sums_weights else module.implementation
     output, weights = get_attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = multiply_by_head(output.transpose(1, 2), value_map.weight, value_dim, transposed=True).transpose(1, 2)
+    output = multiply_by_head(output.transpose(1, 2), value_linear.weight, value_dim, transposed=True).transpose(1, 2)
     if bias is not None:
         bias = bias.view(-1, value_dim).repeat_interleave(output.shape[2] * value_dim // bias.shape[0], dim=0)
         by_weights = weights if sums_weights else None  # [b, h_v, n, m]
@@ -355,9 +355,9 @@ def _attend_in_absorbed_form(
     return output, weights if should_return_weights(module, options) else None
 
 
-def _needs_weight_sums(module: VariantAttention, value_map: nn.Linear, options: dict[str, Any]) -> bool:
+def _needs_weight_sums(module: VariantAttention, value_linear: nn.Linear, options: dict[str, Any]) -> bool:
     """Return True if the weights, whose row sums multiply the bias of the values, can have sums other than 0 and 1."""
-    return value_map.bias is not None and bool(options.get("dropout") or module.projection_names)
+    return value_linear.bias is not None and bool(options.get("dropout") or module.projection_names)
 
 
 def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:

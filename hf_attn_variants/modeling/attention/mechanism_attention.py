@@ -96,7 +96,7 @@ def kernel_attention_forward(
     with_weights: bool,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute linear attention as an attention function, for all attention implementations.
+    """Compute linear attention with the interface of an attention function.
 
     Args:
         module, query, key, value, mask: see `attend_with_kernel`.
@@ -231,7 +231,7 @@ def sdpa_with_mechanisms(
 
 
 def _projections(module: VariantAttention) -> dict[str, Any]:
-    """Return the talking-heads projections of a module by name."""
+    """Return a dictionary with the talking-heads projections of a module."""
     return {name: getattr(module, name, None) for name in PROJECTIONS}
 
 

@@ -154,16 +154,16 @@ def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
 
-def get_sentence_rows(encoder_outputs: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
+def get_sentence_rows(encoder_outputs: torch.Tensor, linears: Iterable[nn.Module] = ()) -> torch.Tensor:
     """Return marked encoder outputs [b B, m, D] with one row per sentence, and other encoder outputs unchanged.
 
     Args:
         encoder_outputs: encoder outputs or their latent.
-        maps: the linear layers that are applied to them. A layer with a hook may expect one row per beam, for example
-            if PEFT selects an adapter per row (`adapter_names`).
+        linears: the linear layers that are applied to them. A layer with a hook may expect one row per beam, for
+            example if PEFT selects an adapter per row (`adapter_names`).
     """
     mark = None if is_exporting() or torch.jit.is_tracing() else getattr(encoder_outputs, REPEATED, None)
-    if mark is None or any(has_hooks(linear) for linear in maps):
+    if mark is None or any(has_hooks(linear) for linear in linears):
         return encoder_outputs
     states, version = mark
     if version is None:  # inference-mode tensors have no version

@@ -121,7 +121,7 @@ class AttnVariantModelMixin(_Model):
         drawn = [rf"\.{name}$" for name in get_random_buffer_names()] if has_kernel(self.config) else []
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
         super().post_init()
-        # Device maps identify modules that must not be split by their class names, some of which have changed.
+        # Device linears identify modules that must not be split by their class names, some of which have changed.
         ours = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
         self._no_split_modules = {ours.get(name, name) for name in self._no_split_modules or ()}
 
@@ -295,9 +295,9 @@ def _install_variant(
     if hasattr(core, "projection_names"):
         return
     check_paths(module, site.projections.values())
-    key_map: Any = module.get_submodule(site.key)
-    query_map: Any = module.get_submodule(site.query)
-    heads, width = site.get_heads(model.config, path), key_map.in_features
+    key_linear: Any = module.get_submodule(site.key)
+    query_linear: Any = module.get_submodule(site.query)
+    heads, width = site.get_heads(model.config, path), key_linear.in_features
     rank = width if heads.rank is None else heads.rank
     resized = [
         _resize(module, site.key, rank, heads.key * heads.head_dim),
@@ -310,7 +310,7 @@ def _install_variant(
     root = get_sites_root(model)
     if rank < width and site.get_latent_projection(root, path) is None:  # shared by all layers
         add_latent_projection(root, site.get_latent_path(path), width, rank)
-    core.install_variant(model.config, heads, query_map.in_features, rank if site.shares_latent else width)
+    core.install_variant(model.config, heads, query_linear.in_features, rank if site.shares_latent else width)
     # Cross-attention computes its dynamic terms from the encoder outputs, which are available in each step. With a
     # smaller latent, the terms are computed from the latent, which is only in the cache after the first step.
     core.supports_cache = supports_cache(heads.dynamic) or (site.is_cross_attention and rank == width)

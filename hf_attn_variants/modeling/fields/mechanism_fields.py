@@ -69,12 +69,12 @@ class KernelFields(_Config):
 
     Args:
         attention_kernel: the kernel that replaces the softmax of self-attention, with time and memory linear in the
-            length. In an encoder-decoder, it applies to the decoder. None = softmax; "elu", "relu", "hedgehog",
-            "favor", "rfa"; "hybrid", with a softmax within `attention_window`; "linformer", only for encoders. None
-            in `per_layer_values` = the layer has a softmax.
+            length. In an encoder-decoder, it applies to the decoder. The kernels are "elu", "relu", "hedgehog",
+            "favor", "rfa", "hybrid" (with a softmax within `attention_window`) and "linformer" (encoders only). None
+            means a softmax, also for single layers in `per_layer_values`.
         attention_kernel_features: the width of the learned features ("hedgehog"), the number of random vectors
-            ("favor", "rfa") or the number of rows ("linformer"). None = d, 4 d, 2 d or 4 d, where d is the head
-            size. The default for "linformer" is at most the number of positions.
+            ("favor", "rfa") or the number of rows ("linformer"). The defaults are d, 4 d, 2 d and 4 d, where d is the
+            head size. The default for "linformer" is at most the number of positions.
         attention_kernel_seed: the seed of the random vectors.
     """
 

@@ -372,13 +372,13 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return cls(**(drop_replaced_values(values, fields) | fields))
 
     def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d, the size of a query or key head, for the attention with a key/value heads field."""
+        """Return d, the size of a query or key head, for the key/value heads in a field."""
         if self.head_dim_field is not None:  # the heads together may differ from `hidden_size`
             return getattr(self, self.head_dim_field)
         return self.hidden_size // self.query_heads(kv_heads_field)
 
     def attention_value_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d_v, the size of a value head, for the attention with a key/value heads field."""
+        """Return d_v, the size of a value head, for the key/value heads in a field."""
         return self.attention_head_dim(kv_heads_field) if self.value_head_dim is None else self.value_head_dim
 
     @property

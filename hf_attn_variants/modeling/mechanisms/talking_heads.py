@@ -174,7 +174,7 @@ def supports_cache(dynamic: Iterable[str] | None) -> bool:
 
 
 def get_head_count_fields(config: Any, kv_heads_fields: Iterable[str]) -> list[str]:
-    """Return the softmax-head and value-head fields that are set, for all places with talking heads.
+    """Return the softmax-head and value-head fields that are set at places with talking heads.
 
     Args:
         config: a variant configuration.

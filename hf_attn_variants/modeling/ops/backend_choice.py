@@ -70,8 +70,8 @@ def describe_disagreement(kernels: str, errors: Callable[[], dict[str, float]], 
 
     Args:
         kernels: the name of the kernels.
-        errors: a function that runs a small call and returns its relative errors by name. It may raise any compiler or
-            driver exception.
+        errors: a function that runs a small call and returns a dictionary of its relative errors. It may raise any
+            compiler or driver exception.
         most: the largest error that can be caused by rounding.
     """
     try:

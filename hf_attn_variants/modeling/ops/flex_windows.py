@@ -283,7 +283,7 @@ def find_attended_blocks(
     others.
 
     Args:
-        key_range: the key range of the attention.
+        key_range: the key range of the attention module.
         length, key_length: n and m. The queries are at the last n of the m positions.
         block: the number of queries or keys per block.
 

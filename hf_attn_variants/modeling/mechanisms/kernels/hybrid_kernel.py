@@ -109,8 +109,8 @@ class Hybrid(Hedgehog):
 
         See `AttentionKernel.from_config` for the arguments.
         """
-        maps = Hedgehog.from_config(config, prefix, head_dim, path, is_causal, layer)
-        return cls(maps.features, is_causal, maps.seed, config.layer_value(f"{prefix}attention_window", layer))
+        hedgehog = Hedgehog.from_config(config, prefix, head_dim, path, is_causal, layer)
+        return cls(hedgehog.features, is_causal, hedgehog.seed, config.layer_value(f"{prefix}attention_window", layer))
 
     @classmethod
     def check(cls, config: Any, field: str) -> None:

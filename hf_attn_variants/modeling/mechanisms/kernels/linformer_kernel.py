@@ -42,7 +42,7 @@ class Linformer(AttentionKernel):
     def from_config(
         cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
     ) -> "Linformer":
-        """Return the kernel of the attention at a path; see `AttentionKernel.from_config`.
+        """Create the kernel of the attention module at a path. See `AttentionKernel.from_config` for the arguments.
 
         The number of rows is limited to the number of positions.
         """
@@ -103,7 +103,7 @@ class Linformer(AttentionKernel):
         return compute_projected_weights(module.length_proj, query, key, read, scaling)
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations per key, for its projection to the rows, and per query, for attention to the rows."""
+        """Return the operations per key (projection to the rows) and per query (attention to the rows)."""
         count = 2 * self.features * (heads.head_dim + heads.value_dim)
         return count, count
 
