@@ -91,10 +91,10 @@ class AttnVariantModelMixin(_Model):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(config, DYNAMIC):
-            wanted: Any = self.config_class
+            expected_class: Any = self.config_class
             raise ValueError(
                 f"The configuration of {type(self).__name__} must be a variant configuration, got "
-                f"{type(config).__name__}. Use `{wanted.__name__}.from_upstream(config, "
+                f"{type(config).__name__}. Use `{expected_class.__name__}.from_upstream(config, "
                 "num_key_value_heads=...)`."
             )
         config.check_variant()
@@ -121,7 +121,7 @@ class AttnVariantModelMixin(_Model):
         drawn = [rf"\.{name}$" for name in get_random_buffer_names()] if has_kernel(self.config) else []
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
         super().post_init()
-        # Device linears identify modules that must not be split by their class names, some of which have changed.
+        # Device maps identify modules that must not be split by their class names, some of which have changed.
         ours = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
         self._no_split_modules = {ours.get(name, name) for name in self._no_split_modules or ()}
 
