@@ -175,8 +175,7 @@ def flops_per_token(
         length: The number of tokens that a token attends to in an encoder-only model or in a decoder.
         source_length: The same number for the encoder of an encoder-decoder and for cross-attention.
         decodes: Whether a token of the decoder is the next one of a generation. Latents are then counted in the form
-            that the model uses (`latent_attention.should_absorb_projections`, `is_short_latent`). Otherwise, they are
-            counted in the expanded form.
+            that the model uses (`latent_attention.should_absorb_projections`), and otherwise in the expanded form.
         batch_size: The number of sequences per batch, which the form of short latents depends on (`is_short_latent`).
 
     Returns:
@@ -186,9 +185,7 @@ def flops_per_token(
     config = model.config
     flops: Counter[str] = Counter()
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    linears = {
-        name.removeprefix(prefix): module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    linears = {k.removeprefix(prefix): module for k, module in model.named_modules() if isinstance(module, nn.Linear)}
     has_decoder = any(site.get_stack_name(config) == "decoder" for site, _, _ in model.named_attentions())
     decodes = decodes and supports_decoder_cache(config)
     for site, path, module in model.named_attentions():

@@ -59,7 +59,7 @@ def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         unsaid = (None, whole, list(row.default) if row.kind is list else row.default_of(prefix))
         if of_all not in unsaid:
             raise ValueError(
-                f"`{name}` cannot be combined with its `per_layer_values`, got {of_all} and {checked}. Remove it."
+                f"`{name}` and its `per_layer_values` must not both be set, got {of_all} and {checked}. Remove one."
             )
         setattr(config, name, whole)
         if any(value != checked[0] for value in checked):

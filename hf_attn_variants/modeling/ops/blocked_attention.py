@@ -403,10 +403,9 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
             d_queries *= call.query_scaling
         query_parts[block.batch, :, block.rows] = _unstack_groups(d_queries, block.size, call.heads_in)
     call.finish_gradients(d_bias, d_logits_proj)
-    parts = call.parts
+    is_split = call.parts > 1
     del call  # frees its buffers and copies
-    if parts > 1:
-        d_key, d_value = (t.sum(0, keepdim=True) for t in (d_key, d_value))
+    d_key, d_value = (t.sum(0, keepdim=True) if is_split else t for t in (d_key, d_value))
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 

@@ -51,8 +51,7 @@ def talking_heads_attention(
     key_range: KeyRange | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute talking-heads attention with memory that grows linearly with n and m. The function is differentiable
-    once.
+    """Compute talking-heads attention with memory that grows linearly with n and m. Differentiable once.
 
     Args:
         query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: see

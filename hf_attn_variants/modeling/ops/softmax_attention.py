@@ -174,8 +174,7 @@ def fused_attention(
     enable_gqa = False
     if shared > 1 and (on_cpu or (mask is None and _supports_flash_kernels(query, value))):
         enable_gqa = True
-    # A small number of queries are folded into rows that share one key head. For many queries, the folded mask would
-    # be too large.
+    # A few queries are folded into rows that share a key head. For many queries, the folded mask would be too large.
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
         mask = _causal_mask(length, length, query.device) if is_causal else mask
