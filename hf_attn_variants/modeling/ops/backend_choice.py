@@ -49,7 +49,7 @@ def passes_trial(known: dict[Any, bool], kind: Any, trial: Callable[[], str | No
         known: the results of previous trials by kind. The function adds the new result.
         kind: the properties of a call that the kernel depends on, including its `device`.
         trial: a function that returns the reason if the kernel does not work, and None otherwise.
-        refusal: the first part of the warning, before the reason.
+        fallback_message: the first part of the warning, before the reason.
     """
     if kind not in known:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
