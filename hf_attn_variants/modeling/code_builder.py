@@ -98,7 +98,7 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "attend_with_global_tokens_first": ("linear_attention", "patterns"),
 }
 # A stub has the name of the definition that it replaces.
-STUB = "class {name}(Missing):\n    mechanisms = {mechanisms!r}\n"
+STUB = "class {name}(MissingDefinition):\n    mechanisms = {mechanisms!r}\n"
 
 
 class _Definition(NamedTuple):

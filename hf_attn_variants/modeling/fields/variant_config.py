@@ -479,7 +479,7 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
             heads (MHA).
         encoder_kv_lora_rank: the `kv_lora_rank` of the encoder layers.
         cross_kv_lora_rank: the rank of the latent of the encoder outputs, which all decoder layers share. If it is the
-        width of the encoder outputs, these are cached themselves, and the model outputs do not change.
+            width of the encoder outputs, these are cached themselves, and the model outputs do not change.
         encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens,
         encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
         encoder_split_attention_heads: the pattern of the encoder. Cross-attention has no pattern and attends to all
