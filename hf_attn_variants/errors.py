@@ -64,8 +64,8 @@ def run_script(main: Callable[[], Any]) -> int:
 
         - 0 after success,
         - the attribute `exit_status` of an expected error, if it has this attribute,
-        - 2 after a ValueError, an OSError, a NonFiniteLossError, an UpstreamChanged, a lack of memory, or a failure to
-          write to stdout,
+        - 2 after a ValueError, an OSError, a NonFiniteLossError, a TransformersChangedError, a lack of memory, or a
+          failure to write to stdout,
         - 143 (SIGTERM) after a TerminatedError,
         - 130 (SIGINT) after Ctrl-C.
     """
@@ -109,7 +109,7 @@ def _exit_status(status: int, message: str = "") -> int:
 def _is_upstream_changed(error: Exception) -> bool:
     # Importing the module here might fail for the same reason.
     module = sys.modules.get("hf_attn_variants.modeling.transformers_internals")
-    return module is not None and isinstance(error, module.UpstreamChanged)
+    return module is not None and isinstance(error, module.TransformersChangedError)
 
 
 def _original_message(error: Exception) -> str:

@@ -109,7 +109,7 @@ def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
 
 
 def _list_model_types(config_class: type[AttnVariantConfigMixin]) -> tuple[str, ...]:
-    return (*config_class.upstream_model_types, config_class.model_type)
+    return (*config_class.transformers_model_types, config_class.model_type)
 
 
 def _import_modeling_module(config_class: type[AttnVariantConfigMixin]) -> Any:

@@ -62,12 +62,12 @@ def form(request, monkeypatch):
     forced = request.param
 
     def absorbs(module, query, latent, maps, options):
-        plain = all(latent_attention.is_plain(entry, latent) for entry in maps)
+        plain = all(latent_attention.is_plain_linear(entry, latent) for entry in maps)
         return forced == "absorbed" and plain and not ("m2l" in module.dynamic_names and maps[0].bias is not None)
 
     if forced != "chosen":
-        monkeypatch.setattr(latent_attention, "absorbs", absorbs)
-        monkeypatch.setattr(latent_attention, "is_short", lambda latent: forced == "kept")
+        monkeypatch.setattr(latent_attention, "should_absorb_projections", absorbs)
+        monkeypatch.setattr(latent_attention, "is_short_latent", lambda latent: forced == "kept")
     return forced
 
 

@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from hf_attn_variants.modeling.fields.composition import REFUSED
+from hf_attn_variants.modeling.fields.composition import UNSUPPORTED_PAIRS
 from hf_attn_variants.modeling.fields.field_table import FIELD_TEXTS, FIELDS, Field
 from hf_attn_variants.modeling.mechanisms.mechanism import Mechanism
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias
@@ -44,7 +44,7 @@ def table_of(fields: tuple[Field, ...] = FIELDS) -> str:
 
 def pairs_of() -> str:
     """Return the table of the mechanisms that cannot be combined."""
-    return PAIRS + "".join(f"| {_setting_of(row.one)} | {_setting_of(row.other)} |\n" for row in REFUSED)
+    return PAIRS + "".join(f"| {_setting_of(row.one)} | {_setting_of(row.other)} |\n" for row in UNSUPPORTED_PAIRS)
 
 
 def _setting_of(mechanism: type[Mechanism]) -> str:

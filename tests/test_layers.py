@@ -183,7 +183,7 @@ def test_top_level_names_are_unique_within_a_layer():
 def test_mechanism_names_occur_only_in_their_file_and_the_table(kind):
     """Check that other files read the facts about a mechanism from its class."""
     table = importlib.import_module(f"{PACKAGE}.modeling.mechanisms.{kind}s.{kind}_table")
-    names, class_of = getattr(table, f"{kind.upper()}S"), getattr(table, f"{kind}_class")
+    names, class_of = getattr(table, f"{kind.upper()}S"), getattr(table, f"get_{kind}_class")
     assert [class_of(name).name for name in names] == [*names] and len({*map(class_of, names)}) == len(names)
     assert not literals(names, rf"(.*_{kind}s?|{kind}_table|transient_global)\.py")
 

@@ -29,7 +29,7 @@ FEW = 3  # of these at the other lengths
 
 def make_cells(args: argparse.Namespace) -> Cells:
     """Where the time goes by length; then a cell a workspace; then a cell a launch."""
-    if not triton_attention.covers_device(torch.empty(0, device=args.device).device):
+    if not triton_attention.supports_device(torch.empty(0, device=args.device).device):
         return {"kernels": lambda: {"reason": f"they do not run on this device: {args.device}"}}
     cells: Cells = {}
     for n in LENGTHS:

@@ -66,7 +66,7 @@ def backend_of() -> str:
     """Return the path that is tried."""
     return (
         "triton"
-        if triton_attention.covers_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if triton_attention.supports_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         else "blocked"
     )
 

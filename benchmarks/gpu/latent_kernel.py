@@ -20,12 +20,12 @@ from benchmarks.gpu.cells import Cells, main, relative_error
 from benchmarks.machine import read_bandwidth
 from hf_attn_variants.modeling.ops import latent_decoding
 from hf_attn_variants.modeling.ops.latent_decoding import (
-    Launch,
+    LaunchSettings,
     attend_to_one_latent,
-    launch_of,
-    one_latent_by_kernels,
+    choose_launch_settings,
+    run_latent_kernels,
 )
-from hf_attn_variants.modeling.ops.triton_attention import covers_device
+from hf_attn_variants.modeling.ops.triton_attention import supports_device
 
 HEAD_DIM = 64
 LIMITS = {"bfloat16": 1e-2, "float16": 2e-3}
@@ -63,7 +63,7 @@ TRUTH = {
 
 def make_cells(args: argparse.Namespace) -> Cells:
     """Truth by case and number format; then times by case."""
-    if not covers_device(torch.empty(0, device=args.device).device):
+    if not supports_device(torch.empty(0, device=args.device).device):
         return {"kernels": lambda: {"reason": f"they do not run on this device: {args.device}"}}
     cells: Cells = {}
     for name, (case, mask) in TRUTH.items():
@@ -98,9 +98,9 @@ def truth(case: Case, kind: str | None, dtype: str, args: argparse.Namespace) ->
     scaling = case.width**-0.5
     logits = query.double() @ latent.double().mT * scaling + added
     want = logits.softmax(-1) @ latent.double()
-    launch = launch_of(query, latent)
+    launch = choose_launch_settings(query, latent)
     # Call the kernels directly, because the public function falls back to torch.
-    error = relative_error(one_latent_by_kernels(query, latent, mask, scaling, launch), want)
+    error = relative_error(run_latent_kernels(query, latent, mask, scaling, launch), want)
     return {"error": error, "launch": list(launch), "met": error <= LIMITS[dtype]}
 
 
@@ -113,7 +113,7 @@ def in_a_graph() -> dict[str, Any]:
         query, latent = make_inputs(case, "bfloat16", "cuda")
         want = (query.double() @ latent.double().mT * scaling).softmax(-1) @ latent.double()
         errors.append(relative_error(compiled(query, latent), want))
-    agreed = all(latent_decoding._latents_agreed.values())
+    agreed = all(latent_decoding._latent_trial_results.values())
     return {"errors": errors, "agreed": agreed, "met": agreed and max(errors) <= LIMITS["bfloat16"]}
 
 
@@ -145,18 +145,18 @@ def times(case: Case) -> dict[str, Any]:
         "padding, fused": lambda: scaled_dot_product_attention(query, latent, latent, there, scale=scaling),
         "padding, ours": lambda: attend_to_one_latent(query, latent, there, scaling=scaling),
     }
-    row: dict[str, Any] = {"microseconds": {}, "failures": {}, "chosen": list(launch_of(query, latent))}
+    row: dict[str, Any] = {"microseconds": {}, "failures": {}, "chosen": list(choose_launch_settings(query, latent))}
     for name, way in ways.items():
         measure(name, way, row)
     for block in BLOCKS:
-        launch = Launch(*block, 264)
-        measure(str(list(launch)), partial(one_latent_by_kernels, query, latent, None, scaling, launch), row)
+        launch = LaunchSettings(*block, 264)
+        measure(str(list(launch)), partial(run_latent_kernels, query, latent, None, scaling, launch), row)
     launches = {name: time for name, time in row["microseconds"].items() if name.startswith("[")}
     if launches:
         best = json.loads(min(launches, key=lambda name: launches[name]))
         for programs in PROGRAMS:
-            launch = Launch(*best[:-1], programs)
-            measure(str(list(launch)), partial(one_latent_by_kernels, query, latent, None, scaling, launch), row)
+            launch = LaunchSettings(*best[:-1], programs)
+            measure(str(list(launch)), partial(run_latent_kernels, query, latent, None, scaling, launch), row)
     row["reading_microseconds"] = 1e6 * latent.numel() * latent.element_size() / read_bandwidth("cuda")
     attend_to_one_latent(query[:1], latent[:1], scaling=scaling)  # compiled, and tried
     torch.cuda.synchronize()

@@ -184,8 +184,8 @@ def shared_heads(architecture: Architecture, head: str, kv_heads: int) -> tuple[
     with torch.no_grad():
         modules = {path: module for _, path, module in wide.named_attentions()}
         for site, path, module in ours.named_attentions():
-            heads = site.heads(ours.config, path)
-            groups = site.heads(wide.config, path).key // heads.key
+            heads = site.get_heads(ours.config, path)
+            groups = site.get_heads(wide.config, path).key // heads.key
             for role in (site.key, site.value):
                 for name, value in module.get_submodule(role).named_parameters():
                     copies = value.unflatten(0, (heads.key, -1)).repeat_interleave(groups, 0).flatten(0, 1)

@@ -34,7 +34,7 @@ from benchmarks.speed.talking_heads_memory import cpu_memory, cuda_memory
 from benchmarks.speed.talking_heads_peers import interleaved, kernel_module, make_inputs, make_peers, make_step
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.modeling.attention.mechanism_attention import attend_by_kernel
+from hf_attn_variants.modeling.attention.mechanism_attention import attend_with_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS
 from hf_attn_variants.modeling.ops.softmax_attention import fused_attention
@@ -98,9 +98,9 @@ def measure_steps(length: int, args: argparse.Namespace) -> dict[str, Any]:
             steps[name] = lambda: fused_attention(token[0], keys, values, scaling=scaling)
             continue
         module = kernel_module(name, args.heads, HEAD_DIM, is_causal=True).to(args.device, dtype)
-        _, state = attend_by_kernel(module, keys, keys, values, None, scaling)
+        _, state = attend_with_kernel(module, keys, keys, values, None, scaling)
         kept[name] = sum(each.nbytes for each in state if each is not None)
-        steps[name] = lambda module=module, state=state: attend_by_kernel(module, *token, None, scaling, state)
+        steps[name] = lambda module=module, state=state: attend_with_kernel(module, *token, None, scaling, state)
     times, usage = interleaved(steps, args.device, args.rounds)
     return {"length": length, "step": times, "bytes": kept, "usage": {"step": usage}}
 

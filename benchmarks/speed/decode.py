@@ -33,7 +33,7 @@ from benchmarks.page_faults import Usage, Watch, memory_now, summary, usage_text
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection.speed import FirstToken
 from hf_attn_variants.modeling.attention.latent_attention import EXPANDED, attend_to_latent
-from hf_attn_variants.modeling.transformers_internals import cache_of
+from hf_attn_variants.modeling.transformers_internals import get_cache
 
 # The layers are those of the encoder and of the decoder each; "t5-large-attention" is a quarter of T5-large.
 SHAPES = {
@@ -251,7 +251,7 @@ def decode(model: Any, states: torch.Tensor, mask: torch.Tensor, args: argparse.
         **({"cache_implementation": "static"} if args.cache == "static" else {}),
     )
     synchronize(args.device)
-    return cache_of(result), first.time - start, time.perf_counter() - start
+    return get_cache(result), first.time - start, time.perf_counter() - start
 
 
 def kv_cache_parts(caches: Any, model: Any, args: argparse.Namespace) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from benchmarks.speed.talking_heads_peers import interleaved
 from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.modeling.attention.decoder_caches import KernelStateLayer
-from hf_attn_variants.modeling.transformers_internals import cache_name, cache_of
+from hf_attn_variants.modeling.transformers_internals import get_cache, get_cache_name
 
 UPSTREAM = "upstream"
 PEERS = {
@@ -74,13 +74,13 @@ def after(model: PreTrainedModel, length: int, batch_size: int) -> tuple[Callabl
     source = BaseModelOutput(torch.randn(batch_size, SOURCE, model.config.d_model))
     cache = None
     for some in tokens.split(CHUNK, dim=1):
-        cache = cache_of(
-            model(encoder_outputs=source, decoder_input_ids=some, **{cache_name(): cache}, use_cache=True)
+        cache = get_cache(
+            model(encoder_outputs=source, decoder_input_ids=some, **{get_cache_name(): cache}, use_cache=True)
         )
 
     def step() -> None:
         with torch.no_grad():
-            model(encoder_outputs=source, decoder_input_ids=tokens[:, :1], **{cache_name(): cache}, use_cache=True)
+            model(encoder_outputs=source, decoder_input_ids=tokens[:, :1], **{get_cache_name(): cache}, use_cache=True)
 
     return step, kept_bytes(cache.self_attention_cache)
 

@@ -23,7 +23,7 @@ from benchmarks.speed.decode import CROSS_ATTENTIONS, SHAPES, key_value_maps
 from benchmarks.speed.talking_heads_peers import interleaved
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
 from hf_attn_variants import share_memory
-from hf_attn_variants.modeling.transformers_internals import cache_name
+from hf_attn_variants.modeling.transformers_internals import get_cache_name
 from hf_attn_variants.registration import variant_model_class
 from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS
 
@@ -59,7 +59,7 @@ def step_of(
 ) -> Callable[[], list[torch.Tensor]]:
     """Return what calls each attention for one token, with a cache that has the source since a call before."""
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    options: Any = {"key_value_states": source, cache_name(): cache}
+    options: Any = {"key_value_states": source, get_cache_name(): cache}
 
     def step() -> list[torch.Tensor]:
         return [module(states, **options)[0] for module in modules]

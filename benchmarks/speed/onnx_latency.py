@@ -35,7 +35,7 @@ from benchmarks import machine as machines
 from benchmarks.kept_memory import NOT_SHOWN, add_memory_argument, run
 from benchmarks.page_faults import Usage, Watch, memory_now, summary
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.modeling.transformers_internals import cache_name, cache_of
+from hf_attn_variants.modeling.transformers_internals import get_cache, get_cache_name
 
 # Batch and length of the encoder; batch, source length and tokens generated so far of the decoding step.
 ENCODER_SIZES = [(1, 32), (1, 128), (8, 128), (1, 512)]
@@ -78,9 +78,9 @@ class DecodingStep(nn.Module):
             encoder_outputs=BaseModelOutput(states),
             attention_mask=source_mask,
             decoder_input_ids=token,
-            **{cache_name(): cache},
+            **{get_cache_name(): cache},
         )
-        layers = cache_of(output).self_attention_cache.layers
+        layers = get_cache(output).self_attention_cache.layers
         return output.logits[:, -1], [(layer.keys, layer.values) for layer in layers]
 
 

@@ -20,7 +20,7 @@ from benchmarks.speed.decode import SHAPES
 from benchmarks.speed.talking_heads_peers import interleaved
 from benchmarks.speed.timed_sizes import measure_sizes, parse_sizes, random_model
 from hf_attn_variants import share_memory
-from hf_attn_variants.modeling.transformers_internals import cache_of
+from hf_attn_variants.modeling.transformers_internals import get_cache
 from hf_attn_variants.shared_memory.attention import ENCODER_OUTPUTS, KEYS_AND_VALUES, holds_encoder_outputs
 
 UPSTREAM = "upstream"
@@ -59,7 +59,7 @@ def measure(models: dict[str, Any], args: argparse.Namespace, batch_size: int, l
     works = {name: decoding(model) for name, model in models.items()}
     first = {name: work(return_dict_in_generate=True) for name, work in works.items()}
     same = {name: torch.equal(each.sequences, first[UPSTREAM].sequences) for name, each in first.items()}
-    kept = {name: kept_of(cache_of(each)) for name, each in first.items()}
+    kept = {name: kept_of(get_cache(each)) for name, each in first.items()}
     del first
     times, usage = interleaved(works, "cpu", args.rounds)
     size = {"batch_size": batch_size, "source_length": length, "num_beams": beams}

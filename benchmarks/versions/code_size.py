@@ -108,7 +108,7 @@ def count(root: Path) -> dict[str, dict[str, float]]:
 def count_remote_code() -> dict[str, dict[str, tuple[int, int, int]]]:
     """Return the files, lines of code and lines of the code that ships with each architecture, for each mechanism."""
     from hf_attn_variants.modeling.fields.composition import MECHANISMS
-    from hf_attn_variants.modeling.remote_code import code_files
+    from hf_attn_variants.modeling.remote_code import get_code_files
     from hf_attn_variants.registration import ARCHITECTURES
 
     counts: dict[str, dict[str, tuple[int, int, int]]] = {}
@@ -116,7 +116,7 @@ def count_remote_code() -> dict[str, dict[str, tuple[int, int, int]]]:
         row = counts.setdefault(config_class.model_type, {})
         for name in ("grouped_heads", *MECHANISMS.values()):
             mechanisms = () if name == "grouped_heads" else (name,)
-            texts = code_files(config_class, config_class.modeling_file, mechanisms).values()
+            texts = get_code_files(config_class, config_class.modeling_file, mechanisms).values()
             lines = sum(len(text.splitlines()) for text in texts)
             row[name] = len(texts), sum(count_text(text)["code_lines"] for text in texts), lines
     return counts

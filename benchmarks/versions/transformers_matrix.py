@@ -30,7 +30,7 @@ from packaging.version import Version
 
 from hf_attn_variants.command_line import package_version
 from hf_attn_variants.files import atomic_write
-from hf_attn_variants.modeling.variant_names import NEWEST_RUN
+from hf_attn_variants.modeling.variant_names import NEWEST_TESTED
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -122,7 +122,7 @@ def published_versions() -> list[str]:
 def newest_versions() -> list[str]:
     """Return the last version of the newest minor that was run, the newest version, and the newest pre-release."""
     final, newest = _listed(), _listed("--pre")
-    run = [each for each in final if each.release[:2] <= tuple(map(int, NEWEST_RUN.split(".")))]
+    run = [each for each in final if each.release[:2] <= tuple(map(int, NEWEST_TESTED.split(".")))]
     return list(dict.fromkeys(str(max(each)) for each in (run, final, newest)))
 
 

@@ -85,7 +85,7 @@ def _refresh(source: Path, output: Path) -> float:
     from ..conversion.checkpoint.tensor_files import open_checkpoint
     from ..hub.card import refresh_card
     from ..hub.push import list_folder_files
-    from ..modeling.code_builder import file_names
+    from ..modeling.code_builder import get_file_names
     from ..registration import variant_model_class
 
     config = read_config(source)
@@ -97,7 +97,7 @@ def _refresh(source: Path, output: Path) -> float:
     model_class = variant_model_class(config["architectures"][0])
     model = _load_model(model_class, source)
     with open_checkpoint(source) as reader:
-        written = {CONFIG_NAME, CARD_NAME, *reader.files, *file_names()}
+        written = {CONFIG_NAME, CARD_NAME, *reader.files, *get_file_names()}
     names = [name for name in list_folder_files(source)[0] if name not in written and "safetensors.index" not in name]
     check_disk_space(output, model.get_memory_footprint() + sum((source / name).stat().st_size for name in names))
     with staged_folder(output) as stage:

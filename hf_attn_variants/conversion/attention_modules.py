@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel, kernel_tensors
-from ..modeling.mechanisms.latents import rank_of_map
-from ..modeling.mechanisms.talking_heads import dynamic_terms
+from ..modeling.mechanisms.kernels.attention_kernel import AttentionKernel, get_kernel_tensors
+from ..modeling.mechanisms.latents import get_projection_rank
+from ..modeling.mechanisms.talking_heads import get_dynamic_terms
 from .attention_tensors import LATENT, AttentionTensors, HeadCounts
 from .checkpoint.tensor_files import TensorEntry
 
@@ -121,16 +121,16 @@ def _attention_module(
     new_tensors = dict(tensors)
     for rank, tensor_names in zip(heads.rank, (tensors, new_tensors), strict=True):
         if rank is not None:
-            tensor_names[LATENT] = f"{prefix}{site.latent_path(path)}.weight"
+            tensor_names[LATENT] = f"{prefix}{site.get_latent_path(path)}.weight"
     if heads.rank[0] is not None:
         _check_tensor(tensors[LATENT], entries, [heads.rank[0], width])
     if heads.rank[1] is not None:
         shapes[LATENT] = (heads.rank[1], width)
     core_module: Any = module.get_submodule(site.core)
     core = f"{prefix}{path}.{site.core}." if site.core else f"{prefix}{path}."
-    kernel = (site.kernel(source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
-    new_kernel_tensors = kernel_tensors(core_module)
-    if kernel[0] is not None and kernel[0].of_key_heads and heads.change != "same":
+    kernel = (site.get_kernel(source_config, path, getattr(core_module, "is_causal", False)), core_module.kernel)
+    new_kernel_tensors = get_kernel_tensors(core_module)
+    if kernel[0] is not None and kernel[0].tensors_per_key_head and heads.change != "same":
         raise ValueError(
             f"`{site.kv_heads_field}` must not change, because the original model has learned projections of the "
             f"kernel {kernel[0].name!r} for each key head. Convert heads and kernel together, from the base model."
@@ -144,7 +144,7 @@ def _attention_module(
     projections = {
         f"{core}{name}": tuple(parameter.shape) for name, parameter in parameters if name not in new_kernel_tensors
     }
-    if site.heads(source_config, path).talking is not None:
+    if site.get_heads(source_config, path).talking is not None:
         for name, shape in projections.items():
             _check_tensor(name, entries, list(shape))
         projections = {}
@@ -185,8 +185,8 @@ def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> He
     Raises:
         ValueError: if the counts or ranks before cannot become those after.
     """
-    before, after = site.heads(source, path), site.heads(target, path)
-    old, new = (rank_of_map(heads.rank, target.hidden_size) for heads in (before, after))
+    before, after = site.get_heads(source, path), site.get_heads(target, path)
+    old, new = (get_projection_rank(heads.rank, target.hidden_size) for heads in (before, after))
     heads = HeadCounts(
         after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim, (old, new)
     )
@@ -210,7 +210,7 @@ def _check_memory_terms(site: AttentionSite, source: Any, target: Any) -> None:
     Raises:
         ValueError: if there are such terms.
     """
-    dynamic = {name for config in (source, target) for name in dynamic_terms(config, site.place_prefix)}
+    dynamic = {name for config in (source, target) for name in get_dynamic_terms(config, site.place_prefix)}
     terms = {name for name in dynamic if name.startswith("m")}
     if terms:
         raise ValueError(

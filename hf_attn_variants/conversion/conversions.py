@@ -239,7 +239,7 @@ def load_converted(
     check_kept(result.quality_of(model), request.strict)
     if (generation := generation_config(plan, folder)) is not None:
         model.generation_config = generation
-        model._generate_as_configured()
+        model._update_generation_settings()
     return model
 
 
@@ -519,7 +519,7 @@ class ConversionRequest:
             advice = WITH_AUDIO if plan.reads_audio else f"With text, `calibration` (--calibration_file), {result}"
             examples = "audio" if plan.reads_audio else "text"
             message = f"There is no {examples} to calibrate on. {loss} {advice} {WITHOUT_TEXT}"
-        has_decoder = any(module.site.stack_of(plan.config) == "decoder" for module in plan.reduced)
+        has_decoder = any(module.site.get_stack_name(plan.config) == "decoder" for module in plan.reduced)
         if self.needs_method and has_decoder and (pools or gets_kernel):
             raise ValueError(message)
         return message

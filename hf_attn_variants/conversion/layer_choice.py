@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..modeling.attention.attention_sites import AttentionSite
-from ..modeling.fields.variant_config import can_cache
+from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.ops.variant_attention import AttentionHeads
 from ..progress import progress_bar
 from ..registration import longest_input, variant_config_class
@@ -56,12 +56,12 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
         {kind: bytes}: "self" or "decoder" per generated token, "cross" per source token. None for a model without a
         cache: an encoder, or a model that `can_cache` excludes.
     """
-    if not can_cache(config):
+    if not supports_decoder_cache(config):
         return None
     sites: Counter[str] = Counter()
     for site, size in attentions:
         # The attention of an encoder, or of an encoder-only model, is not cached.
-        if site.stack_of(config) != "decoder":
+        if site.get_stack_name(config) != "decoder":
             continue
         is_shared = site.shares_latent and getattr(config, site.rank_field or "", None) is not None
         sites[site.name] = size if is_shared else sites[site.name] + size
@@ -136,7 +136,7 @@ def fields_within(
     for module in probe.modules:
         stored = entries[module.tensors["key_weight"]].dtype
         itemsize = element_size(stored) if probe.dtype is None else probe.dtype.itemsize
-        numbers[module.name] = cached_numbers(module.site.heads(config, module.name), width)
+        numbers[module.name] = cached_numbers(module.site.get_heads(config, module.name), width)
         sizes.append((module.site, numbers[module.name] * itemsize))
     old_sizes = cache_bytes_per_token(config, sizes) or {}
     if not old_sizes:
@@ -160,7 +160,7 @@ def fields_within(
         max_ranks = [min(numbers[module.name], width) for module in layers]
         ranks = ranks_within(losses(layers), generated, max_ranks)
         # A layer that needs no smaller cache keeps its latent, or its keys and values.
-        old = [(numbers[module.name], module.site.heads(config, module.name).rank) for module in layers]
+        old = [(numbers[module.name], module.site.get_heads(config, module.name).rank) for module in layers]
         new_ranks = [old_rank if rank == count else rank for rank, (count, old_rank) in zip(ranks, old, strict=True)]
         fields["per_layer_values"] = {"kv_lora_rank": new_ranks}
     if not fields:
@@ -246,7 +246,7 @@ def check_matching_layers(
             "of them out."
         )
     modules = [module for module in plan.modules if not module.site.is_cross_attention and _is_in(prefix, module)]
-    if any(plan.model_class.module_runs(plan.config, module.name) > 1 for module in modules):
+    if any(plan.model_class.count_module_runs(plan.config, module.name) > 1 for module in modules):
         raise ValueError(
             "`keep_matching_layers` must only be given for models whose layers do not share weights. Leave it out."
         )

@@ -23,21 +23,21 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..errors import as_value_error
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.field_checks import nearest
-from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, row_of
+from ..modeling.fields.field_checks import find_closest_match
+from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, get_field_row
 from ..modeling.fields.mechanism_fields import has_kernel
-from ..modeling.fields.saving_and_loading import without_same_size
+from ..modeling.fields.saving_and_loading import drop_default_value_head_dim
 from ..modeling.fields.variant_config import AttnVariantConfigMixin
 from ..modeling.mechanisms.mechanism import NONE
-from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class, pattern_prefixes
+from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class, get_pattern_prefixes
 from ..modeling.mechanisms.talking_heads import (
     KIND,
     OUTPUT,
     SOFTMAX,
+    get_projection_std,
+    get_settings_prefix,
+    get_talking_heads_places,
     has_talking_heads,
-    projection_std,
-    talking_group,
-    talking_places,
 )
 from ..registration import variant_config_class, variant_model_class
 from .attention_modules import AttentionModule, attention_modules, check_nothing_missing, check_other_shapes
@@ -170,7 +170,7 @@ class ConversionPlan:
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return the new talking-heads parameters of one module, {name in the checkpoint: tensor}."""
         generator = seeded_generator(self.seed, f"{module.name}:talking_heads")
-        init = module.site.heads(self.config, module.name).talking_init
+        init = module.site.get_heads(self.config, module.name).talking_init
         return {name: tensor.to(dtype) for name, tensor in initialize_projections(module.projections, init, generator)}
 
 
@@ -202,7 +202,7 @@ def make_plan(
     # `extend_positions` has already changed the positions in the configuration and the tensors.
     has_other_changes = any([changes.pop(name, None) is not None for name in POSITION_FIELDS]) or dtype is not None
     config_class = variant_config_class(config.get("model_type", ""))
-    changes = without_same_size(config_class, config, changes)
+    changes = drop_default_value_head_dim(config_class, config, changes)
     _check_fields(config_class, config, changes, has_other_changes)
     architecture = next(iter(config.get("architectures") or ()), None)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
@@ -241,8 +241,8 @@ def explain_not_fittable(config: Any) -> str | None:
         )
     if has_kernel(config):
         return "it fits to the outputs of a softmax, and the original model has a kernel instead"
-    patterns = (getattr(config, f"{prefix}attention_pattern") for prefix in pattern_prefixes(config))
-    if learned := [pattern for pattern in patterns if pattern is not None and pattern_class(pattern).learned]:
+    patterns = (getattr(config, f"{prefix}attention_pattern") for prefix in get_pattern_prefixes(config))
+    if learned := [pattern for pattern in patterns if pattern is not None and get_pattern_class(pattern).learned]:
         return (
             f"it fits attentions between tokens, and the pattern {learned[0]!r} of the original model also uses "
             "learned summaries of several tokens"
@@ -294,7 +294,7 @@ def _check_fields(
     kv_fields = config_class.kv_heads_fields()
     for name in changes:
         if name not in config_class.variant_fields():
-            similar_field = nearest(name, config_class.variant_fields())
+            similar_field = find_closest_match(name, config_class.variant_fields())
             kv_names = ", ".join(f"`{field}`" for field in kv_fields)
             raise ValueError(
                 f"`{name}` must be a field of {config['model_type']!r} models. "
@@ -303,14 +303,14 @@ def _check_fields(
         if name in config_class.from_scratch_fields():
             raise ValueError(f"`{name}` must only be given for models that are trained from scratch. Leave it out.")
     if not changes and not has_other_changes:
-        other_names = [name for field in OTHER_CHANGES for name in row_of(field)[1].names]
+        other_names = [name for field in OTHER_CHANGES for name in get_field_row(field)[1].names]
         other_names = [name for name in other_names if name in config_class.variant_fields()]
         names = ", ".join(f"`{name}`" for name in (*_key_value_fields(config_class), *other_names))
         raise ValueError(f"There is nothing to convert. Give one of {names} (or the flag of the same name).")
     patterns = [
         values.get(f"{prefix}attention_pattern") for values in (config, changes) for prefix in ("", "encoder_")
     ]
-    if learned := [pattern for pattern in patterns if pattern in PATTERNS and pattern_class(pattern).learned]:
+    if learned := [pattern for pattern in patterns if pattern in PATTERNS and get_pattern_class(pattern).learned]:
         raise ValueError(
             f"`attention_pattern` {learned[0]!r} has parameters that no conversion can compute. Load the checkpoint "
             "with this pattern (`from_pretrained`) and train the model."
@@ -400,8 +400,8 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
     new_lists = changes.get("per_layer_values") or {}
     talking_changes = [name for name in source.talking_fields() if name in {*changes, *new_lists}]
     pairs = {
-        (prefix, layer): (source.talking_heads_of(prefix, layer), new.talking_heads_of(prefix, layer))
-        for prefix in talking_places(source)
+        (prefix, layer): (source.get_talking_heads(prefix, layer), new.get_talking_heads(prefix, layer))
+        for prefix in get_talking_heads_places(source)
         for layer in range(source.layer_count(prefix + KIND))
     }
     changed = {place for place, (before, after) in pairs.items() if before != after}
@@ -411,11 +411,11 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
         raise _talking_heads_error(kinds[0], talking_changes)
     has_bias = hasattr(new, "relative_attention_num_buckets")
     for (prefix, _), (before, after) in pairs.items():
-        softmax_field = talking_group(new, prefix) + SOFTMAX
+        softmax_field = get_settings_prefix(new, prefix) + SOFTMAX
         if after.output != before.output:
             raise ValueError(
-                f"`{talking_group(new, prefix)}{OUTPUT}` must stay {before.output}, the value heads of the original "
-                f"model, got {after.output}. If there is only P_l, `{softmax_field}` must equal it."
+                f"`{get_settings_prefix(new, prefix)}{OUTPUT}` must stay {before.output}, the value heads of the "
+                f"original model, got {after.output}. If there is only P_l, `{softmax_field}` must equal it."
             )
         if has_bias and prefix != "cross_" and after.softmax != before.softmax:
             raise ValueError(
@@ -445,7 +445,7 @@ def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any
         ValueError: if the model does not have the attentions of a field, or `talking_heads` is missing.
     """
     for field in (field for field in config.talking_fields() if field in changes):
-        prefix, _ = row_of(field)
+        prefix, _ = get_field_row(field)
         if prefix and prefix not in prefixes:
             raise ValueError(
                 f"`{field}` must only be given for models with these attentions, and {name} has none. Leave it out."
@@ -470,5 +470,5 @@ def initialize_projections(
         generator: Random number generator.
     """
     for name, shape in shapes.items():
-        std = projection_std(name.rsplit(".", 1)[-1], shape, initialization)
+        std = get_projection_std(name.rsplit(".", 1)[-1], shape, initialization)
         yield name, torch.eye(*shape) if std is None else torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -656,7 +656,7 @@ def _compute_cache_bytes(
     for config, entries in ((plan.source_config, before), (plan.config, after)):
         sizes = []
         for module in plan.modules:
-            numbers = cached_numbers(module.site.heads(config, module.name), config.hidden_size)
+            numbers = cached_numbers(module.site.get_heads(config, module.name), config.hidden_size)
             kernel = module.kernel[config is plan.config]
             if kernel is not None and kernel.is_causal:
                 numbers = 0  # Its state has the same size for any number of tokens.

@@ -155,7 +155,7 @@ def _transformers_model_type(config: Mapping[str, Any]) -> str:
     """Return the Transformers model type for a `config.json` of a variant or of a Transformers checkpoint."""
     _, model_config = source_model(config)
     model_type: str = config["model_type"]
-    types = model_config.upstream_model_types
+    types = model_config.transformers_model_types
     return model_type if model_type in types else types[0]
 
 
@@ -215,7 +215,7 @@ def _describe_export(
     if reads_audio:
         usage = whisper_usage(*arguments)
     else:
-        usage = translator_usage(*arguments, model.config.upstream_model_types[0])
+        usage = translator_usage(*arguments, model.config.transformers_model_types[0])
     return CTranslate2Export(
         os.fspath(output_dir),
         upstream_architecture(type(model)),
@@ -244,7 +244,7 @@ def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type
         model_type: The Transformers model type for the `config.json`, with which Transformers finds the tokenizer.
     """
     config: Any = model.config
-    architecture = config.upstream_model_types[0]
+    architecture = config.transformers_model_types[0]
     tensors = {**model.state_dict(), **dict(model.named_buffers())}
     make: Callable[[Any, TensorsByName, str], Any] = {
         "t5": _make_t5_spec,
@@ -253,9 +253,9 @@ def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type
     }.get(architecture, _make_bart_spec)
     spec = make(config, tensors, architecture)
     for site, path, attention in model.named_attentions():
-        layer = getattr(spec, site.stack_of(config)).layer[site.layer(config, path)]
+        layer = getattr(spec, site.get_stack_name(config)).layer[site.get_layer_index(config, path)]
         part = layer.attention if site.is_cross_attention else layer.self_attention
-        part.num_heads_kv = np.int32(site.heads(config, path).key)
+        part.num_heads_kv = np.int32(site.get_heads(config, path).key)
         query, key, value, output = (attention.get_submodule(name) for name in site.projections.values())
         groups = ([query], [key, value]) if site.is_cross_attention else ([query, key, value],)
         for linear, projections in zip(part.linear, (*groups, [output]), strict=True):

@@ -15,9 +15,9 @@ from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 from ..conversion.checkpoint.source import learned_tokens
 from ..model_properties import DecoderInput, decoder_input
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.field_table import row_of
-from ..modeling.fields.saving_and_loading import fields_in_effect
-from ..modeling.transformers_internals import cache_name, cache_of
+from ..modeling.fields.field_table import get_field_row
+from ..modeling.fields.saving_and_loading import get_effective_fields
+from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..registration import longest_input
 from .plain import upstream_architecture
 
@@ -46,14 +46,14 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
     Raises:
         ValueError: If the class, a field or an activation is not supported.
     """
-    name, model_type = upstream_architecture(model_class), config.upstream_model_types[0]
+    name, model_type = upstream_architecture(model_class), config.transformers_model_types[0]
     if model_type not in SUPPORTED_MODEL_TYPES or decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS:
         raise ValueError(
             f"{name} cannot be exported to CTranslate2. Supported are encoder-decoders that generate, of the types "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}."
         )
-    for field in fields_in_effect(config):
-        if "not_in_transformers" in row_of(field)[1].facts:
+    for field in get_effective_fields(config):
+        if "not_in_transformers" in get_field_row(field)[1].facts:
             raise ValueError(
                 f"`{field}` is {getattr(config, field)!r}, but CTranslate2 supports only grouped heads. "
                 "Use `--to onnx`."
@@ -125,7 +125,7 @@ def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Ge
         raise ValueError(
             f"`eos_token_id` must be a single token for CTranslate2, got {ends}. Change generation_config.json."
         )
-    is_whisper = config.upstream_model_types[0] == "whisper"
+    is_whisper = config.transformers_model_types[0] == "whisper"
     vocabulary = _vocabulary(tokenizer, config.vocab_size, is_whisper)
     prompt, never = [start], sorted(generation.suppress_tokens or [])
     never_first = sorted(generation.begin_suppress_tokens or []) if is_whisper else []
@@ -249,10 +249,10 @@ def translator_usage(
         num_positions: The number of positions of the decoder, or None if it is not limited.
         model_type: The Transformers model type.
     """
-    call_options = _translator_options(tokens, generation)
+    get_call_options = _translator_options(tokens, generation)
     if num_positions is not None and num_positions <= DEFAULT_MAX_LENGTH:
-        call_options.setdefault("max_decoding_length", num_positions - 1)
-    options = "".join(f", {name}={value!r}" for name, value in call_options.items())
+        get_call_options.setdefault("max_decoding_length", num_positions - 1)
+    options = "".join(f", {name}={value!r}" for name, value in get_call_options.items())
     language = ""
     if model_type in MULTILINGUAL_MODEL_TYPES and tokens.prompt == [tokens.end]:
         language = """
@@ -269,11 +269,11 @@ print(tokenizer.decode(tokenizer.convert_tokens_to_ids(result.hypotheses[0]), sk
 def whisper_usage(folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None) -> str:
     """Return Python code that transcribes audio with an exported Whisper model (see `translator_usage`)."""
     prompt, has_language = _whisper_prompt(tokens, generation)
-    call_options: dict[str, Any] = {"beam_size": 1} | _call_options(WHISPER_OPTIONS, generation)
+    get_call_options: dict[str, Any] = {"beam_size": 1} | _call_options(WHISPER_OPTIONS, generation)
     lengths = [length - len(prompt) for length in (generation.max_length, num_positions) if length]
     if max_tokens := min(filter(None, [generation.max_new_tokens, *lengths]), default=None):
-        call_options["max_length"] = 2 * max(1, max_tokens)  # CTranslate2 generates half of `max_length`
-    options = "".join(f", {name}={value!r}" for name, value in call_options.items())
+        get_call_options["max_length"] = 2 * max(1, max_tokens)  # CTranslate2 generates half of `max_length`
+    options = "".join(f", {name}={value!r}" for name, value in get_call_options.items())
     language = "" if has_language else f"  # replace {prompt[1]} by the spoken language"
     return f"""\
 import ctranslate2, numpy, transformers
@@ -435,8 +435,8 @@ def generate_greedily(model: AttnVariantModelMixin, inputs: dict[str, torch.Tens
     steps: list[Any] = []
     cache = None
     for step in range(max_generated_tokens(model, tokens)):
-        output = callable_model(decoder_input_ids=read, **arguments, **{cache_name(): cache})
-        cache, logits = cache_of(output), output.logits[:, -1]
+        output = callable_model(decoder_input_ids=read, **arguments, **{get_cache_name(): cache})
+        cache, logits = get_cache(output), output.logits[:, -1]
         logits[:, [*tokens.never, *(tokens.never_first if step == 0 else [])]] = -torch.inf
         steps.append(logits.topk(2))
         read = steps[-1].indices[:, :1]

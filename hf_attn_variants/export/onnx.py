@@ -32,9 +32,9 @@ from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import check_disk_space, check_output_dir, staged_folder
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.mechanism_fields import has_kernel
-from ..modeling.fields.variant_config import can_cache
-from ..modeling.mechanisms.talking_heads import dynamic_terms, supports_cache
-from ..modeling.transformers_internals import cache_name, cache_of
+from ..modeling.fields.variant_config import supports_decoder_cache
+from ..modeling.mechanisms.talking_heads import get_dynamic_terms, supports_cache
+from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..progress import progress_bar
 from ..registration import longest_input
 from .plain import is_independent_of_code, source_model, upstream_architecture, upstream_config
@@ -81,7 +81,7 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
         ValueError: If the model is neither an encoder nor an encoder-decoder that generates, or its decoder has no
             cache of keys and values.
     """
-    config, stacks = model.config, {site.stack_of(model.config) for site, _, _ in model.named_attentions()}
+    config, stacks = model.config, {site.get_stack_name(model.config) for site, _, _ in model.named_attentions()}
     longest = longest_input(config)
     limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
     if stacks == {"encoder"}:
@@ -92,11 +92,11 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
             f"{name} cannot be exported to ONNX. Supported are encoders with any head, and encoder-decoders that "
             "generate."
         )
-    if not can_cache(config) or not supports_cache(dynamic_terms(config, "cross_")):
+    if not supports_decoder_cache(config) or not supports_cache(get_dynamic_terms(config, "cross_")):
         raise ValueError(
             "`talking_heads_dynamic` of a decoder must not have m2l or m2w in an ONNX export, got "
-            f"{sorted({*dynamic_terms(config), *dynamic_terms(config, 'cross_')})}. They need inputs that the cache "
-            "does not hold."
+            f"{sorted({*get_dynamic_terms(config), *get_dynamic_terms(config, 'cross_')})}. They need inputs that the "
+            "cache does not hold."
         )
     if has_kernel(config, is_causal=True):
         raise ValueError(
@@ -141,10 +141,10 @@ class _Decoder(nn.Module):
             attention_mask=inputs.get("encoder_attention_mask"),
             decoder_input_ids=inputs["input_ids"],
             use_cache=True,
-            **{cache_name(): cache},
+            **{get_cache_name(): cache},
         )
         parts = ("decoder",) if self.is_step else ("decoder", "encoder")
-        return {"logits": output.logits} | _cache_tensors(self.model.config, parts, cache_of(output))
+        return {"logits": output.logits} | _cache_tensors(self.model.config, parts, get_cache(output))
 
 
 def _encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:

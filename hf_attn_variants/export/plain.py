@@ -25,7 +25,7 @@ from ..conversion.writing import plan_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
 from ..inspection.costs import used_fields, variant_config
 from ..model_folder import read_history, write_history
-from ..modeling.code_builder import file_names
+from ..modeling.code_builder import get_file_names
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
 from ..modeling.mechanisms.mechanism import NONE
 from ..registration import PREFIX, variant_model_class
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REMOTE_CODE_FILES = file_names()
+REMOTE_CODE_FILES = get_file_names()
 # The fields of a variant configuration that are left out of the Transformers one, in addition to the variant fields.
 OMITTED_FIELDS = ("auto_map", "model_type", "transformers_version")
 
@@ -67,7 +67,7 @@ def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
     """
     omitted = {*config.variant_fields(), *OMITTED_FIELDS}
     values = {name: value for name, value in config.to_dict().items() if name not in omitted}
-    plain_config = CONFIG_MAPPING[config.upstream_model_types[0]](**values)
+    plain_config = CONFIG_MAPPING[config.transformers_model_types[0]](**values)
     plain_config.architectures = [upstream_architecture(model_class)]
     return plain_config
 

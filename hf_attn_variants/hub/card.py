@@ -25,20 +25,26 @@ from ..glue_tasks import TASKS
 from ..inspection.costs import CostTable, cost_table, score_parts, used_fields, values_by_layer, variant_config
 from ..inspection.tables import talking_by_place, talking_parts
 from ..model_folder import ModelHistory, read_front_matter, read_history
-from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, card_text, row_of
-from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, MultiQuery, consecutive_groups, sharing_of
-from ..modeling.mechanisms.kernels.kernel_table import kernel_class
+from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, describe_value_on_card, get_field_row
+from ..modeling.mechanisms.head_sharing import (
+    GroupedQuery,
+    HeadSharing,
+    MultiQuery,
+    consecutive_groups,
+    get_head_sharing,
+)
+from ..modeling.mechanisms.kernels.kernel_table import get_kernel_class
 from ..modeling.mechanisms.latents import Latent
-from ..modeling.mechanisms.patterns.pattern_table import pattern_class
+from ..modeling.mechanisms.patterns.pattern_table import get_pattern_class
 from ..modeling.mechanisms.talking_heads import (
     BOTH,
     LOGITS,
     WEIGHTS,
-    TalkingHeads,
+    TalkingHeadsSettings,
+    get_query_heads,
     has_talking_heads,
-    query_heads_there,
 )
-from ..modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN
+from ..modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_TESTED, OLDEST_TESTED
 from ..registration import supported_model_types, variant_config_class, variant_model_class
 
 LOCAL_PATH = re.compile(r"(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file:)")
@@ -304,11 +310,13 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
     have_tags = (True, 1 in shared, bool(shared - {1}), bool(latents), bool(talking))
     papers = [MultiQuery.paper] * (1 in shared) + [GroupedQuery.paper] * bool(shared)
     papers += [Latent.paper] * bool(ranks - {variant.hidden_size})
-    papers += [Latent.paper_of_input] * (variant.hidden_size in ranks) + [TalkingHeads.paper] * bool(talking)
+    papers += [Latent.paper_for_cached_inputs] * (variant.hidden_size in ranks) + [TalkingHeadsSettings.paper] * bool(
+        talking
+    )
     pattern_fields = [f"{name.removesuffix(HeadSharing.field)}attention_pattern" for name in kv_fields]
     pattern_names = [getattr(variant, name) for name in pattern_fields]
-    papers += [pattern_class(name).paper for name in pattern_names if name is not None]
-    papers += [kernel_class(kernel["name"]).paper for kernel in kernels]
+    papers += [get_pattern_class(name).paper for name in pattern_names if name is not None]
+    papers += [get_kernel_class(kernel["name"]).paper for kernel in kernels]
     current, full_cache = table.current, table.rows[0].kv_cache_bytes_per_token or {}
     all_ranks = {getattr(variant, name) for name in variant.rank_fields()} - {None}
     return {
@@ -328,7 +336,7 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "dtype": table.dtype,
         "decodes": "decoder" in current.flops_per_token,
         "has_cache": current.kv_cache_bytes_per_token is not None,
-        "shares": bool(all_ranks or HeadSharing.requested_in(variant, row_of(fields[0])[0])),
+        "shares": bool(all_ranks or HeadSharing.requested_in(variant, get_field_row(fields[0])[0])),
         "keeps_inputs": variant.hidden_size in all_ranks,
         "talks": has_talking_heads(variant),
         "diagram": heads_diagram(variant, fields),
@@ -374,12 +382,12 @@ def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[di
 
 def _describe_heads(variant: Any, name: str) -> dict[str, Any]:
     heads, counts = variant.query_heads(name), set(values_by_layer(variant, name)) or {getattr(variant, name)}
-    kind, where = sharing_of(counts, heads).words, "encoder" if name.startswith("encoder_") else "decoder"
+    kind, where = get_head_sharing(counts, heads).words, "encoder" if name.startswith("encoder_") else "decoder"
     return {"kind": kind, "least": min(counts), "most": max(counts), "heads": heads, "where": where}
 
 
 def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     layers = values_by_layer(variant, name)
     ranks = sorted({rank for rank in layers if rank is not None})
     place = {"here": PLACES[prefix].here, "token": PLACES[prefix].token, "is_one_for_all": prefix in row.one_for_all}
@@ -390,7 +398,7 @@ def _describe_field(variant: Any, name: str) -> dict[str, Any]:
     """Return the value and description of a field, and the layers that have a value. A kernel has a name."""
     layers = values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
-    facts = {"value": _get_value(variant, name), "words": card_text(name), "layers": len(layers)}
+    facts = {"value": _get_value(variant, name), "words": describe_value_on_card(name), "layers": len(layers)}
     return facts | {"having": layers_with_value, "name": getattr(variant, name)}
 
 
@@ -519,8 +527,8 @@ def model_card(
             columns=trained_text_columns(steps),
             config=config,
             is_sentence_model=is_sentence_model,
-            oldest_run=OLDEST_RUN,
-            newest_run=NEWEST_RUN,
+            oldest_run=OLDEST_TESTED,
+            newest_run=NEWEST_TESTED,
             plain=plain,
             code=code,
         )
@@ -604,7 +612,7 @@ def refresh_card(text: str) -> str | None:
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
     paragraph: Any = CODE_PATTERN.search(TEMPLATE.read_text(encoding="utf-8"))
-    values = {"repo_id": repo_id[1], "oldest_run": OLDEST_RUN, "newest_run": NEWEST_RUN}
+    values = {"repo_id": repo_id[1], "oldest_run": OLDEST_TESTED, "newest_run": NEWEST_TESTED}
     refreshed = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
     return text if refreshed == body else _sign(refreshed)
 
@@ -711,7 +719,7 @@ def _draw_latent(config: Any, field: str, is_t5: bool) -> str:
     for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
         parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
-    prefix, _ = row_of(field)
+    prefix, _ = get_field_row(field)
     owner = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
     text = f"Keys and values of {owner} are computed from {', '.join(parts)} for each {PLACES[prefix].token}."
     return text if parts else ""
@@ -739,7 +747,7 @@ def _compute_width(queries: list[str], keys: list[str]) -> int:
 def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Return the talking-heads projections: one line if they are the same in all places, otherwise one per place."""
     by_place = {
-        prefix: [_draw_chain(query_heads_there(config, prefix), talking) for talking in layers]
+        prefix: [_draw_chain(get_query_heads(config, prefix), talking) for talking in layers]
         for prefix, layers in talking_by_place(config, kv_fields).items()
     }
     if len({chain for chains in by_place.values() for chain in chains}) == 1:
@@ -752,7 +760,7 @@ def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _draw_chain(heads: int, talking: TalkingHeads) -> str:
+def _draw_chain(heads: int, talking: TalkingHeadsSettings) -> str:
     """Return the talking-heads projections of one attention module, or an empty text if it has none."""
     if talking.kind is None:
         return ""

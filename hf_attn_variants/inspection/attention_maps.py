@@ -23,7 +23,7 @@ from ..model_properties import ignore_saved_length_limits
 from ..modeling.attention import attention_interface, mechanism_attention
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.variant_config import can_cache
+from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.talking_heads import M2L, M2W, PROJECTIONS, X2L, X2W
 from ..modeling.ops.key_ranges import TransientGlobal
 from ..modeling.ops.softmax_attention import attention_with_weights
@@ -158,7 +158,7 @@ def _model_inputs(
     elif model.can_generate():
         options: dict[str, Any] = {"max_new_tokens": max_length, "num_beams": 1, "do_sample": False}
         with ignore_saved_length_limits(model):
-            target = model.generate(**inputs, **options, use_cache=can_cache(model.config))[:, 1:]
+            target = model.generate(**inputs, **options, use_cache=supports_decoder_cache(model.config))[:, 1:]
         is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
         target_text = str(tokenizer.decode(target[0], skip_special_tokens=True))
     else:

@@ -23,23 +23,23 @@ from ..conversion.layer_choice import cache_bytes_per_token, cached_numbers
 from ..errors import as_value_error
 from ..files import CONFIG_NAME
 from ..modeling.attention.attention_sites import AttentionSite
-from ..modeling.attention.latent_attention import latent_flops
+from ..modeling.attention.latent_attention import count_latent_flops
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.field_table import PLACES, row_of
+from ..modeling.fields.field_table import PLACES, get_field_row
 from ..modeling.fields.layer_values import LayerValue
 from ..modeling.fields.mechanism_fields import has_kernel
-from ..modeling.fields.variant_config import can_cache
+from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.additive_score import AdditiveScore
-from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, sharing_of
-from ..modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
-from ..modeling.mechanisms.latents import rank_of_map
-from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
+from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, get_head_sharing
+from ..modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
+from ..modeling.mechanisms.latents import get_projection_rank
+from ..modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class
 from ..modeling.mechanisms.talking_heads import (
     BOTH,
     KIND,
-    dynamic_terms,
+    count_mixing_flops,
+    get_dynamic_terms,
     has_talking_heads,
-    mixing_flops,
     supports_cache,
 )
 from ..modeling.ops.variant_attention import VariantAttention
@@ -217,7 +217,7 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
         field: The key/value head field of the encoder or decoder to describe.
     """
     counts = set(values_by_layer(config, field)) or {getattr(config, field)}
-    sharing = sharing_of(counts, config.query_heads(field))
+    sharing = get_head_sharing(counts, config.query_heads(field))
     number = str(max(counts)) if len(counts) == 1 else f"{min(counts)}..{max(counts)} by layer"
     parts = [f"{sharing.label}-{number}" if sharing is GroupedQuery else sharing.label]
     for name in _rank_fields(config, field):
@@ -235,14 +235,14 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     ]
     prefix = "encoder_" if field.startswith("encoder_") else ""
     pattern = getattr(config, f"{prefix}attention_pattern")
-    if pattern is not None and "attention_block_size" in pattern_class(pattern).needed:
+    if pattern is not None and "attention_block_size" in get_pattern_class(pattern).needed:
         parts.append(f"{pattern.replace('_', ' ')} {getattr(config, f'{prefix}attention_block_size')}")
     elif pattern is not None:
         windows = values_by_layer(config, f"{prefix}attention_window")
         parts.append("window " + "..".join(map(str, sorted({w for w in windows if w is not None}))))
     for place in [prefix] if prefix else ["", "cross_"]:
         if (kernel := getattr(config, f"{place}attention_kernel", None)) is not None:
-            window = f" {getattr(config, f'{place}attention_window')}" if kernel_class(kernel).reads_window else ""
+            window = f" {getattr(config, f'{place}attention_window')}" if get_kernel_class(kernel).needs_window else ""
             layers = _in_layers(values_by_layer(config, f"{place}attention_kernel"))
             parts.append(f"{'cross ' if place == 'cross_' else ''}{kernel}{window}{layers}")
     return " + ".join(parts)
@@ -377,8 +377,8 @@ def variant_rows(
     if has_kernel(current) or _has_fixed_form(current):  # not compatible with kernels, or not convertible
         return
     # Dynamic terms that read the encoder outputs would be computed from the latents.
-    keeps_cross_cache = supports_cache(dynamic_terms(current, "cross_"))
-    if latents and can_cache(current) and keeps_cross_cache and not has_latents(current, field):
+    keeps_cross_cache = supports_cache(get_dynamic_terms(current, "cross_"))
+    if latents and supports_decoder_cache(current) and keeps_cross_cache and not has_latents(current, field):
         yield from latent_rows(current, ranks)
     # Talking heads need the same number of heads in encoder and decoder.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
@@ -429,7 +429,7 @@ def kv_head_counts(config: Any, field: str) -> list[int]:
     """
     heads = config.query_heads(field)
     value_heads = {
-        config.talking_heads_of(prefix, layer).output
+        config.get_talking_heads(prefix, layer).output
         for prefix in places_of_stacks(config, (field,))
         for layer in range(config.layer_count(prefix + KIND))
     }
@@ -454,7 +454,7 @@ def _is_convertible(source: Any, target: Any) -> bool:
         ]
         for field, check in checks:
             for pair in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True):
-                old, new = (rank_of_map(value, width) if check is rank_relation else value for value in pair)
+                old, new = (get_projection_rank(value, width) if check is rank_relation else value for value in pair)
                 check(old, new)
     except ValueError:
         return False
@@ -464,8 +464,8 @@ def _is_convertible(source: Any, target: Any) -> bool:
 def _has_fixed_form(config: Any) -> bool:
     """Return whether a configuration cannot be converted, because its attention has parameters of another form."""
     values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
-    by_head = [name for name in KERNELS if kernel_class(name).of_key_heads]
-    by_head += [name for name in PATTERNS if pattern_class(name).learned]
+    by_head = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
+    by_head += [name for name in PATTERNS if get_pattern_class(name).learned]
     has_other_shapes = has_scores(config) or config.value_head_dim is not None
     return has_other_shapes or any(name in values for name in by_head)
 
@@ -479,7 +479,7 @@ def score_name(config: Any, prefix: str) -> str | None:
 def has_scores(config: Any) -> bool:
     """Return whether any attention of a configuration has scores other than the dot product."""
     field = AdditiveScore.field
-    prefixes = [prefix for prefix in row_of(field)[1].prefixes if hasattr(config, prefix + field)]
+    prefixes = [prefix for prefix in get_field_row(field)[1].prefixes if hasattr(config, prefix + field)]
     return any(score_name(config, prefix) is not None for prefix in prefixes)
 
 
@@ -537,7 +537,7 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
     """Return the `cache_bytes_per_token` of a variant model, with `itemsize` bytes per number."""
     sizes = []
     for site, path, module in model.named_attentions():
-        numbers = cached_numbers(site.heads(model.config, path), model.config.hidden_size)
+        numbers = cached_numbers(site.get_heads(model.config, path), model.config.hidden_size)
         sizes.append((site, 0 if _keeps_state(module, site) else itemsize * numbers))
     return cache_bytes_per_token(model.config, sizes)
 
@@ -567,12 +567,12 @@ def kv_cache_bytes(
     )
     sizes = []
     for site, path, module in model.named_attentions():
-        core, heads = _core(module, site), site.heads(model.config, path)
+        core, heads = _core(module, site), site.get_heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
         size = itemsize * tokens * cached_numbers(heads, model.config.hidden_size)
         if core.kernel is not None:  # cross-attention caches the keys and values of the state too
-            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.state_numbers(heads)
+            state = max(itemsize, STATE_ITEMSIZE) * core.kernel.num_state_values(heads)
             size = state + (0 if core.kernel.is_causal else size)
         sizes.append((site, size if site.is_cross_attention and is_shared else num_beams * size))
     cache = cache_bytes_per_token(model.config, sizes)
@@ -628,30 +628,34 @@ def flops_per_token(
     linears = {
         name.removeprefix(prefix): module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    has_decoder = any(site.stack_of(config) == "decoder" for site, _, _ in model.named_attentions())
-    decodes = decodes and can_cache(config)
+    has_decoder = any(site.get_stack_name(config) == "decoder" for site, _, _ in model.named_attentions())
+    decodes = decodes and supports_decoder_cache(config)
     for site, path, module in model.named_attentions():
-        runs, stack, heads = model.module_runs(config, path), site.stack_of(config), site.heads(config, path)
+        runs, stack, heads = (
+            model.count_module_runs(config, path),
+            site.get_stack_name(config),
+            site.get_heads(config, path),
+        )
         key_stack = "encoder" if site.is_cross_attention else stack
         projections = {role: linears.pop(f"{path}.{linear}") for role, linear in site.projections.items()}
         flops[stack] += 2 * runs * (projections["query"].weight.numel() + projections["output"].weight.numel())
-        latent = linears.pop(site.latent_path(path), None)  # layers may share a latent, which counts once
+        latent = linears.pop(site.get_latent_path(path), None)  # layers may share a latent, which counts once
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         core = _core(module, site)
-        attended = attended if core.key_range is None else core.key_range.keys_read(attended)
+        attended = attended if core.key_range is None else core.key_range.num_attended_keys(attended)
         if core.compression is not None:
-            attended = core.compression.keys_read(attended)
+            attended = core.compression.num_attended_keys(attended)
         query_dim = projections["query"].in_features
         key_dim = projections["key"].in_features if site.is_cross_attention else query_dim
-        parts = [mixing_flops(heads, query_dim, key_dim, attended)]
+        parts = [count_mixing_flops(heads, query_dim, key_dim, attended)]
         key_value = (projections["key"], projections["value"])
         if decodes and heads.rank is not None:
             is_step, is_cached = stack == "decoder", site.is_cross_attention
-            parts.append(latent_flops(core, key_value, attended, batch_size, is_step, is_cached))
+            parts.append(count_latent_flops(core, key_value, attended, batch_size, is_step, is_cached))
         else:
             parts.append(_attention_flops(core, key_value, attended))
-        parts += [extra.flops() for extra in (core.compression, core.score) if extra is not None]
+        parts += [extra.count_flops() for extra in (core.compression, core.score) if extra is not None]
         for per_key, per_query in parts:
             flops[key_stack] += runs * per_key
             flops[stack] += runs * per_query
@@ -659,7 +663,7 @@ def flops_per_token(
         if not runs_once_per_sequence(model, name):
             parent = name.split(".")[0] if config.is_encoder_decoder else None
             stack = parent if parent in ("encoder", "decoder") else "decoder" if has_decoder else "encoder"
-            flops[stack] += 2 * model.module_runs(config, name) * linear.weight.numel()
+            flops[stack] += 2 * model.count_module_runs(config, name) * linear.weight.numel()
     return {stack: flops[stack] for stack in ("encoder", "decoder") if stack in flops}
 
 
@@ -675,7 +679,7 @@ def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Line
     """
     heads, per_key = core.heads, 2 * sum(projection.weight.numel() for projection in key_value)
     if core.kernel is not None:
-        key_features, query_features = core.kernel.flops(heads, attended)
+        key_features, query_features = core.kernel.count_flops(heads, attended)
         return per_key + heads.key * key_features, heads.query * query_features
     return per_key, 2 * attended * (heads.query * heads.head_dim + heads.output * heads.value_dim)
 
@@ -694,7 +698,7 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
     """
     flops: dict[int, int] = {}
     for site, path, module in model.named_attentions():
-        runs = model.module_runs(model.config, path)
+        runs = model.count_module_runs(model.config, path)
         flops |= {id(linear): 2 * runs * linear.weight.numel() for linear in _linear_layers(model, site, path, module)}
     return sum(flops.values())
 
@@ -715,7 +719,7 @@ def attention_parameters(model: AttnVariantModelMixin) -> int:
 
 def _linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
     """Return the linear layers of an attention module, with its latent projection."""
-    parent, _, name = site.latent_path(path).rpartition(".")
+    parent, _, name = site.get_latent_path(path).rpartition(".")
     latent = getattr(model.base_model.get_submodule(parent), name, None) if name else None
     linears = [module.get_submodule(name) for name in site.projections.values()]
     return linears if latent is None else [*linears, latent]

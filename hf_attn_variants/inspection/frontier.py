@@ -40,7 +40,7 @@ from ..errors import as_value_error
 from ..files import atomic_write, check_output_dir, load_json, make_folders
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..modeling.fields.variant_config import can_cache
+from ..modeling.fields.variant_config import supports_decoder_cache
 from ..progress import is_watched, progress_bar
 from ..registration import longest_input, variant_model_class
 from .costs import (
@@ -200,7 +200,7 @@ def variants_to_try(
     if requested:
         return requested_options(requested)
     field = kv_heads_field(type(model), config)
-    decodes = any(site.kv_heads_field == field and site.stack_of(config) == "decoder" for site in sites)
+    decodes = any(site.kv_heads_field == field and site.get_stack_name(config) == "decoder" for site in sites)
     if options := default_options(config, field, decodes):
         return options
     raise ValueError(
@@ -353,7 +353,7 @@ class ConvertedAttentions:
         """Return the key of the attention module at a path in a model with this configuration."""
 
         def heads(path: str) -> Any:
-            counts = site.heads(config, path)
+            counts = site.get_heads(config, path)
             # Cached encoder outputs have the same tensors as an attention without a latent.
             return counts._replace(rank=None) if counts.rank == config.hidden_size else counts
 
@@ -367,7 +367,7 @@ class ConvertedAttentions:
             name: parameter.detach() for name, parameter in model.base_model.named_parameters(remove_duplicate=False)
         }
         for site, path, _ in model.named_attentions():
-            key, shared = self._key(model.config, site, path), f"{site.latent_path(path)}.weight"
+            key, shared = self._key(model.config, site, path), f"{site.get_latent_path(path)}.weight"
             if key not in self._tensors:
                 tensors = {name: tensor for name, tensor in parameters.items() if name.startswith(f"{path}.")}
                 tensors |= {shared: parameters[shared]} if shared in parameters else {}
@@ -679,7 +679,7 @@ def _never_stopping(model: AttnVariantModelMixin) -> AttnVariantModelMixin:
     if model.can_generate():
         model.generation_config = copy.deepcopy(model.generation_config)
         model.generation_config.eos_token_id = None
-        model.generation_config.use_cache = can_cache(model.config)
+        model.generation_config.use_cache = supports_decoder_cache(model.config)
     return model
 
 

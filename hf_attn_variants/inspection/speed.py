@@ -17,9 +17,9 @@ from transformers import AutoConfig, StoppingCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..model_properties import ignore_saved_length_limits
-from ..modeling.fields.variant_config import can_cache
+from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.head_sharing import HeadSharing
-from ..modeling.mechanisms.kernels.kernel_table import kernel_class
+from ..modeling.mechanisms.kernels.kernel_table import get_kernel_class
 from ..modeling.mechanisms.patterns.window_pattern import SlidingWindow
 from ..progress import progress_bar
 from ..registration import longest_input, variant_model_class
@@ -143,7 +143,7 @@ def check_cache(models: Mapping[str, Any]) -> None:
         ValueError: If the tokens differ.
     """
     for name, model in models.items():
-        if can_cache(model.config):
+        if supports_decoder_cache(model.config):
             fault = f"{name} decodes differently with and without its cache"
             _compare_decoded(fault, _decoded(model), _decoded(model, use_cache=False))
 
@@ -520,12 +520,12 @@ def _window_and_kernel_rows(field: str, windows: Sequence[int], kernels: Sequenc
     """
     prefix = "encoder_" if field.startswith("encoder_") else ""
     for kernel in kernels:
-        if kernel_class(kernel).reads_window and not windows:
+        if get_kernel_class(kernel).needs_window and not windows:
             raise ValueError(f"`attention_kernel` {kernel!r} requires a window. Pass `attention_window` too.")
     sizes = [{f"{prefix}attention_window": window} for window in windows]
     rows = [{f"{prefix}attention_pattern": SlidingWindow.name, **size} for size in sizes]
     for kernel in kernels:
-        by_size = sizes if kernel_class(kernel).reads_window else [{}]
+        by_size = sizes if get_kernel_class(kernel).needs_window else [{}]
         rows += [{f"{prefix}attention_kernel": kernel, **size} for size in by_size]
     return rows
 
@@ -575,7 +575,7 @@ def ready_to_time(model: Any, device: str) -> Any:
     model = model.float().eval().to(device)
     if model.can_generate():
         model.generation_config.eos_token_id = None  # a model with random weights may generate it at any time
-        model.generation_config.use_cache = can_cache(model.config)
+        model.generation_config.use_cache = supports_decoder_cache(model.config)
     return model
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..modeling.fields.field_table import PLACES
-from ..modeling.mechanisms.head_sharing import key_value_field
-from ..modeling.mechanisms.talking_heads import KIND, TalkingHeads, talking_places
+from ..modeling.mechanisms.head_sharing import get_kv_heads_field
+from ..modeling.mechanisms.talking_heads import KIND, TalkingHeadsSettings, get_talking_heads_places
 
 GAP = "  "
 
@@ -111,15 +111,15 @@ def places_of_stacks(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
     has_cross = hasattr(config, "encoder_decoder_layers") or getattr(config, "add_cross_attention", False)
     return tuple(
         prefix
-        for prefix in talking_places(config)
-        if key_value_field(prefix) in fields and (prefix != "cross_" or has_cross)
+        for prefix in get_talking_heads_places(config)
+        if get_kv_heads_field(prefix) in fields and (prefix != "cross_" or has_cross)
     )
 
 
-def talking_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeads]]:
+def talking_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeadsSettings]]:
     """Return {prefix: [talking heads of each layer]} for the places that `places_of_stacks` returns."""
     return {
-        prefix: [config.talking_heads_of(prefix, layer) for layer in range(config.layer_count(prefix + KIND))]
+        prefix: [config.get_talking_heads(prefix, layer) for layer in range(config.layer_count(prefix + KIND))]
         for prefix in places_of_stacks(config, fields)
     }
 

@@ -1,1 +1,1 @@
-"""The code that ships with every checkpoint on the Hub. It imports only torch, Transformers and itself."""
+"""The modeling code that ships with checkpoints. It only imports torch, Transformers and itself."""

@@ -1,14 +1,15 @@
-"""The code of a model repository: the parts of `modeling/` that one model needs, in a few files.
+"""Builds the code of a model repository, which contains the parts of `modeling/` that the model needs in a few files.
 
-Transformers looks for relative imports only next to a file, and it requests each file of a repository separately.
-Therefore the modules of a folder are joined into one file in the order of their imports, and only the definitions that
-the model uses are written. The steps are:
+Transformers only resolves relative imports in the same folder, and it downloads each file in a repository separately.
+The modules in a folder are therefore joined into one file in the order of their imports, with only the definitions
+that the model uses. The steps are:
 
     modules ──parse──> definitions ──follow names──> definitions that the model uses ──join──> files
 
-The search starts at the model's own file and follows each name that a definition uses. It stops at the names in
-`ENTRY_POINTS` whose mechanism the configuration does not use. A stub replaces such a name, and definitions that only
-it uses are omitted. This file is not part of a repository, which copies its own files when its model is saved again.
+The search starts at the model's own file and follows all names that a definition uses. It stops at names in
+`ENTRY_POINTS` whose mechanism is not used in the configuration. Such names are replaced by stubs, and definitions that
+only they use are omitted. This file is not part of a repository, which copies its own files when its model is saved
+again.
 """
 
 import ast
@@ -19,12 +20,13 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["build_code", "file_names"]
+__all__ = ["build_code", "get_file_names"]
 
 FOLDER = Path(__file__).parent
-# Each of these files has the classes of one architecture or family, and is not joined with others.
+# Each file in this folder contains the classes of one architecture or family and is not joined with others.
 NOT_JOINED = "architectures"
-# Modules next to this file become a file of this name, and those of a folder one with the name of the folder.
+# Modules next to this file are joined into a file with this name, and modules in a folder into a file with the folder
+# name.
 BASE = "base"
 NAMES = "variant_names"
 DIGEST_LENGTH = 12
@@ -39,17 +41,17 @@ ANY = (
     "talking_heads",
     "unequal_layers",
 )
-# The names at which the code of mechanisms begins: {name: mechanisms that need it} (`fields/composition.py`).
+# The names where the code of mechanisms begins: {name: mechanisms that need it} (see `fields/composition.py`).
 ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "build_code": (),
-    "_added": ("talking_heads",),
-    "_check_kernel_kept": ("linear_attention",),
+    "_compare_talking_heads": ("talking_heads",),
+    "_check_kernel_unchanged": ("linear_attention",),
     "_check_layer": ("talking_heads",),
     "_check_not_ignored": ANY,
-    "add_latent_map": ("latents",),
+    "add_latent_projection": ("latents",),
     "add_summary_parameters": ("patterns",),
     "AdditiveScore": ("additive_score",),
-    "as_full_attention": ("linear_attention", "patterns"),
+    "key_range_to_mask_and_bias": ("linear_attention", "patterns"),
     "attend_in_blocks": ("patterns",),
     "attend_to_latent": ("latents",),
     "attend_to_one_latent": ("latents",),
@@ -63,48 +65,48 @@ ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "check_global_mask": ("linear_attention", "patterns"),
     "check_kernels": ("linear_attention",),
     "check_patterns": ("linear_attention", "patterns"),
-    "check_together": ANY,
-    "checked_layer_values": ("unequal_layers",),
-    "compression_of": ("patterns",),
+    "check_combinations": ANY,
+    "validate_layer_values": ("unequal_layers",),
+    "create_compression": ("patterns",),
     "DistanceBias": ("patterns", "linear_attention"),
-    "drawn_names": ("linear_attention",),
+    "get_random_buffer_names": ("linear_attention",),
     "DynamicTerms": ("talking_heads",),
-    "fills_blocks": ("linear_attention", "patterns"),
-    "from_per_layer_config": ("unequal_layers",),
+    "should_compute_in_blocks": ("linear_attention", "patterns"),
+    "merge_per_layer_config": ("unequal_layers",),
     "init_kernel": ("linear_attention",),
     "install_kernel": ("linear_attention",),
-    "_keep_state": ("linear_attention",),
-    "keep_window": ("linear_attention", "patterns"),
+    "_prepare_state_layer": ("linear_attention",),
+    "limit_cache_to_window": ("linear_attention", "patterns"),
     "kernel_attention_forward": ("linear_attention",),
-    "kernel_class": ("linear_attention",),
+    "get_kernel_class": ("linear_attention",),
     "KernelStateLayer": ("linear_attention",),
     "Latent": ("latents",),
     "MemoryCompressed": ("patterns",),
-    "one_latent_serves": ("latents",),
-    "pattern_class": ("patterns",),
-    "projection_shapes": ("talking_heads",),
-    "projection_std": ("talking_heads",),
+    "should_use_latent_kernels": ("latents",),
+    "get_pattern_class": ("patterns",),
+    "get_projection_shapes": ("talking_heads",),
+    "get_projection_std": ("talking_heads",),
     "KeyRange": ("linear_attention", "patterns"),
-    "score_of": ("additive_score",),
+    "create_additive_score": ("additive_score",),
     "SinusoidalPositions": ("sinusoidal_positions",),
-    "sinusoids": ("sinusoidal_positions",),
-    "settle_padding": ("additive_score", "linear_attention", "patterns", "talking_heads"),
-    "shared_latent": ("latents",),
-    "summary_table": ("patterns",),
+    "compute_sinusoids": ("sinusoidal_positions",),
+    "set_padding_rule": ("additive_score", "linear_attention", "patterns", "talking_heads"),
+    "get_shared_latent": ("latents",),
+    "compute_summary_bias": ("patterns",),
     "talking_heads_attention": ("linear_attention", "patterns", "talking_heads"),
     "TransientPattern": ("patterns",),
-    "with_global_tokens_first": ("linear_attention", "patterns"),
+    "attend_with_global_tokens_first": ("linear_attention", "patterns"),
 }
 # A stub has the name of the definition that it replaces.
-STUB = "class {name}(Missing):\n    mechanisms = {mechanisms!r}\n"
+STUB = "class {name}(MissingDefinition):\n    mechanisms = {mechanisms!r}\n"
 
 
 class _Definition(NamedTuple):
-    """A statement at the top of a module, with the comment above it.
+    """A statement at the top level of a module, with the comment above it.
 
     Args:
         text: its source.
-        names: the names that it defines. A statement that only has an effect defines none.
+        names: the names that it defines. Statements that only have an effect define no names.
         uses: the names that it uses.
         node: its syntax tree.
     """
@@ -120,10 +122,10 @@ class _Module(NamedTuple):
 
     Args:
         name: its name without folders.
-        file: the name of the file that it becomes a part of, without ".py".
+        file: the name of the file that will contain it, without ".py".
         docstring: the source of its docstring.
-        body: its statements in order, without the docstring and `__all__`.
-        imported: for each name that it imports from another module of `modeling/`: that module and the name there.
+        body: its statements in order, except the docstring and `__all__`.
+        imported: the module and the original name for each name that it imports from another module in `modeling/`.
         needed: the modules that must run before it.
     """
 
@@ -135,29 +137,29 @@ class _Module(NamedTuple):
     needed: list[str]
 
 
-@cache  # each checkpoint of a training writes the same code
+@cache  # all checkpoints in a training run contain the same code
 def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | None) -> Mapping[str, str]:
-    """Return the files of a repository: {file name: text}.
+    """Return the code files of a repository: {file name: text}.
 
     Args:
-        roots: (module, name) of the definitions that the repository must have. The name "*" selects a whole module.
-        mechanisms: the mechanisms of the model; None = all.
+        roots: (module, name) of the definitions that the repository must contain. The name "*" selects a whole module.
+        mechanisms: the mechanisms of the model, or None for all.
 
     Example:
         >>> files = build_code((("modeling_attn_variant_bert", "*"),), frozenset())
     """
     modules = _read_modules()
     stubs = {name: needed_by for name, needed_by in ENTRY_POINTS.items() if not _is_included(needed_by, mechanisms)}
-    reached = _reached(modules, roots, stubs)
+    reached = _find_used_definitions(modules, roots, stubs)
     files: dict[str, list[_Module]] = {}
-    for module in _in_order(modules, {name for name, _ in reached}):
+    for module in _order_blocks(modules, {name for name, _ in reached}):
         files.setdefault(module.file, []).append(module)
     texts = {f"{file}.py": _file_text(parts, modules, reached, stubs) for file, parts in sorted(files.items())}
     return _with_constants(texts, mechanisms)
 
 
-def file_names() -> set[str]:
-    """Return the names of all files that a repository may have."""
+def get_file_names() -> set[str]:
+    """Return the names of all code files that a repository may contain."""
     return {f"{_file_of(path)}.py" for path in FOLDER.rglob("*.py") if path.stem not in ("__init__", "code_builder")}
 
 
@@ -189,7 +191,7 @@ def _read_module(path: Path) -> _Module:
         if not body and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and not docstring:
             docstring = source[1]
             continue
-        names = frozenset(_defined(node))
+        names = frozenset(_find_defined_names(node))
         if "__all__" in names:
             continue
         is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
@@ -198,7 +200,7 @@ def _read_module(path: Path) -> _Module:
         if not is_relative:
             comment = "\n".join(line for line in source[0].split("\n") if line.startswith("#"))
             whole = f"{comment}\n{source[1]}" if comment else source[1]
-            body.append(_Definition(whole, names, frozenset(_used(node)), node))
+            body.append(_Definition(whole, names, frozenset(_find_used_names(node)), node))
         for child in ast.walk(node):
             if isinstance(child, ast.ImportFrom) and child.level and child.module is not None:
                 module = child.module.rpartition(".")[2]
@@ -208,29 +210,29 @@ def _read_module(path: Path) -> _Module:
 
 
 def _is_for_type_checkers(node: ast.stmt) -> bool:
-    """Return whether a statement only imports for a type checker."""
+    """Return True if a statement only contains imports for type checkers."""
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not node.orelse
 
 
-def _defined(node: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement at the top of a module binds."""
+def _find_defined_names(node: ast.stmt) -> Iterator[str]:
+    """Yield the names that a top-level statement defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
         yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
     elif isinstance(node, ast.If | ast.With | ast.Try):
         for child in (*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())):
-            yield from _defined(child)
+            yield from _find_defined_names(child)
         for handler in getattr(node, "handlers", ()):
             for child in handler.body:
-                yield from _defined(child)
+                yield from _find_defined_names(child)
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             yield from (child.id for child in ast.walk(target) if isinstance(child, ast.Name))
 
 
-def _used(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a statement uses, also those in quoted annotations."""
+def _find_used_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement uses, including names in quoted annotations."""
     for child in ast.walk(node):
         if isinstance(child, ast.Name):
             yield child.id
@@ -242,10 +244,10 @@ def _is_annotation(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*(\[[\w\s,.|\[\]]*\])?(\s*\|\s*[\w.\[\]]+)*", text) is not None
 
 
-def _reached(
+def _find_used_definitions(
     modules: Mapping[str, _Module], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
 ) -> set[tuple[str, str]]:
-    """Return (module, name) of each definition that the roots use directly or indirectly, including stubs."""
+    """Return (module, name) of all definitions that the roots use directly or indirectly, including stubs."""
     reached: set[tuple[str, str]] = set()
     wanted: list[tuple[str, str]] = []
     begun: set[str] = set()
@@ -259,7 +261,7 @@ def _reached(
                 wanted.append(module.imported[name])
 
     def begin(module: _Module) -> None:
-        """Follow the statements of a module that have an effect, such as a registration."""
+        """Follow the statements in a module that only have an effect, such as registrations."""
         if module.name not in begun:
             begun.add(module.name)
             for definition in module.body:
@@ -285,12 +287,12 @@ def _reached(
     return reached
 
 
-# The class of stubs, which a repository defines in its first file.
-BASE_STUB = (NAMES, "Missing")
+# The base class of stubs, which is defined in the base file of a repository.
+BASE_STUB = (NAMES, "MissingDefinition")
 
 
-def _in_order(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
-    """Yield modules, each after those that it imports when it runs."""
+def _order_blocks(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
+    """Yield modules, each of them after the modules that it imports at runtime."""
     done: set[str] = set()
 
     def visit(name: str) -> Iterator[_Module]:
@@ -312,7 +314,7 @@ def _file_text(
     reached: set[tuple[str, str]],
     stubs: Mapping[str, tuple[str, ...]],
 ) -> str:
-    """Return the text of a joined file: the imports of its modules, and the definitions of each that are used."""
+    """Return the text of a joined file, with the imports and the used definitions of its modules."""
     imports: dict[str, set[str]] = {}
     plain: dict[str, None] = {}
     texts: list[str] = []  # the docstring of each module, and its code
@@ -325,7 +327,7 @@ def _file_text(
                 continue
             if stubbed := sorted(name for name in names if name in stubs):
                 body += [STUB.format(name=name, mechanisms=stubs[name]) for name in stubbed]
-                _add_import(imports, (NAMES, "Missing"), "Missing", module, modules)
+                _add_import(imports, (NAMES, "MissingDefinition"), "MissingDefinition", module, modules)
                 continue
             definitions.append(definition)
             if isinstance(definition.node, ast.Import | ast.ImportFrom):
@@ -337,8 +339,8 @@ def _file_text(
             if name in uses and place in reached:
                 _add_import(imports, place, name, module, modules)
         if body:
-            docstring = _as_comment(module.docstring) if texts else module.docstring
-            texts += [docstring if definitions else "", _joined(body)]
+            docstring = _docstring_to_comment(module.docstring) if texts else module.docstring
+            texts += [docstring if definitions else "", _join_statements(body)]
     lines = [f"from {source} import {', '.join(sorted(names))}" for source, names in sorted(imports.items())]
     future = [line for line in lines if line.startswith("from __future__")]
     relative = [line for line in lines if line.startswith("from .")]
@@ -347,15 +349,15 @@ def _file_text(
     return "\n\n\n".join(part for part in (texts[0], head, *texts[1:]) if part) + "\n"
 
 
-def _as_comment(docstring: str) -> str:
-    """Return the docstring of a module as a comment, because only the first one is the docstring of a joined file."""
+def _docstring_to_comment(docstring: str) -> str:
+    """Convert a module docstring to a comment, because only the first one is the docstring of the joined file."""
     return "\n".join(f"# {line}".rstrip() for line in ast.literal_eval(docstring).strip().split("\n"))
 
 
 def _add_import(
     imports: dict[str, set[str]], place: tuple[str, str], name: str, module: _Module, modules: Mapping[str, _Module]
 ) -> None:
-    """Add the import of a name of another file."""
+    """Add the import of a name from another file."""
     source, original = place
     if modules[source].file != module.file:
         imports.setdefault(f".{modules[source].file}", set()).add(
@@ -366,7 +368,7 @@ def _add_import(
 def _add_plain_import(
     plain: dict[str, None], imports: dict[str, set[str]], node: ast.Import | ast.ImportFrom, names: set[str]
 ) -> None:
-    """Add the names of an import of torch, Transformers or the standard library that are used."""
+    """Add the used names in an import from torch, Transformers or the standard library."""
     for alias in node.names:
         shown = alias.name + (f" as {alias.asname}" if alias.asname else "")
         if (alias.asname or alias.name).partition(".")[0] in names or getattr(node, "module", "") == "__future__":
@@ -377,7 +379,7 @@ def _add_plain_import(
 
 
 def _guarded_imports(block: ast.With, names: set[str]) -> str:
-    """Return a block of imports with the names that are used."""
+    """Return a block of guarded imports with only the used names."""
     lines = [f"with {ast.unparse(block.items[0])}:"]
     for node in block.body:
         imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
@@ -391,8 +393,8 @@ def _guarded_imports(block: ast.With, names: set[str]) -> str:
     return "\n".join(lines)
 
 
-def _joined(parts: list[str]) -> str:
-    """Return statements with two blank lines around each function and class."""
+def _join_statements(parts: list[str]) -> str:
+    """Join statements, with two blank lines around functions and classes."""
     text = ""
     for part in filter(None, parts):
         is_block = re.match(r"(#.*\n)*(@|def |class |\"\"\")", part) is not None
@@ -402,16 +404,16 @@ def _joined(parts: list[str]) -> str:
 
 
 def _definition_text(definition: _Definition, module: _Module, modules: Mapping[str, _Module], names: set[str]) -> str:
-    """Return the source of a statement, with imports inside it changed to those of a repository.
+    """Return the source of a statement, with its inner imports adapted to the repository.
 
     Args:
-        names: the used names of the statement. A block of guarded imports contains only these.
+        names: the used names that the statement defines. A block of guarded imports contains only these.
     """
     if isinstance(definition.node, ast.With):
         return _guarded_imports(definition.node, names)
     lines = definition.text.split("\n")
     end = definition.node.end_lineno or definition.node.lineno
-    first = end - len(lines) + 1  # the line of the module at which the text begins
+    first = end - len(lines) + 1  # the line in the module at which the text begins
     inner = [node for node in ast.walk(definition.node) if isinstance(node, ast.ImportFrom) and node.level]
     for child in sorted(inner, key=lambda node: -node.lineno):
         source = (child.module or "").rpartition(".")[2]
@@ -425,10 +427,12 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
 
 
 def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) -> dict[str, str]:
-    """Write the included mechanisms and a digest into the files. The digest is a part of the registered names."""
+    """Write the included mechanisms and a digest to the files. The digest is part of the registered names."""
     included = None if mechanisms is None else tuple(sorted(mechanisms))
     name = f"attn_variants_{BASE}.py"
-    files[name] = re.sub(r"^INCLUDED\b.*$", f"INCLUDED = {included!r}", files[name], flags=re.MULTILINE)
+    files[name] = re.sub(
+        r"^INCLUDED_MECHANISMS\b.*$", f"INCLUDED_MECHANISMS = {included!r}", files[name], flags=re.MULTILINE
+    )
     digest = hashlib.sha256("".join(files[file] for file in sorted(files)).encode()).hexdigest()[:DIGEST_LENGTH]
     files[name] = re.sub(r"^CODE_DIGEST\b.*$", f'CODE_DIGEST = "{digest}"', files[name], flags=re.MULTILINE)
     return files

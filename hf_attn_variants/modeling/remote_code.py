@@ -1,7 +1,7 @@
-"""Functions that write this code into the folder of a saved model.
+"""Functions that write this code to the folder of a saved model.
 
-The installed package builds the files that a model needs (`code_builder`). A repository copies its own files. Nothing
-else in `modeling/` reads or writes files.
+The installed package builds the files that a model requires (see `code_builder`). A repository copies its own files.
+No other code in `modeling/` reads or writes files.
 """
 
 import re
@@ -11,19 +11,20 @@ from pathlib import Path
 from .code_builder import build_code
 from .variant_names import CODE_DIGEST
 
-__all__ = ["CONFIGURATIONS", "code_files", "is_package_class", "write_code"]
+__all__ = ["CONFIGURATIONS", "get_code_files", "is_package_class", "write_code"]
 
 FOLDER = Path(__file__).parent
 CONFIGURATIONS = "configuration_attn_variants"
 
 
-def code_files(config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> Mapping[str, str]:
-    """Return the files of a repository: {file name: text}.
+def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> Mapping[str, str]:
+    """Return the code files of a repository: {file name: text}.
 
     Args:
-        config_class: the class of the configuration.
+        config_class: the configuration class.
         modeling_file: the name of the file with the models of the architecture.
-        mechanisms: the mechanisms of the model (`used_mechanisms`); None = all. A repository has only its own.
+        mechanisms: the mechanisms of the model (see `used_mechanisms`), or None for all. A repository has only its own
+            mechanisms.
     """
     if not CODE_DIGEST:
         names = [base.__name__ for base in config_class.__mro__ if base.__module__.endswith(f".{CONFIGURATIONS}")]
@@ -41,15 +42,15 @@ def code_files(config_class: type, modeling_file: str, mechanisms: Iterable[str]
 
 
 def write_code(folder: str | Path, config_class: type, modeling_file: str, mechanisms: Iterable[str] | None) -> None:
-    """Write the files of a repository into a folder; arguments as for `code_files`."""
-    for name, text in code_files(config_class, modeling_file, mechanisms).items():
+    """Write the code files of a repository to a folder. See `get_code_files` for the other arguments."""
+    for name, text in get_code_files(config_class, modeling_file, mechanisms).items():
         (Path(folder) / name).write_bytes(text.encode())
 
 
 def is_package_class(cls: type) -> bool:
-    """Return whether a class is defined in the installed package.
+    """Return True if a class is defined in the installed package.
 
-    Transformers copies the file of a class when it saves a model. It must not do that with a file of the package,
+    When Transformers saves a model, it copies the files of registered classes. It must not copy files of the package,
     because `write_code` writes all of them.
     """
     package = __name__.rpartition(".")[0]

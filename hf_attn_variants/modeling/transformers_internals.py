@@ -1,9 +1,9 @@
-"""The internals of Transformers that this code depends on, and the checks that report a change in them.
+"""Transformers internals that this code depends on, and checks that report changes in them.
 
-This code depends on internals of Transformers, such as the arguments of an attention layer and the names of cache
-layers. It ships with checkpoints, so later releases of Transformers may run it. This file therefore lists each
-internal argument once by its role, with its names in all releases. Classes and signatures are checked when the file
-of an architecture is imported, attributes when a model is built, and arguments in each call.
+This code depends on Transformers internals, such as the arguments of attention layers and the names of cache layers.
+It ships with checkpoints, so it may be run with later Transformers releases. This file therefore lists each internal
+argument by its role, with its names in all releases. Classes and signatures are checked when the modeling file of an
+architecture is imported, attributes when a model is built, and arguments in each call.
 """
 
 import dis
@@ -18,33 +18,33 @@ from typing import Any
 import transformers
 from torch import nn
 
-from .variant_names import ATTN_VARIANTS_VERSION, MODEL_FOLDERS, NEWEST_RUN, OLDEST_RUN
+from .variant_names import ATTN_VARIANTS_VERSION, MODEL_FOLDERS, NEWEST_TESTED, OLDEST_TESTED
 
 __all__ = [
-    "Arguments",
-    "UpstreamChanged",
-    "auto_class_names",
-    "cache_name",
-    "cache_of",
-    "changed",
+    "MethodArguments",
+    "TransformersChangedError",
+    "build_change_error",
     "check_attention_function",
     "check_attributes",
     "check_caches",
     "check_called",
     "check_configurations",
+    "check_known_arguments",
     "check_mask_functions",
     "check_method",
     "check_models",
     "check_paths",
-    "known_imports",
-    "refuse_two_caches",
-    "refuse_unknown",
-    "upstream_class",
-    "variants_of",
+    "check_single_cache",
+    "collect_variant_classes",
+    "get_auto_class_names",
+    "get_cache",
+    "get_cache_name",
+    "get_transformers_class",
+    "guarded_imports",
 ]
 
-# The names of arguments by role, with the newest name first. If a method of Transformers lacks a role, the import
-# fails.
+# The names of arguments by role, starting with the newest name. The import fails if a Transformers method has no
+# argument for a role.
 ROLES: dict[str, tuple[str, ...]] = {
     "states": ("hidden_states",),
     "mask": ("attention_mask", "mask"),
@@ -59,12 +59,12 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 CACHE_ROLES = ("cache", "cache_length")
 
-# Arguments that an attention receives and that do not change its outputs. They select the outputs of a model or belong
-# to the Trainer. All other unknown arguments raise an error. For example, packed sequences (`cu_seq_lens_q`) would
-# otherwise be read as a single text.
-UNCHANGING = frozenset(
+# Arguments of attention modules that do not affect their outputs. They select model outputs or are used by the
+# Trainer. All other unknown arguments raise an error. Otherwise, packed sequences (`cu_seq_lens_q`), for instance,
+# would be treated as a single text.
+ARGUMENTS_WITHOUT_EFFECT = frozenset(
     {
-        "labels",  # from Seq2SeqTrainer; `generate` passes it to the encoder
+        "labels",  # used by Seq2SeqTrainer; `generate` passes it to the encoder
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
@@ -74,46 +74,48 @@ UNCHANGING = frozenset(
         "use_cache",
     }
 )
-# Arguments that the code of this package passes to the attention functions.
-OWN = frozenset({"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "key_range", "x2l", "x2w"})
+# Arguments that this package passes to attention functions.
+OWN_ARGUMENTS = frozenset(
+    {"global_attention_mask", "kernel_cache", "m2l", "m2w", "position_bias", "key_range", "x2l", "x2w"}
+)
 
 
-class UpstreamChanged(ImportError):
-    """An error about a change in the internals of Transformers that this code does not support."""
+class TransformersChangedError(ImportError):
+    """Raised if the installed Transformers release has changed internals that this code depends on."""
 
 
-def changed(what: str) -> UpstreamChanged:
-    """Return a one-line error that describes the change and lists the possible solutions."""
-    return UpstreamChanged(
+def build_change_error(what: str) -> TransformersChangedError:
+    """Return an error that describes the change and how to solve the problem."""
+    return TransformersChangedError(
         f"transformers {transformers.__version__} has changed a part that hf_attn_variants {ATTN_VARIANTS_VERSION} "
-        f"uses, and outputs could be wrong: {what}. This code was tested with transformers {OLDEST_RUN} to "
-        f"{NEWEST_RUN}. Install one of these releases, or install a newer hf_attn_variants and import it before you "
-        "load the model. Its command `attn-variants refresh` updates the code of a repository."
+        f"uses, and outputs could be wrong: {what}. This code was tested with transformers {OLDEST_TESTED} to "
+        f"{NEWEST_TESTED}. Install one of these releases, or install a newer hf_attn_variants and import it before "
+        "you load the model. Its command `attn-variants refresh` updates the code of a repository."
     )
 
 
 @contextmanager
-def known_imports() -> Iterator[None]:
-    """Convert failed imports of internals of Transformers into `UpstreamChanged`."""
+def guarded_imports() -> Iterator[None]:
+    """Convert failed imports of Transformers internals into `TransformersChangedError`."""
     try:
         yield
-    except UpstreamChanged:
+    except TransformersChangedError:
         raise
     except (ImportError, AttributeError) as error:
-        raise changed(str(error)) from error
+        raise build_change_error(str(error)) from error
 
 
-class Arguments:
-    """The arguments of a method of Transformers by their roles, independent of the names and order in this release.
+class MethodArguments:
+    """The arguments of a Transformers method by role, regardless of their names and order in the installed release.
 
     Args:
         owner: the class of Transformers.
-        roles: the roles that the method of this package reads, in the order of `read` and `split`.
+        roles: the roles of the arguments that this package uses, in the order in which `read` and `split` return them.
         method: the name of the method.
-        returns: the number of values that both methods return. None = the number is not checked.
+        returns: the number of values that the method must return, or None to skip this check.
 
     Raises:
-        UpstreamChanged: if the method lacks a role or returns another number of values.
+        TransformersChangedError: if the method has no argument for a role or returns another number of values.
     """
 
     def __init__(
@@ -122,9 +124,9 @@ class Arguments:
         place = f"`{owner.__name__}.{method}`"
         parameters = _parameters(owner, method)
         self.order = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)
-        self.names: tuple[str, ...] = tuple(_name_of(role, parameters, place) for role in roles)
+        self.names: tuple[str, ...] = tuple(_find_current_name(role, parameters, place) for role in roles)
         self.name_of = dict(zip(roles, self.names, strict=True))
-        # Arguments that Transformers accepts under two names.
+        # Arguments that Transformers accepts under two names
         self.former = tuple(
             (old, name)
             for role, name in zip(roles, self.names, strict=True)
@@ -136,31 +138,31 @@ class Arguments:
         self.places = tuple((name, positions.get(name, len(self.order))) for name in self.names)
         self.others = tuple((name, at) for name, at in positions.items() if name not in self.names)
         if returns is not None:
-            _check_returned(getattr(owner, method), returns, place)
+            _check_return_count(getattr(owner, method), returns, place)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the values of the roles, with None for missing ones, and rename `kwargs` to the current names."""
+        """Return the values of the roles, or None for missing arguments. Renames `kwargs` to their current names."""
         self._rename(kwargs)
         return [args[at] if at < len(args) else kwargs.get(name) for name, at in self.places]
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the values of the roles, and a dictionary of all other arguments."""
+        """Return the values of the roles and a dictionary with all other arguments."""
         self._rename(kwargs)
         values: list[Any] = []
         count = len(args)
-        for name, at in self.places:  # faster than a comprehension in each decoding step
+        for name, at in self.places:  # in each decoding step, this is faster than a comprehension
             values += (args[at] if at < count else kwargs.pop(name, None),)
         for name, at in self.others:
             if at < count:
                 kwargs[name] = args[at]
         return values, kwargs
 
-    def by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
-        """Return a dictionary of all arguments of a call under the names of this release.
+    def to_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any], **instead: Any) -> dict[str, Any]:
+        """Return all arguments of a call as keyword arguments with the names in the installed release.
 
         Args:
             args, kwargs: the arguments of the call.
-            instead: values by role that replace those of the call.
+            instead: values by role that replace the arguments of the call.
         """
         self._rename(kwargs)
         named = {**dict(zip(self.order, args, strict=False)), **kwargs} if args else dict(kwargs)
@@ -174,29 +176,29 @@ class Arguments:
                     kwargs[name] = value
 
 
-def upstream_class(cls: type, ours: type) -> type:
-    """Return the class of Transformers whose `forward` a class with the mixin `ours` inherits."""
-    upstreams = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
-    return next(base for base in upstreams if "forward" in vars(base))
+def get_transformers_class(cls: type, ours: type) -> type:
+    """Return the Transformers class from which a class with the mixin `ours` inherits its `forward` method."""
+    bases = (base for base in cls.__mro__ if issubclass(base, nn.Module) and not issubclass(base, ours))
+    return next(base for base in bases if "forward" in vars(base))
 
 
-def variants_of(names: Mapping[str, Any]) -> dict[type, type]:
-    """Return a dictionary from each class of Transformers, the last base, to the variant class that a file defines.
+def collect_variant_classes(names: Mapping[str, Any]) -> dict[type, type]:
+    """Return a dictionary from Transformers classes to the variant classes in a file, whose last bases they are.
 
     Args:
-        names: the names that the file has defined so far, its `globals()`.
+        names: the names that the file has defined so far, as returned by `globals()`.
     """
     classes = [member for member in names.values() if isinstance(member, type) and issubclass(member, nn.Module)]
     return {member.__bases__[-1]: member for member in classes if member.__module__ == names["__name__"]}
 
 
-def auto_class_names(model_type: str) -> dict[str, str]:
-    """Return a dictionary from each Auto class to the name of its Transformers class for a model type.
+def get_auto_class_names(model_type: str) -> dict[str, str]:
+    """Return a dictionary from Auto classes to the names of Transformers classes for a model type.
 
     Raises:
-        UpstreamChanged: if `AutoModel` has no class for the model type.
+        TransformersChangedError: if `AutoModel` has no class for the model type.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers.models.auto import modeling_auto
     class_names: dict[str, str] = {}
     for name in sorted(auto_name for auto_name in vars(modeling_auto) if auto_name.startswith("AutoModel")):
@@ -205,67 +207,67 @@ def auto_class_names(model_type: str) -> dict[str, str]:
         if classes:
             class_names[name] = classes if isinstance(classes, str) else classes[0]
     if "AutoModel" not in class_names:
-        raise changed(f"`AutoModel` has no class for {model_type}")
+        raise build_change_error(f"`AutoModel` has no class for {model_type}")
     return class_names
 
 
 def check_called(owner: type, method: str, name: str) -> None:
-    """Check that a method of Transformers still calls the method that a class of this package overrides.
+    """Check that a Transformers method still calls a method that a class in this package overrides.
 
     Raises:
-        UpstreamChanged: if the code of the method does not contain the name.
+        TransformersChangedError: if the code of the method does not contain the name.
     """
     check_attributes(owner, (method,))
     code = inspect.unwrap(getattr(owner, method)).__code__
     if name not in code.co_names and name not in code.co_consts:
-        raise changed(f"`{owner.__name__}.{method}` no longer calls `{name}`")
+        raise build_change_error(f"`{owner.__name__}.{method}` no longer calls `{name}`")
 
 
 def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
-    """Check that a method of Transformers exists, begins with these arguments and requires no others.
+    """Check that a Transformers method exists, starts with these arguments and requires no others.
 
     Args:
         owner: the class of Transformers.
-        method: the method that this package overrides or calls.
-        names: the first arguments after `self`, in their order.
+        method: the name of the method that this package overrides or calls.
+        names: the first arguments after `self`, in order.
 
     Raises:
-        UpstreamChanged: if the method is missing or has other arguments.
+        TransformersChangedError: if the method is missing or has other arguments.
     """
     parameters = _parameters(owner, method)
     first = tuple(name for name, parameter in parameters.items() if parameter.kind in _POSITIONAL)[: len(names)]
-    needed = [name for name, parameter in parameters.items() if _is_needed(parameter) and name not in names]
+    needed = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in names]
     if first != names or needed:
         taken = ", ".join(parameters) or "nothing"
-        raise changed(
+        raise build_change_error(
             f"`{owner.__name__}.{method}` takes {taken}, but this code expects {', '.join(names) or 'nothing'}"
         )
 
 
 def check_attributes(thing: Any, names: tuple[str, ...]) -> None:
-    """Check that an object of Transformers has the attributes that this package reads.
+    """Check that a Transformers object has the attributes that this package uses.
 
     Raises:
-        UpstreamChanged: if the object lacks one of them.
+        TransformersChangedError: if an attribute is missing.
     """
     for name in names:
         if not hasattr(thing, name):
             kind = thing if isinstance(thing, type) else type(thing)
-            raise changed(f"`{kind.__name__}` has no `{name}`")
+            raise build_change_error(f"`{kind.__name__}` has no `{name}`")
 
 
-def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Check that an attention function does not receive arguments that it would ignore.
+def check_known_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Check that an attention function does not receive unknown arguments, which it would ignore.
 
     Raises:
         ValueError: if an unknown argument is not None.
     """
     for name, value in kwargs.items():
-        if value is not None and name not in UNCHANGING and name not in OWN:
+        if value is not None and name not in ARGUMENTS_WITHOUT_EFFECT and name not in OWN_ARGUMENTS:
             raise ValueError(
-                f"An argument of an attention function must be known, got `{name}`, which would be ignored. "
-                f"Leave it out. If you did not pass it, transformers {transformers.__version__} did: use "
-                f"transformers {OLDEST_RUN} to {NEWEST_RUN}, or a newer hf_attn_variants."
+                f"`{name}` is not supported by attention functions and would be ignored. Remove it. If you did not "
+                f"pass it, it was added by transformers {transformers.__version__}. In this case, use transformers "
+                f"{OLDEST_TESTED} to {NEWEST_TESTED}, or a newer hf_attn_variants."
             )
 
 
@@ -273,12 +275,12 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _is_needed(parameter: inspect.Parameter) -> bool:
+def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and parameter.kind not in _VARIABLE
 
 
 def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a method after `self`, without `*args` and `**kwargs`."""
+    """Return the parameters of a method, without `self`, `*args` and `**kwargs`."""
     check_attributes(owner, (method,))
     static = inspect.getattr_static(owner, method)
     parameters = dict(inspect.signature(getattr(owner, method)).parameters)
@@ -287,70 +289,72 @@ def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if parameter.kind not in _VARIABLE}
 
 
-def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
+def _find_current_name(role: str, parameters: Mapping[str, Any], place: str) -> str:
     for name in ROLES[role]:
         if name in parameters:
             return name
-    raise changed(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ROLES[role])}")
+    raise build_change_error(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ROLES[role])}")
 
 
-def _check_returned(function: Any, returns: int, place: str) -> None:
-    """Check in the bytecode that each `return` of a function has this number of values, with the outputs first."""
+def _check_return_count(function: Any, returns: int, place: str) -> None:
+    """Check in the bytecode that a function returns this number of values, starting with the outputs."""
     code = inspect.unwrap(function).__code__
-    steps = [step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IDLE]
-    ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURNS]
+    steps = [
+        step for step in zip(code.co_code[::2], code.co_code[1::2], strict=True) if step[0] not in _IGNORED_OPCODES
+    ]
+    ends = [at for at, (operation, _) in enumerate(steps) if operation in _RETURN_OPCODES]
     sizes = {steps[at - 1][1] if steps[at - 1][0] == dis.opmap["BUILD_TUPLE"] else 0 for at in ends}
     if sizes != {returns}:
         counts = " or ".join(str(count or "no tuple") for count in sorted(sizes))
-        raise changed(f"{place} returns {counts} values, but this code expects {returns}")
+        raise build_change_error(f"{place} returns {counts} values, but this code expects {returns}")
     loads = list(dis.get_instructions(code.replace(co_code=code.co_code[-2 * (returns + 2) :])))
-    names = [name for step in loads for name in _names_loaded(step)][-returns:]
+    names = [name for step in loads for name in _loaded_variable_names(step)][-returns:]
     if names and any(part in names[0] for part in ("weight", "bias", "prob")):
-        raise changed(f"{place} returns {', '.join(names)}, but this code expects outputs first")
+        raise build_change_error(f"{place} returns {', '.join(names)}, but this code expects outputs first")
 
 
-def _names_loaded(step: dis.Instruction) -> tuple[str, ...]:
+def _loaded_variable_names(step: dis.Instruction) -> tuple[str, ...]:
     if not step.opname.startswith("LOAD_FAST"):
         return ()
-    return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # Python 3.13 loads two at once
+    return step.argval if isinstance(step.argval, tuple) else (str(step.argval),)  # or two names in Python 3.13
 
 
-_IDLE = {dis.opmap[name] for name in ("CACHE", "NOP") if name in dis.opmap}
-_RETURNS = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
+_IGNORED_OPCODES = {dis.opmap[name] for name in ("CACHE", "NOP") if name in dis.opmap}
+_RETURN_OPCODES = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap}
 
 
 @lru_cache(maxsize=1)
-def cache_name() -> str:
-    """Return the name of the cache argument and output of models in this release."""
-    with known_imports():
+def get_cache_name() -> str:
+    """Return the name of the cache in the arguments and outputs of models in the installed release."""
+    with guarded_imports():
         from transformers.modeling_outputs import BaseModelOutputWithPast
     parts = {field.name: field for field in fields(BaseModelOutputWithPast)}
-    return _name_of("cache", parts, "`BaseModelOutputWithPast`")
+    return _find_current_name("cache", parts, "`BaseModelOutputWithPast`")
 
 
-def cache_of(output: Any) -> Any:
-    """Return the cache in the output of a model."""
-    return getattr(output, cache_name())
+def get_cache(output: Any) -> Any:
+    """Return the cache from a model output."""
+    return getattr(output, get_cache_name())
 
 
-def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
-    """Check that a call does not pass caches under both the old and the current name.
+def check_single_cache(kwargs: Mapping[str, Any]) -> None:
+    """Check that a call does not pass caches under both the old and the new argument name.
 
     Transformers would ignore the cache under the old name.
 
     Raises:
-        ValueError: if a call has both.
+        ValueError: if a call contains both.
     """
     names = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
     if len(names) > 1:
         raise ValueError(
-            f"A call must have one cache, got `{names[1]}` and `{names[0]}`. transformers "
-            f"{transformers.__version__} would ignore the first one. peft before 0.22 passes prefixes "
-            "under the old name, so use a newer peft, or transformers before 5.24."
+            f"A call must have only one cache, got `{names[1]}` and `{names[0]}`. transformers "
+            f"{transformers.__version__} would ignore the first one. peft before 0.22 passes prefixes under the old "
+            "name. Use a newer peft, or transformers before 5.24."
         )
 
 
-# Methods of Transformers that this package overrides or calls, and their first arguments after `self`, in this order.
+# Transformers methods that this package overrides or calls, with their first arguments after `self`, in order.
 MODEL_METHODS = {
     "post_init": (),
     "_init_weights": ("module",),
@@ -377,41 +381,41 @@ CACHE_METHODS = {
     "reorder_cache": ("beam_idx",),
 }
 PAIR_METHODS = {"get_seq_length": ("layer_idx",), "reorder_cache": ("beam_idx",)}
-# Attributes of model classes, configurations, cache layers and caches that this package reads or sets.
+# Attributes of model classes, configurations, cache layers and caches that this package uses.
 MODEL_ATTRIBUTES = ("_no_split_modules", "_keys_to_ignore_on_load_missing", "base_model", "register_for_auto_class")
 CONFIG_METHODS = ("from_dict", "get_config_dict", "register_for_auto_class", "save_pretrained", "to_dict", "validate")
 CONFIG_ATTRIBUTES = ("_attn_implementation", "_attn_implementation_internal", "_output_attentions")
 LAYER_ATTRIBUTES = ("is_compileable", "is_initialized", "keys", "values", "crop", "offload", "prefetch")
 CACHE_ATTRIBUTES = ("is_compileable", "layers")
 PAIR_ATTRIBUTES = ("cross_attention_cache", "is_compileable", "is_updated", "self_attention_cache")
-# The first arguments of an attention function, which are positional, and the arguments of a mask function.
+# The first (positional) arguments of attention functions, and the arguments of mask functions
 ATTENTION_ARGUMENTS = ("module", "query", "key", "value", "attention_mask")
-KNOWN_BY_NAME = {"dropout", "position_bias", "scaling"}  # a layer passes these as keyword arguments
+KEYWORD_ARGUMENTS = {"dropout", "position_bias", "scaling"}  # layers pass these as keyword arguments
 MASK_ARGUMENTS = ("kv_length", "kv_offset", "mask_function", "attention_mask")
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_models() -> None:
-    """Check the internals of `PreTrainedModel` that every model uses. This runs once per process.
+    """Check the internals of `PreTrainedModel` that all models use. This runs once per process.
 
     Raises:
-        UpstreamChanged: if a method or an attribute has changed.
+        TransformersChangedError: if a method or an attribute has changed.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers import PreTrainedModel
     _check_methods(PreTrainedModel, MODEL_METHODS)
-    # A variant configuration detects by this call that a model is being built (`fields/saving_and_loading.py`).
+    # Variant configurations use this call to detect that a model is being built (see `fields/saving_and_loading.py`).
     check_called(PreTrainedModel, "__init__", "_experts_implementation_internal")
     check_attributes(PreTrainedModel, MODEL_ATTRIBUTES)
 
 
 def check_caches() -> None:
-    """Check the caches of Transformers, their layers and `EncoderDecoderCache`. This runs once per process.
+    """Check the caches in Transformers, their layers and `EncoderDecoderCache`. This runs once per process.
 
     Raises:
-        UpstreamChanged: if a method or an attribute has changed.
+        TransformersChangedError: if a method or an attribute has changed.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
     _check_methods(DynamicLayer, LAYER_METHODS)
     _check_methods(Cache, CACHE_METHODS)
@@ -425,22 +429,22 @@ def check_configurations() -> None:
     """Check the internals of `PreTrainedConfig` that variant configurations use. This runs once per process.
 
     Raises:
-        UpstreamChanged: if a method or an attribute has changed.
+        TransformersChangedError: if a method or an attribute has changed.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers import PreTrainedConfig
     check_attributes(PreTrainedConfig, CONFIG_METHODS)
     check_attributes(PreTrainedConfig(), CONFIG_ATTRIBUTES)
 
 
 def check_attention_function(owner: type) -> None:
-    """Check the arguments with which a layer of Transformers calls an attention function.
+    """Check the arguments with which a Transformers layer calls attention functions.
 
-    The layer calls all attention functions in the same way, so the check reads the eager function of its file.
+    Layers call all attention functions in the same way, so the eager function in the same file is checked.
 
     Raises:
-        TypeError: if the class belongs to a new architecture and does not use Transformers' attention interface.
-        UpstreamChanged: if the eager function is missing or takes other arguments.
+        TypeError: if the class is from a new architecture that does not use Transformers' attention interface.
+        TransformersChangedError: if the eager function is missing or has other arguments.
     """
     function = getattr(sys.modules[owner.__module__], "eager_attention_forward", None)
     if function is None:
@@ -450,7 +454,7 @@ def check_attention_function(owner: type) -> None:
                 f"`{owner.__name__}` must use Transformers' attention interface, but {missing}. Choose an "
                 "architecture whose attention class calls an attention function of `ALL_ATTENTION_FUNCTIONS`."
             )
-        raise changed(missing)
+        raise build_change_error(missing)
     parameters = inspect.signature(function).parameters
     taken = tuple(parameters)
     needed = {
@@ -458,28 +462,28 @@ def check_attention_function(owner: type) -> None:
         for name, parameter in parameters.items()
         if parameter.default is parameter.empty and parameter.kind not in _VARIABLE
     }
-    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KNOWN_BY_NAME - {*ATTENTION_ARGUMENTS}:
-        raise changed(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
+    if taken[: len(ATTENTION_ARGUMENTS)] != ATTENTION_ARGUMENTS or needed - KEYWORD_ARGUMENTS - {*ATTENTION_ARGUMENTS}:
+        raise build_change_error(f"`{owner.__module__}.eager_attention_forward` takes {', '.join(taken)}")
 
 
 def check_mask_functions(*functions: Any) -> None:
-    """Check that the mask functions of Transformers take the arguments that this package reads.
+    """Check that Transformers mask functions have the arguments that this package uses.
 
     Raises:
-        UpstreamChanged: if a function lacks one of these arguments.
+        TransformersChangedError: if an argument is missing.
     """
     for function in functions:
         taken = inspect.signature(function).parameters
         for name in MASK_ARGUMENTS:
             if name not in taken:
-                raise changed(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
+                raise build_change_error(f"`{function.__name__}` takes {', '.join(taken)}, but not {name}")
 
 
 def check_paths(module: nn.Module, paths: Iterable[str]) -> None:
     """Check that a module has submodules at these paths.
 
     Raises:
-        UpstreamChanged: if a submodule is missing.
+        TransformersChangedError: if a submodule is missing.
     """
     for path in paths:
         part = module

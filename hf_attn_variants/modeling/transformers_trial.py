@@ -1,9 +1,9 @@
-"""A comparison of each architecture with the original model under releases of Transformers that are not yet tested.
+"""Compares variants with the original models if the installed Transformers release has not been tested.
 
-The module `transformers_internals` checks names and signatures, but not behavior. Therefore, before the first model of
-an architecture is built, a tiny variant and a tiny original model with the same weights read the same tokens. They
-read them at once, and one by one with a cache. This takes some tenths of a second at most, once per process, and does
-not change the states of random number generators.
+`transformers_internals` checks names and signatures, but not behavior. Before the first model of an architecture is
+built, a tiny variant and a tiny original model with the same weights are therefore run on the same tokens, which are
+processed all at once and one by one with a cache. This takes at most a few tenths of a second per process and does not
+change the state of random number generators.
 """
 
 from collections.abc import Iterator
@@ -14,47 +14,49 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .transformers_internals import UpstreamChanged, cache_name, cache_of, changed
-from .variant_names import NEWEST_RUN
+from .transformers_internals import TransformersChangedError, build_change_error, get_cache, get_cache_name
+from .variant_names import NEWEST_TESTED
 
 __all__ = ["compare_with_transformers"]
 
-logger = logging.get_logger("transformers.attn_variants")  # follows the verbosity of Transformers, also in remote code
+# Follows the verbosity level of Transformers, even in remote code
+logger = logging.get_logger("transformers.attn_variants")
 
 HEADS, HEAD_DIM, VOCABULARY, LENGTH = 2, 4, 12, 4
 # The largest allowed difference, relative to the largest output.
 TOLERANCE = 1e-4
-# The error of each compared architecture, or None. All later models of the architecture raise the same error.
-_tried: dict[str, str | None] = {}
+# The error for each compared architecture, or None. All later models of the architecture raise the same error.
+_trial_errors: dict[str, str | None] = {}
 
 
 def compare_with_transformers(model_class: Any) -> None:
-    """Compare tiny variants of an architecture with the original models if the Transformers release is untested.
+    """Compare tiny variants of an architecture with the original models if the Transformers release was not tested.
 
     Args:
-        model_class: any variant model class of this architecture.
+        model_class: any variant model class of the architecture.
 
     Raises:
-        UpstreamChanged: if the outputs differ or the variant raises an error.
+        TransformersChangedError: if the outputs differ or the variant raises an error.
     """
     name = model_class.config_class.model_type
-    if not is_newer(transformers.__version__, NEWEST_RUN):
+    if not is_newer(transformers.__version__, NEWEST_TESTED):
         return
-    if name in _tried:
-        if (reason := _tried[name]) is not None:
-            raise UpstreamChanged(reason)
+    if name in _trial_errors:
+        if (reason := _trial_errors[name]) is not None:
+            raise TransformersChangedError(reason)
         return
-    _tried[name] = None  # set first, because the comparison builds models itself
+    _trial_errors[name] = None  # must be set first, because the comparison builds models itself
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for fields in _kinds(model_class):
+        for fields in _yield_model_kinds(model_class):
             for implementation in ("eager", "sdpa"):
                 try:
-                    # Models on the meta device (`init_empty_weights`) cannot be compared. Try again at the next model.
-                    if not _try(model_class, implementation, **fields):
-                        del _tried[name]
+                    # Models on the meta device (`init_empty_weights`) cannot be compared. Try again with the next
+                    # model.
+                    if not _compare_tiny_models(model_class, implementation, **fields):
+                        del _trial_errors[name]
                         return
-                except UpstreamChanged as error:
-                    _tried[name] = str(error)
+                except TransformersChangedError as error:
+                    _trial_errors[name] = str(error)
                     raise
 
 
@@ -64,7 +66,7 @@ def is_newer(version: str, than: str) -> bool:
     return minor > [int(part) for part in than.split(".")]
 
 
-def _kinds(model_class: Any) -> Iterator[dict[str, Any]]:
+def _yield_model_kinds(model_class: Any) -> Iterator[dict[str, Any]]:
     """Yield the configuration fields for each kind of model of an architecture."""
     yield {}
     sites = model_class.attention_sites
@@ -74,46 +76,49 @@ def _kinds(model_class: Any) -> Iterator[dict[str, Any]]:
         yield {"is_decoder": True, "add_cross_attention": True}
 
 
-def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
-    """Compare tiny models with these fields, and return False if models are built on the meta device.
+def _compare_tiny_models(model_class: Any, implementation: str, **fields: Any) -> bool:
+    """Compare tiny models with the given fields. Return False if models are built on the meta device.
 
     Raises:
-        UpstreamChanged: if the outputs differ or the variant raises an error.
+        TransformersChangedError: if the outputs differ or the variant raises an error.
     """
     name = model_class.config_class.auto_classes["AutoModel"]
-    upstream_class, our_class = next(pair for pair in model_class.variant_classes.items() if pair[1].__name__ == name)
+    transformers_class, our_class = next(
+        pair for pair in model_class.variant_classes.items() if pair[1].__name__ == name
+    )
     try:
         config = _tiny_config(our_class.config_class, fields)
         config._attn_implementation = implementation
-        upstream = upstream_class(config).float().eval()
-        if any(parameter.is_meta for parameter in upstream.parameters()):
+        original = transformers_class(config).float().eval()
+        if any(parameter.is_meta for parameter in original.parameters()):
             return False
         drawn = torch.Generator().manual_seed(0)
-        for parameter in upstream.parameters():
+        for parameter in original.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=drawn))
-        expected = _outputs(upstream, config)
-    except Exception as error:  # the original model fails, so the variant may be correct
+        expected = _compute_outputs(original, config)
+    except Exception as error:  # the original model fails, so the variant may still be correct
         reason = f"{type(error).__name__}: {error}"
         logger.warning(
-            f"{upstream_class.__name__} of transformers {transformers.__version__} could not be compared: {reason}."
+            f"Skipping the comparison with {transformers_class.__name__} in transformers {transformers.__version__}, "
+            f"because it failed: {reason}."
         )
         return True
     exact = dict.fromkeys(our_class.config_class.rank_fields(), config.hidden_size)
     shared = dict.fromkeys(our_class.config_class.kv_heads_fields(), 1)
-    # The other variants differ only in code that does not depend on the implementation.
+    # The other variants only differ in code that does not depend on the attention implementation.
     for variant in ({}, exact, shared) if implementation == "eager" else ({},):
         try:
             ours = our_class(our_class.config_class.from_upstream(config, **variant)).float().eval()
             if variant is not shared:
-                ours.load_state_dict(upstream.state_dict())
-            outputs = _outputs(ours, config)
+                ours.load_state_dict(original.state_dict())
+            outputs = _compute_outputs(ours, config)
         except Exception as error:
-            raise changed(f"a tiny {our_class.__name__} raises {type(error).__name__}: {error}") from error
+            raise build_change_error(f"a tiny {our_class.__name__} raises {type(error).__name__}: {error}") from error
         for how, one, other in zip(("for a whole text", "in decoding steps"), expected, outputs, strict=True):
-            # Transformers has no shared heads, so the outputs of this variant are computed but not compared.
+            # Transformers does not support shared heads, so the outputs of this variant are computed but not compared.
             difference = 0.0 if variant is shared else float((one - other).abs().max() / one.abs().max())
             if not difference <= TOLERANCE:
-                raise changed(
+                raise build_change_error(
                     f"the outputs of a tiny {our_class.__name__} {how} differ from those of Transformers by "
                     f"{difference:.0e}"
                 )
@@ -121,9 +126,11 @@ def _try(model_class: Any, implementation: str, **fields: Any) -> bool:
 
 
 def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
-    """Return a configuration of Transformers for a tiny model without dropout."""
-    upstream = next(
-        base for base in config_class.__mro__ if base.__dict__.get("model_type") in config_class.upstream_model_types
+    """Return a Transformers configuration for a tiny model without dropout."""
+    original = next(
+        base
+        for base in config_class.__mro__
+        if base.__dict__.get("model_type") in config_class.transformers_model_types
     )
     names = (*config_class.layer_fields, *config_class.size_fields)
     sizes = {name: 1 if name in config_class.layer_fields else HEADS * HEAD_DIM for name in names}
@@ -133,47 +140,46 @@ def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
     heads = getattr(config_class, "encoder_decoder_heads", ("num_attention_heads",))
     sizes |= {config_class.attribute_map.get(name, name): HEADS for name in heads}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    return upstream(**sizes | tokens | fields)
+    return original(**sizes | tokens | fields)
 
 
-def _outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last hidden states [1, n, D] of a text at once, and token by token with a cache.
+def _compute_outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the last hidden states [1, n, D] for a text that is processed at once, and token by token with a cache.
 
-    For an encoder, the second output is that of a text with padding. The encoder outputs for a decoder have padding
-    too.
+    For an encoder, the second output is for a text with padding. Encoder outputs for a decoder contain padding too.
     """
     ids = torch.arange(3, 3 + LENGTH)[None]
     encoder_arguments: dict[str, Any] = {}
     name = "input_ids"
     if getattr(config, "is_encoder_decoder", False):
-        source = {model.main_input_name: _source(model, config, ids)}
+        source = {model.main_input_name: _create_encoder_input(model, config, ids)}
         if model.main_input_name == "input_ids":
-            source["attention_mask"] = encoder_arguments["attention_mask"] = _padding(ids.shape[1])
+            source["attention_mask"] = encoder_arguments["attention_mask"] = _create_padding_mask(ids.shape[1])
         encoder_arguments, name = (
             encoder_arguments | {"encoder_outputs": model.get_encoder()(**source)},
             "decoder_input_ids",
         )
     elif getattr(config, "is_decoder", False):
         states = torch.linspace(-1.0, 1.0, 3 * config.hidden_size).view(1, 3, -1)
-        encoder_arguments = {"encoder_hidden_states": states, "encoder_attention_mask": _padding(3)}
+        encoder_arguments = {"encoder_hidden_states": states, "encoder_attention_mask": _create_padding_mask(3)}
     else:
-        padded = model(input_ids=ids, attention_mask=_padding(LENGTH))[0]
+        padded = model(input_ids=ids, attention_mask=_create_padding_mask(LENGTH))[0]
         return model(input_ids=ids)[0], padded[:, :-1]
     steps, cache = [], None
     for token in ids.split(1, dim=1):
-        caches: dict[str, Any] = {} if cache is None else {cache_name(): cache}
+        caches: dict[str, Any] = {} if cache is None else {get_cache_name(): cache}
         output = model(**encoder_arguments, **{name: token}, **caches, use_cache=True)
-        cache = cache_of(output)
+        cache = get_cache(output)
         steps.append(output.last_hidden_state)
     return model(**encoder_arguments, **{name: ids}, use_cache=False).last_hidden_state, torch.cat(steps, 1)
 
 
-def _padding(length: int) -> torch.Tensor:
+def _create_padding_mask(length: int) -> torch.Tensor:
     """Return a mask [1, length] whose last token is padding."""
     return torch.tensor([[1] * (length - 1) + [0]])
 
 
-def _source(model: PreTrainedModel, config: Any, ids: torch.Tensor) -> torch.Tensor:
+def _create_encoder_input(model: PreTrainedModel, config: Any, ids: torch.Tensor) -> torch.Tensor:
     if model.main_input_name == "input_ids":
         return ids
     size = (1, config.num_mel_bins, 2 * config.max_source_positions)

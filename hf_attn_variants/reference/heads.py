@@ -6,20 +6,21 @@
                                    m + 1 positions (m = 0 in the first step)
     parameters                     P_q and P_k [h, d, k], P_v and P_o [h, d, v]
 
-Grouped keys and values have G heads instead of h. Multi-query keys and values have no heads axis.
+Grouped keys and values have G heads instead of h. Multi-query keys and values have no head axis.
 """
 
 import torch
 from torch import Tensor, cat, einsum
 
-Maybe = Tensor | None  # None omits the term from the formula
+Maybe = Tensor | None  # None means that the term is omitted
 
 
 def masked_softmax(logits: Tensor, *terms: Maybe) -> Tensor:
     """Return the softmax over the last axis of logits plus biases and masks.
 
-    A row of -inf gives zeros and zero gradients, as `scaled_dot_product_attention` does (`torch.softmax` gives NaN). A
-    row to which `torch.finfo(dtype).min` was added gives 1 / m, because the sum rounds every logit to that number.
+    For rows of -inf, the result and the gradients are zero, as in `scaled_dot_product_attention` (`torch.softmax`
+    returns NaN). For rows to which `torch.finfo(dtype).min` was added, the result is 1 / m, because all logits are
+    rounded to this number.
 
     Args:
         logits: The logits [..., n, m].
@@ -42,7 +43,7 @@ def masked_softmax(logits: Tensor, *terms: Maybe) -> Tensor:
 
 
 def dot_product_attention(q: Tensor, K: Tensor, V: Tensor, *, scale: float = 1) -> Tensor:
-    """Return the attention of one query (1911.02150, 2.1): q [k], K [m, k], V [m, v] -> [v]."""
+    """Compute the attention of one query (1911.02150, 2.1): q [k], K [m, k], V [m, v] -> [v]."""
     weights = masked_softmax(scale * einsum("k,mk->m", q, K))
     return einsum("m,mv->v", weights, V)
 
@@ -50,7 +51,7 @@ def dot_product_attention(q: Tensor, K: Tensor, V: Tensor, *, scale: float = 1) 
 def multihead_attention_one_query(
     x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> Tensor:
-    """Return the multi-head attention of one query (1911.02150, 2.2)."""
+    """Compute multi-head attention for one query (1911.02150, 2.2)."""
     q = einsum("d,hdk->hk", x, P_q)
     K = einsum("md,hdk->hmk", M, P_k)
     V = einsum("md,hdv->hmv", M, P_v)
@@ -62,7 +63,7 @@ def multihead_attention_one_query(
 def multihead_attention_sum(
     x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> Tensor:
-    """Return the multi-head attention of one query as a sum over heads with projections P_o[h] (2003.02436, 3)."""
+    """Compute multi-head attention for one query as a sum over heads with projections P_o[h] (2003.02436, 3)."""
     y = torch.zeros_like(x)
     for p_q, p_k, p_v, p_o in zip(P_q, P_k, P_v, P_o, strict=True):
         y = y + p_o @ dot_product_attention(x @ p_q, M @ p_k, M @ p_v, scale=scale)
@@ -72,7 +73,7 @@ def multihead_attention_sum(
 def multihead_attention_concat(
     x: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, scale: float = 1
 ) -> Tensor:
-    """Return the multi-head attention of one query with concatenated heads (1706.03762, 3.2.2)."""
+    """Compute multi-head attention for one query with concatenated heads (1706.03762, 3.2.2)."""
     heads = zip(P_q, P_k, P_v, strict=True)
     o = cat([dot_product_attention(x @ p_q, M @ p_k, M @ p_v, scale=scale) for p_q, p_k, p_v in heads])  # [h * v]
     return o @ P_o.transpose(1, 2).flatten(0, 1)  # [h, d, v] -> [h * v, d]
@@ -81,7 +82,7 @@ def multihead_attention_concat(
 def multihead_attention(
     X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
-    """Return the multi-head attention of all queries (1911.02150, 2.3)."""
+    """Compute multi-head attention for all queries (1911.02150, 2.3)."""
     Q = einsum("bnd,hdk->bhnk", X, P_q)
     K = einsum("bmd,hdk->bhmk", M, P_k)
     V = einsum("bmd,hdv->bhmv", M, P_v)
@@ -105,7 +106,7 @@ def multihead_attention_incremental(
 def multiquery_attention(
     X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
-    """Return the multi-query attention: all heads share one P_k [d, k] and one P_v [d, v] (1911.02150, 3)."""
+    """Compute multi-query attention: all heads share one P_k [d, k] and one P_v [d, v] (1911.02150, 3)."""
     Q = einsum("bnd,hdk->bhnk", X, P_q)
     K = einsum("bmd,dk->bmk", M, P_k)
     V = einsum("bmd,dv->bmv", M, P_v)
@@ -121,7 +122,7 @@ def multiquery_attention_incremental(
     q = einsum("bd,hdk->bhk", x, P_q)
     K = cat(
         [prev_K, einsum("bd,dk->bk", x, P_k).unsqueeze(1)], dim=1
-    )  # axis 1 is the axis of keys, because there is no heads axis
+    )  # axis 1 is the key axis, because there is no head axis
     V = cat([prev_V, einsum("bd,dv->bv", x, P_v).unsqueeze(1)], dim=1)
     weights = masked_softmax(scale * einsum("bhk,bmk->bhm", q, K))
     o = einsum("bhm,bmv->bhv", weights, V)
@@ -131,7 +132,7 @@ def multiquery_attention_incremental(
 def grouped_query_attention(
     X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
-    """Return the grouped-query attention: query heads g*i .. g*i + g-1 share key/value head i (2305.13245, 2.2).
+    """Compute grouped-query attention: query heads g*i .. g*i + g-1 share key/value head i (2305.13245, 2.2).
 
     P_k [G, d, k], P_v [G, d, v]. G = h is multi-head attention, and G = 1 is multi-query attention.
     """
@@ -159,7 +160,7 @@ def grouped_query_attention_incremental(
 def latent_attention(
     X: Tensor, M: Tensor, A: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None
 ) -> Tensor:
-    """Return the latent attention, computed as multi-query attention on the latents C = M A (2405.04434, 2.1.2).
+    """Compute latent attention as multi-query attention to the latents C = M A (2405.04434, 2.1.2).
 
     A [d, r], P_k [h, r, k], P_v [h, r, v]. If A is the identity, this is slim attention (2503.05840).
     """

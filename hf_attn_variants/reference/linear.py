@@ -1,7 +1,7 @@
-"""Attention without a softmax over all keys: linear attention, LoLCATs and Linformer.
+"""Attention without a softmax over all keys, such as linear attention, LoLCATs and Linformer.
 
-The functions compute all weights [b, h, n, m], or those of one query after another, while the models compute sums over
-keys. The letter r is the number of random vectors (of rows for Linformer), and F is the number of features.
+These functions compute all weights [b, h, n, m], or the weights of one query after another, whereas the models compute
+sums over keys. r is the number of random vectors (or of rows in Linformer), and F is the number of features.
 """
 
 import torch
@@ -21,7 +21,7 @@ def relu_features(x: Tensor) -> Tensor:
 
 
 def hedgehog_features(x: Tensor, W: Tensor) -> Tensor:
-    """Return phi(x) = softmax([W x; -W x]) with a learned W per head (normalized form of 2402.04347, 4.2).
+    """Return phi(x) = softmax([W x; -W x]) with a learned W per head (the normalized form in 2402.04347, 4.2).
 
     x [b, h, n, k], W [h, k, r] -> [b, h, n, 2 r].
     """
@@ -33,7 +33,7 @@ def hedgehog_features(x: Tensor, W: Tensor) -> Tensor:
 def favor_features(x: Tensor, W: Tensor, *, stabiliser: Tensor | float = 0.0) -> Tensor:
     """Return phi(x) = exp(W x - |x|^2 / 2 - c) / sqrt(r), positive random features (2009.14794, equation 5).
 
-    x [..., k], W [r, k] of orthogonal blocks -> [..., r]. If c = 0, the mean of phi(x) phi(y) over W is exp(x y)
+    x [..., k], W [r, k] with orthogonal blocks -> [..., r]. If c = 0, the mean of phi(x) phi(y) over W is exp(x y)
     (lemma 1). A stabilizer c, one per query or one for all keys of a head, does not change the attention weights.
     """
     return (x @ W.T - (x * x).sum(-1, keepdim=True) / 2 - stabiliser).exp() / W.shape[0] ** 0.5
@@ -53,11 +53,11 @@ def rfa_features(x: Tensor, W: Tensor, scale: Tensor | float = 1.0) -> Tensor:
 def kernel_attention(
     phi_q: Tensor, phi_k: Tensor, V: Tensor, *, causal: bool = False, padding: Maybe = None, least_sum: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention with weights phi(q) phi(k), divided by their sum (2006.16236, equation 3).
+    """Compute attention with weights phi(q) phi(k), divided by their sum (2006.16236, equation 3).
 
-    phi_q [b, h, n, F], phi_k [b, G, m, F], V [b, G, m, v] (query heads g*i .. g*i + g-1 share head i)
-    -> the outputs [b, h, n, v] and the weights [b, h, n, m]. If causal, query i reads the keys up to m - n + i
-    (equation 8). The sums are clamped to at least `least_sum`, as in the code of 2103.02143.
+    phi_q [b, h, n, F], phi_k [b, G, m, F], V [b, G, m, v] (query heads g*i .. g*i + g-1 share head i) -> the outputs
+    [b, h, n, v] and the weights [b, h, n, m]. If causal, query i attends to the keys up to m - n + i (equation 8). The
+    sums are clamped to at least `least_sum`, as in the code for 2103.02143.
     """
     A = einsum("bhnf,bhmf->bhnm", phi_q, _repeat_heads(phi_k, phi_q))
     return _normalize(A.masked_fill(~_allowed_keys(A, causal, padding), 0), V, least_sum)
@@ -82,12 +82,12 @@ def hybrid_attention(
     phi_q: Tensor, phi_k: Tensor, Q: Tensor, K: Tensor, V: Tensor, w: int, gamma: Tensor, *, scale: float,
     causal: bool = False, padding: Maybe = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return attention with a softmax in a window and features outside it (LoLCATs, 2410.10254, equation 6).
+    """Compute attention with a softmax inside a window and features outside it (LoLCATs, 2410.10254, equation 6).
 
-    The weights of query i are gamma exp(s_ij - c_i) in its window and phi(q_i) phi(k_j) outside it, divided by the sum
-    of all of them. Here s_ij = scale q_i k_j, and c_i is the largest s_ij in the window. The window has w / 2 tokens
-    on each side of the token. A causal window has the last w tokens with the token itself. In the code of the paper,
-    gamma is the sigmoid of a learned number. The paper has only the causal form.
+    The weights of query i are gamma exp(s_ij - c_i) inside its window and phi(q_i) phi(k_j) outside it, divided by the
+    sum of all of them. Here, s_ij = scale q_i k_j, and c_i is the largest s_ij in the window. The window contains w /
+    2 tokens on each side of the token, or, if causal, the last w tokens including the token itself. In the authors'
+    code, gamma is the sigmoid of a learned number. The paper only describes the causal form.
 
     phi_q [b, h, n, F], Q [b, h, n, k], phi_k [b, G, m, F], K [b, G, m, k], V [b, G, m, v], gamma [h]
     -> the outputs [b, h, n, v] and the weights [b, h, n, m].
@@ -106,11 +106,11 @@ def hybrid_attention(
 def linformer_attention(
     Q: Tensor, K: Tensor, V: Tensor, E: Tensor, *, scale: float, padding: Maybe = None
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax(Q (E K)^T) (E V), with keys and values projected along the length (2006.04768, equation 7).
+    """Compute softmax(Q (E K)^T) (E V), with keys and values projected along the sequence (2006.04768, equation 7).
 
     Q [b, h, n, k], K [b, G, m, k], V [b, G, m, v], E [r, m] -> the outputs [b, h, n, v] and the weight of each value
-    in them [b, h, n, m] (the softmax weights times E). The projection F of the paper equals E. Padding counts as
-    zeros.
+    in them [b, h, n, m] (the softmax weights times E). The projection F in the paper is the same as E. Padding counts
+    as zeros.
     """
     E = E.expand(Q.shape[0], -1, -1)
     E = E if padding is None else E.masked_fill(~padding[:, None], 0)
@@ -124,14 +124,14 @@ def _repeat_heads(T: Tensor, Q: Tensor) -> Tensor:
 
 
 def _allowed_keys(A: Tensor, causal: bool, padding: Maybe) -> Tensor:
-    """Return the mask of A [b, h, n, m]: True if query i may read key j."""
+    """Return the mask for A [b, h, n, m], which is True if query i may attend to key j."""
     n, m = A.shape[2:]
     allowed = torch.ones(n, m, dtype=torch.bool).tril(m - n if causal else m)
     return allowed if padding is None else allowed & padding[:, None, None]
 
 
 def _normalize(A: Tensor, V: Tensor, least_sum: float = -torch.inf) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the normalized weights of unnormalized weights A [b, h, n, m]."""
+    """Normalize the weights A [b, h, n, m] and return the outputs and the normalized weights."""
     total = A.sum(-1, keepdim=True).clamp_min(least_sum)
     weights = A / total.masked_fill(total == 0, 1)
     return einsum("bhnm,bhmv->bhnv", weights, _repeat_heads(V, A)), weights

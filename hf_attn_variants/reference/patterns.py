@@ -1,6 +1,6 @@
-"""Attention to a subset of the keys: windows, blocks, strides, compressed keys and block summaries.
+"""Attention to a subset of the keys, such as windows, blocks, strides, compressed keys and block summaries.
 
-The functions list the keys of every query, while the models use masks and blocks.
+These functions list the keys of each query, whereas the models use masks and blocks.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,11 +17,11 @@ from .talking_heads import attention_core
 def keys_in_window(
     i: int, n: int, *, window: int, dilation: int = 1, global_tokens: int = 0, causal: bool = False
 ) -> list[int]:
-    """Return the positions that position i of n reads in a sliding window (Longformer, 2004.05150, 3.1).
+    """Return the positions that position i of n attends to in a sliding window (Longformer, 2004.05150, 3.1).
 
-    A window has window / 2 positions on each side of i. A causal window has the last `window` positions with i itself.
-    The gaps between these positions are dilation - 1 wide. The first `global_tokens` positions read all positions, and
-    all positions read them (not supported if causal).
+    The window contains window / 2 positions on each side of i, or, if causal, the last `window` positions including i.
+    There are dilation - 1 positions between two attended ones. The first `global_tokens` positions attend to all
+    positions, and all positions attend to them (not supported if causal).
     """
     if i < global_tokens:
         return list(range(n))
@@ -33,7 +33,7 @@ def keys_in_window(
 def sliding_window_mask(
     n: int, *, window: int, dilation: int = 1, global_tokens: int = 0, causal: bool = False
 ) -> Tensor:
-    """Return the mask [n, n] of `keys_in_window`: True if position i reads position j."""
+    """Return the mask [n, n] of `keys_in_window`, which is True if position i attends to position j."""
     window_of = partial(keys_in_window, window=window, dilation=dilation, global_tokens=global_tokens, causal=causal)
     return pattern_mask(n, window_of)
 
@@ -41,11 +41,11 @@ def sliding_window_mask(
 def sliding_window_attention(
     Q: Tensor, K: Tensor, V: Tensor, *, scale: float, padding: Maybe = None, bias: Maybe = None, **window: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return sliding-window attention, in which each position reads its `keys_in_window` (2004.05150, 3.1).
+    """Compute sliding-window attention, in which each position attends to its `keys_in_window` (2004.05150, 3.1).
 
-    Q [b, h, n, k], K and V [b, G, n, k] -> the outputs [b, h, n, k] and the weights [b, h, n, n].
-    The bias [h, 2 n - 1] is added by distance j - i, from -(n - 1) to n - 1 (LongT5, 2112.07916, 3.1.1).
-    The keyword arguments `window` are those of `keys_in_window`.
+    Q [b, h, n, k], K and V [b, G, n, k] -> the outputs [b, h, n, k] and the weights [b, h, n, n]. The bias [h, 2 n -
+    1] depends on the distance j - i, from -(n - 1) to n - 1 (LongT5, 2112.07916, 3.1.1). The keyword arguments
+    `window` are passed to `keys_in_window`.
     """
     n, allowed = Q.shape[2], sliding_window_mask(Q.shape[2], **window)[None, None]
     allowed = allowed if padding is None else allowed & padding[:, None, None]
@@ -55,11 +55,11 @@ def sliding_window_attention(
 
 
 def keys_by_stride(i: int, n: int, *, stride: int, part: int | None = None, causal: bool = False) -> list[int]:
-    """Return the positions that position i of n reads in the strided pattern (Sparse Transformer, 1904.10509, 4.3).
+    """Return the positions that position i of n attends to in the strided pattern (1904.10509, 4.3).
 
-    Part 1 has the last `stride` positions and i itself. Part 2 has every `stride`-th position back from i. None means
-    both parts in one head. If the heads are split, half of them have part 1 and half have part 2. If the pattern is
-    not causal, the same positions are read on both sides.
+    Part 1 contains the last `stride` positions and i itself. Part 2 contains every `stride`-th position before i. None
+    means that a head has both parts. If the heads are split, half of them have part 1 and the others part 2. If the
+    pattern is not causal, it is symmetric.
     """
     near = {j for j in range(n) if abs(i - j) <= stride}
     far = {j for j in range(n) if (i - j) % stride == 0}
@@ -69,10 +69,10 @@ def keys_by_stride(i: int, n: int, *, stride: int, part: int | None = None, caus
 def keys_of_fixed_pattern(
     i: int, n: int, *, block: int, summary: int, part: int | None = None, causal: bool = False
 ) -> list[int]:
-    """Return the positions that position i of n reads in the fixed pattern (Sparse Transformer, 1904.10509, 4.3).
+    """Return the positions that position i of n attends to in the fixed pattern (1904.10509, 4.3).
 
-    Part 1 has the block of i. Part 2 has the last `summary` positions of each block and i itself. None means both
-    parts in one head.
+    Part 1 contains the block of i. Part 2 contains the last `summary` positions in each block and i itself. None means
+    that a head has both parts.
     """
     near = {j for j in range(n) if j // block == i // block}
     far = {j for j in range(n) if j % block >= block - summary} | {i}
@@ -80,12 +80,12 @@ def keys_of_fixed_pattern(
 
 
 def keys_in_local_block(i: int, n: int, *, block: int, causal: bool = False) -> list[int]:
-    """Return the positions that position i of n reads if a text is divided into blocks (1801.10198, 4.2.4)."""
+    """Return the positions that position i of n attends to in its own block (1801.10198, 4.2.4)."""
     return _select_keys(i, {j for j in range(n) if j // block == i // block}, set(), None, causal)
 
 
 def keys_in_dilated_block(i: int, n: int, *, block: int, step: int, causal: bool = False) -> list[int]:
-    """Return the positions of the block of i that are a multiple of `step` away from it (LongNet, 2307.02486, 3.1)."""
+    """Return the positions in the block of i at multiples of `step` from i (LongNet, 2307.02486, 3.1)."""
     near = {j for j in range(n) if j // block == i // block and (j - i) % step == 0}
     return _select_keys(i, near, set(), None, causal)
 
@@ -95,7 +95,8 @@ def keys_in_random_blocks(
 ) -> list[int]:
     """Return the positions in the block of i, its two neighbors and `random` other blocks (BigBird, 2007.14062, 2).
 
-    The other blocks are drawn once per layer. They are those farther blocks that have the smallest random numbers.
+    The other blocks are drawn once per layer. Among the blocks that are farther away, those with the smallest random
+    numbers are selected.
     """
     i_block, blocks = i // block, -(-n // block)
     others = [j for j in range(blocks) if (i_block - j > 1 if causal else abs(i_block - j) > 1)]
@@ -105,12 +106,12 @@ def keys_in_random_blocks(
 
 
 def pattern_mask(n: int, keys: Callable[[int, int], Iterable[int]], *, global_tokens: int = 0) -> Tensor:
-    """Return the mask [n, n] of a pattern: True if position i reads position j.
+    """Return the mask [n, n] of a pattern, which is True if position i attends to position j.
 
     Args:
         n: The number of positions.
-        keys: A function of i and n that returns the positions that position i reads.
-        global_tokens: The number of first positions that read all positions and are read by all positions.
+        keys: A function of i and n that returns the positions that position i attends to.
+        global_tokens: The number of leading positions that attend to all positions and that all positions attend to.
 
     Example:
         >>> pattern_mask(8, partial(keys_in_local_block, block=4))
@@ -126,11 +127,11 @@ def pattern_mask(n: int, keys: Callable[[int, int], Iterable[int]], *, global_to
 def memory_compressed_attention(
     Q: Tensor, K: Tensor, V: Tensor, C_k: Tensor, C_v: Tensor, *, scale: float, padding: Maybe = None
 ) -> Tensor:
-    """Return memory-compressed attention: a convolution shortens keys and values (1801.10198, 4.2.4).
+    """Compute memory-compressed attention, in which a convolution shortens keys and values (1801.10198, 4.2.4).
 
-    Q [b, h, n, k], K and V [b, G, m, k], C_k and C_v [G, s, k, k] -> [b, h, n, k]. Key J of head g is
-    sum_t K[sJ + t] C_k[g, t], with zeros after the end. Padding counts as zeros, and queries do not attend to a key
-    that is made only of padding.
+    Q [b, h, n, k], K and V [b, G, m, k], C_k and C_v [G, s, k, k] -> [b, h, n, k]. Key J of head g is sum_t K[sJ + t]
+    C_k[g, t], with zeros after the end. Padding counts as zeros, and queries do not attend to keys that consist only
+    of padding.
     """
     m, stride = K.shape[2], C_k.shape[1]
     padding = torch.ones(K.shape[0], m, dtype=torch.bool) if padding is None else padding
@@ -148,24 +149,23 @@ def transient_global_attention(
     X: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, gamma: Tensor, *, window: int, block: int, scale: float = 1,
     length: int | None = None, bias: Maybe = None, block_bias: Maybe = None, epsilon: float = 1e-6,
 ) -> Tensor:  # fmt: skip
-    """Return transient global attention, to a window and to block summaries (LongT5, 2112.07916, 3.1.2).
+    """Compute transient global attention, to a window and to block summaries (LongT5, 2112.07916, 3.1.2).
 
-    A summary is the sum of the inputs of a block, divided by the root mean square of that sum and multiplied by gamma.
-    Its key and value are projected like those of an input. Tokens after the last whole block belong to that block. A
-    text that is shorter than a block has no summaries.
+    A summary is the sum of the inputs in a block, divided by the root mean square of this sum and multiplied by gamma.
+    Its key and value are projected like those of inputs. Tokens after the last complete block belong to that block.
+    Texts that are shorter than a block have no summaries.
 
     Args:
         X: The inputs of one text [n, d]. Positions from `length` on are padding.
         P_q: [h, d, k].
         P_k, P_v: [G, d, k].
         gamma: [d].
-        window: The window has half of this number of tokens on each side.
+        window: The window size. Half of this number of tokens are on each side.
         block: The number of tokens per block.
         scale: The factor of the logits.
         length: The number of tokens. By default, there is no padding.
-        bias: [h, 2 n - 1], by the distance j - i from -(n - 1) to n - 1.
-        block_bias: [h, 2 B - 1] with B = n // block, by the distance of the block of the summary from that of the
-            query.
+        bias: [h, 2 n - 1], for the distances j - i from -(n - 1) to n - 1.
+        block_bias: [h, 2 B - 1] with B = n // block, for the distances in blocks from the query to the summary.
         epsilon: A small number that is added to the mean square.
 
     Returns:
@@ -198,7 +198,7 @@ def _select_keys(i: int, near: set[int], far: set[int], part: int | None, causal
 
 
 def _hash_numbers(*numbers: int) -> int:
-    """Return a 32-bit hash of a seed, a layer and two blocks, which serves as a random number."""
+    """Return a 32-bit hash of a seed, a layer and two blocks, which is used as a random number."""
     mixed = 0
     for number in numbers:
         mixed = (mixed + number) % 2**32

@@ -1,6 +1,6 @@
 """Score functions, recurrent attention and sinusoidal positions (arXiv 1409.0473, 1508.04025, 1706.03762).
 
-The letter a is the size of the hidden layer of the additive score, and s is the state of a recurrent decoder.
+a is the size of the hidden layer in the additive score function, and s is the state of a recurrent decoder.
 """
 
 import math
@@ -22,7 +22,7 @@ def additive_scores(Q: Tensor, K: Tensor, W: Tensor, U: Tensor, v: Tensor) -> Te
 def additive_attention(
     Q: Tensor, K: Tensor, V: Tensor, W: Tensor, U: Tensor, v: Tensor, *, mask: Maybe = None
 ) -> Tensor:
-    """Return attention with additive scores (1409.0473, A.1.2), with W and v per query head and U per key head.
+    """Compute attention with additive scores (1409.0473, A.1.2), with W and v per query head and U per key head.
 
     Q [b, h, n, k], K and V [b, G, m, k] (query heads g*i .. g*i + g-1 share head i), W [h, k, k], U [G, k, k],
     v [h, k], mask [b, h, n, m] -> [b, h, n, k].
@@ -40,7 +40,7 @@ def dot_scores(Q: Tensor, K: Tensor) -> Tensor:
 def general_scores(Q: Tensor, K: Tensor, W: Tensor) -> Tensor:
     """Return q^T W k for every query and key (1508.04025, 3.1): Q [b, n, k], K [b, m, l], W [k, l] -> [b, n, m].
 
-    This is the dot product of W^T q with k. Therefore the learned projection P_q of a Transformer is equally general.
+    This is the dot product of W^T q and k. A Transformer's learned projection P_q is therefore equally general.
     """
     return einsum("bnk,kl,bml->bnm", Q, W, K)
 
@@ -48,9 +48,9 @@ def general_scores(Q: Tensor, K: Tensor, W: Tensor) -> Tensor:
 def bahdanau_context(s: Tensor, H: Tensor, W: Tensor, U: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the context of a decoding step, c_t = sum_j alpha_tj h_j (1409.0473, 3.1).
 
-    The query is the previous state s = s_{t-1} [b, d_s], and the annotations H [b, m, d_h] are keys and values. W [a,
-    d_s], U [a, d_h], v [a] -> c_t [b, d_h] and alpha_t [b, m]. The recurrent cell then computes s_t from s_{t-1}, the
-    last word and c_t.
+    The query is the previous state s = s_{t-1} [b, d_s], and the annotations H [b, m, d_h] are the keys and values. W
+    [a, d_s], U [a, d_h], v [a] -> c_t [b, d_h] and alpha_t [b, m]. The recurrent cell then computes s_t from s_{t-1},
+    the last word and c_t.
     """
     alpha = masked_softmax(additive_scores(s.unsqueeze(1), H, W, U, v)[:, 0])
     return einsum("bm,bmd->bd", alpha, H), alpha

@@ -1,4 +1,4 @@
-"""Talking-heads and bilinear attention (arXiv 2003.02436), and the core of all variants with shared heads."""
+"""Talking-heads and bilinear attention (arXiv 2003.02436), and core attention with shared heads."""
 
 from typing import Any
 
@@ -13,13 +13,12 @@ def talking_heads_attention(
     P_w: Maybe = None, P_x2l: Maybe = None, P_m2l: Maybe = None, P_x2w: Maybe = None, P_m2w: Maybe = None,
     bias: Maybe = None, mask: Maybe = None, scale: float = 1,
 ) -> Tensor:  # fmt: skip
-    """Return talking-heads attention: P_l mixes the heads before the softmax, P_w after it (2003.02436).
+    """Compute talking-heads attention, where P_l mixes the heads before the softmax and P_w after it (2003.02436).
 
-    X [b, n, d], M [b, m, d], P_q and P_k [h_k, d, k], P_v and P_o [h_v, d, v] -> Y [b, n, d].
-    P_l [h_k, h] mixes the logits. Without it, h = h_k. P_w [h, h_v] mixes the weights. Without it, h_v = h.
-    The bias and the mask [b, h, n, m] are added after P_l, on the softmax heads.
-    Dynamic projections (appendix of the paper) are added to P_l or P_w at each position, and are linear in X or in M:
-    P_x2l and P_m2l [d, h_k, h], P_x2w and P_m2w [d, h, h_v].
+    X [b, n, d], M [b, m, d], P_q and P_k [h_k, d, k], P_v and P_o [h_v, d, v] -> Y [b, n, d]. P_l [h_k, h] mixes the
+    logits (h = h_k without it), and P_w [h, h_v] mixes the weights (h_v = h without it). The bias and the mask [b, h,
+    n, m] are added to the softmax heads after P_l. Dynamic projections (see the appendix of the paper) are added to
+    P_l or P_w at each position and are linear in X or M: P_x2l and P_m2l [d, h_k, h], P_x2w and P_m2w [d, h, h_v].
     """
     Q = einsum("bnd,idk->bink", X, P_q)
     K = einsum("bmd,idk->bimk", M, P_k)
@@ -31,10 +30,10 @@ def talking_heads_attention(
 
 
 def bilinear_attention(X: Tensor, M: Tensor, B_l: Tensor, B_v: Tensor, *, mask: Maybe = None) -> Tensor:
-    """Return general bilinear multi-head attention, with two d x d forms per head (2003.02436).
+    """Compute general bilinear multi-head attention, with two d x d forms per head (2003.02436).
 
-    X [b, n, d], M [b, m, d], B_l [h, d, d] (logit = x B_l[h] m), B_v [h, d, d] (output = m B_v[h]),
-    mask [b, h, n, m] -> Y [b, n, d]. Keys and values are M itself.
+    X [b, n, d], M [b, m, d], B_l [h, d, d] (logit = x B_l[h] m), B_v [h, d, d] (output = m B_v[h]), mask [b, h, n, m]
+    -> Y [b, n, d]. M itself provides the keys and values.
     """
     logits = einsum("bhne,bme->bhnm", einsum("bnd,hde->bhne", X, B_l), M)
     weights = masked_softmax(logits, mask)
@@ -47,8 +46,8 @@ def bilinear_forms(
     """Return the forms B_l and B_v [h, d, d] of multi-head or static talking-heads attention (2003.02436).
 
     P_q and P_k [h_k, d, k], P_v and P_o [h_v, d, v], P_l [h_k, h], P_w [h, h_v]. Repeat grouped heads with
-    `repeat_kv_heads` first. The forms of multi-head attention have rank k and v. With P_l, each B_l[h] combines h_k
-    forms of rank k, and with P_w each B_v[h] combines h_v forms of rank v. Dynamic projections depend on the input and
+    `repeat_kv_heads` first. In multi-head attention, the forms have rank k and v. With P_l, each B_l[h] combines h_k
+    forms of rank k. With P_w, each B_v[h] combines h_v forms of rank v. Dynamic projections depend on the input and
     have no such form.
     """
     B_l, B_v = scale * einsum("hdk,hek->hde", P_q, P_k), einsum("hev,hdv->hed", P_v, P_o)
@@ -61,9 +60,9 @@ def attention_core(
     x2l: Maybe = None, m2l: Maybe = None, x2w: Maybe = None, m2w: Maybe = None, bias: Maybe = None,
     mask: Maybe = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the attention of projected inputs, one head at a time, which all attention functions must reproduce.
+    """Compute attention for projected inputs, one head at a time. All attention functions must reproduce the results.
 
-    This function uses the letters of the attention functions: k is the number of key/value heads, and d the head size.
+    The symbols are the same as in the attention functions: k is the number of key/value heads, and d is the head size.
 
     Args:
         query: [b, h_k, n, d].
@@ -80,8 +79,8 @@ def attention_core(
         The output [b, h_v, n, d_v] and the weights of the values (after P_w) [b, h_v, n, m].
 
     Raises:
-        ValueError: If the numbers of heads do not fit, a dynamic matrix is given without its static one, or the bias
-            or the mask is boolean.
+        ValueError: If head counts are incompatible, a dynamic projection is passed without its static one, or the bias
+            or mask is boolean.
     """
     groups = groups_of_heads(query.shape[1], key.shape[1])
     heads = [scale * query[:, i] @ key[:, group].transpose(1, 2) for i, group in enumerate(groups)]  # each [b, n, m]
@@ -93,7 +92,7 @@ def attention_core(
 
 
 def _dynamic_projection(X: Tensor, P: Maybe) -> Maybe:
-    """Return the projection [b, n, r, s] at each position of X [b, n, d], with P [d, r, s]."""
+    """Return the projection [b, n, r, s] for each position in X [b, n, d], with P [d, r, s]."""
     return None if P is None else einsum("bnd,drs->bnrs", X, P)
 
 
@@ -101,7 +100,7 @@ def _mix_heads(A: list[Tensor], P: Maybe, at_n: Maybe, at_m: Maybe) -> list[Tens
     """Mix heads: A is r heads [b, n, m], P [r, s], at_n [b, n, r, s], at_m [b, m, r, s] -> s heads [b, n, m]."""
     if P is None:
         if at_n is not None or at_m is not None:
-            raise ValueError("A dynamic projection requires a static one. Pass P_l or P_w too.")
+            raise ValueError("A dynamic projection requires a static one. Also pass P_l or P_w.")
         return A
     if P.shape[0] != len(A):
         raise ValueError(f"A talking-heads projection must have one row per head ({len(A)} rows), got {len(P)} rows.")

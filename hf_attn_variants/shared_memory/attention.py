@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..modeling.attention.latent_attention import by_head, is_plain, keys_and_values
-from ..modeling.attention.shared_rows import SharedDynamicLayer, layer_at, rows_of_sentences, share_rows
-from ..modeling.ops.beams import beams_of, repeat_for_beams
+from ..modeling.attention.latent_attention import compute_keys_and_values, is_plain_linear, multiply_by_head
+from ..modeling.attention.shared_rows import SharedDynamicLayer, get_empty_layer, get_sentence_rows, share_rows
+from ..modeling.ops.beams import count_beams, repeat_for_beams
 from ..modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ..modeling.ops.variant_attention import is_traced
-from ..modeling.transformers_internals import Arguments, check_caches, known_imports, refuse_unknown
+from ..modeling.transformers_internals import MethodArguments, check_caches, check_known_arguments, guarded_imports
 
 # The names of the cross-attention module in the decoder layers of Transformers.
 CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn", "cross_attention")
@@ -97,7 +97,7 @@ def cross_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-with known_imports():
+with guarded_imports():
     from transformers.cache_utils import EncoderDecoderCache
 
 
@@ -134,7 +134,7 @@ class SharesMemory(_Attention):
 
     plain: type
     kind: CrossAttention
-    arguments: Arguments
+    arguments: MethodArguments
     cross_cache: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ class SharesMemory(_Attention):
             return super().forward(*args, **kwargs)
         layer = filled_layer(cache, self.layer_idx)
         if not self.training:
-            encoder_outputs = rows_of_sentences(encoder_outputs, self.key_value_projections())
+            encoder_outputs = get_sentence_rows(encoder_outputs, self.key_value_projections())
         source = None
         if self.cross_cache == ENCODER_OUTPUTS:
             source = self._encoder_outputs_to_read(states, encoder_outputs, cache, layer)
@@ -155,7 +155,7 @@ class SharesMemory(_Attention):
                 return super().forward(*args, **kwargs)
             if beams <= 1 or not self._shares_keys(cache, layer, beams):
                 return super().forward(**self._repeat_arguments(args, kwargs))
-        refuse_unknown({name: value for name, value in kwargs.items() if name not in self.arguments.names})
+        check_known_arguments({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._convert_mask(mask, states), "position_bias": bias[0] if bias else None}
         if source is not None and self._absorbs(states, source):
             output, weights = self._attend_absorbed(self._query(states), source, **options)
@@ -173,7 +173,7 @@ class SharesMemory(_Attention):
             return None
         source: torch.Tensor = encoder_outputs if layer is None else layer.source
         key_linear, value_linear = self.key_value_projections()
-        if not (is_plain(key_linear, source) and is_plain(value_linear, source)):
+        if not (is_plain_linear(key_linear, source) and is_plain_linear(value_linear, source)):
             return None
         if states.dtype != key_linear.weight.dtype:
             return None
@@ -186,7 +186,7 @@ class SharesMemory(_Attention):
             return None
         if layer is None and cache is not None:
             projections = (key_linear, value_linear)
-            layer = SourceLayer(source, projections, self._head_dim(), beams_of(states, source))
+            layer = SourceLayer(source, projections, self._head_dim(), count_beams(states, source))
             if not store_layer(cache, self.layer_idx, layer):
                 return None
         return source
@@ -210,8 +210,12 @@ class SharesMemory(_Attention):
         """
         (key_linear, value_linear), head_dim = self.key_value_projections(), self._head_dim()
         latent = source[:, None]
-        output, weights = self._attend(by_head(query, key_linear.weight, head_dim), latent, latent, mask, **options)
-        output = by_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True).transpose(1, 2)
+        output, weights = self._attend(
+            multiply_by_head(query, key_linear.weight, head_dim), latent, latent, mask, **options
+        )
+        output = multiply_by_head(output.transpose(1, 2), value_linear.weight, head_dim, transposed=True).transpose(
+            1, 2
+        )
         if value_linear.bias is not None:
             bias = value_linear.bias.view(-1, head_dim)
             if mask is not None and mask.dtype == torch.bool:
@@ -251,10 +255,10 @@ class SharesMemory(_Attention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values, from the cache or from the encoder outputs."""
         if source is not None:  # the cache keeps the encoder outputs, and these keys and values are temporary
-            return keys_and_values(source, self.key_value_projections(), self._head_dim())
+            return compute_keys_and_values(source, self.key_value_projections(), self._head_dim())
         if layer is not None:
             return layer.keys, layer.values
-        key, value = keys_and_values(encoder_outputs, self.key_value_projections(), self._head_dim())
+        key, value = compute_keys_and_values(encoder_outputs, self.key_value_projections(), self._head_dim())
         if cache is not None:
             key, value = cache.cross_attention_cache.update(key, value, self.layer_idx)
             cache.is_updated[self.layer_idx] = True
@@ -268,7 +272,7 @@ class SharesMemory(_Attention):
         changes = {"encoder_outputs": encoder_outputs}
         if not _has_query_rows(mask, states):
             changes["mask"] = repeat_for_beams(mask, states.shape[0])
-        return self.arguments.by_name(args, kwargs, **changes)
+        return self.arguments.to_keywords(args, kwargs, **changes)
 
     def _convert_mask(self, mask: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor | None:
         """Return the mask with a single query row if all rows are equal, and finite if the kind has finite masks."""
@@ -318,10 +322,10 @@ def shared_class(plain: type, cross_cache: str) -> type:
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
 
     Raises:
-        UpstreamChanged: If the `forward` has other arguments or return values than the known one.
+        TransformersChangedError: If the `forward` has other arguments or return values than the known one.
     """
     kind: Any = kind_of(plain)
-    arguments = Arguments(forward_class(plain), kind.roles, returns=kind.returns)
+    arguments = MethodArguments(forward_class(plain), kind.roles, returns=kind.returns)
     attributes = {"plain": plain, "kind": kind, "arguments": arguments, "cross_cache": cross_cache}
     attributes |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     return type(plain.__name__, (SharesMemory, plain), attributes)
@@ -332,7 +336,7 @@ def _new_instance(plain: type, cross_cache: str) -> Any:
     return cls.__new__(cls)
 
 
-with known_imports():
+with guarded_imports():
     from transformers.cache_utils import DynamicLayer
 
 check_caches()
@@ -387,16 +391,16 @@ class SourceLayer(SharedDynamicLayer):
         if self.source is not None:
             source, self.source = self.source, None
             with torch.no_grad():  # the layer is created only if no gradients are recorded
-                states: Any = keys_and_values(source, self.projections, self.head_dim)
+                states: Any = compute_keys_and_values(source, self.projections, self.head_dim)
             self._keys, self._values = states
             self.projections = None
 
     def _rows(self) -> int:
         return super()._rows() if self.source is None else self.source.shape[0]
 
-    def _change(self, rows: Any) -> None:
+    def _apply(self, rows: Any) -> None:
         if self.source is None:
-            super()._change(rows)
+            super()._apply(rows)
         else:
             self.source = rows(self.source)
 
@@ -412,7 +416,7 @@ class SourceLayer(SharedDynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times."""
         if self._rows():
-            self._change(lambda states: states.repeat_interleave(repeats, dim=0))
+            self._apply(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def __reduce__(self) -> Any:
         # Copies and pickles contain keys and values, so that they do not contain weights of the model.
@@ -453,7 +457,7 @@ def store_layer(cache: Any, index: int, layer: SourceLayer) -> bool:
         Whether the layer was stored. Static caches, offloaded caches and other kinds of layers are not changed.
     """
     cross = cache.cross_attention_cache
-    if getattr(cross, "offloading", False) or type(layer_at(cross, index)) is not DynamicLayer:
+    if getattr(cross, "offloading", False) or type(get_empty_layer(cross, index)) is not DynamicLayer:
         return False
     cross.layers[index] = layer
     cache.is_updated[index] = True

@@ -12,7 +12,7 @@ from ..modeling.attention.shared_rows import expand_and_mark
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.mechanisms.talking_heads import has_talking_heads
 from ..modeling.transformers_internals import check_attributes
-from ..modeling.variant_names import plain_implementation
+from ..modeling.variant_names import get_plain_implementation
 from .attention import (
     ENCODER_OUTPUTS,
     IMPLEMENTATIONS,
@@ -94,7 +94,7 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
 
     Raises:
         ValueError: If the model is not supported (it is unchanged then), or `cross_cache` is unknown.
-        UpstreamChanged: If the attention classes of the installed Transformers release are not supported.
+        TransformersChangedError: If the attention classes of the installed Transformers release are not supported.
 
     Example:
         >>> model = AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-small")
@@ -201,7 +201,7 @@ def _check_supported(model: PreTrainedModel) -> None:
             f"{type(model).__name__}. Other models do not need `share_memory`."
         )
     implementation = model.config._attn_implementation
-    if plain_implementation(implementation) not in IMPLEMENTATIONS:
+    if get_plain_implementation(implementation) not in IMPLEMENTATIONS:
         raise ValueError(
             f'`attn_implementation` must be "sdpa" or "eager", got "{implementation}". Call '
             '`model.set_attn_implementation("sdpa")` first.'

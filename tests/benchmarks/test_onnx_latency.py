@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fixtures.caches import cache_of
+from fixtures.caches import get_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +36,7 @@ def test_exported_step_generates_the_tokens_of_the_model(benchmark, kv_heads):
     expected = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
     # torch computes the first two tokens, and the graph continues with its cache
     start = model(input_ids=ids, attention_mask=mask, decoder_input_ids=expected[:, :2])
-    caches = (cache_of(start).self_attention_cache, cache_of(start).cross_attention_cache)
+    caches = (get_cache(start).self_attention_cache, get_cache(start).cross_attention_cache)
     own, source = ([(layer.keys, layer.values) for layer in cache.layers] for cache in caches)
     assert source[0][0].shape == (3, kv_heads, 9, 8)
     tokens = start.logits[:, -1:].argmax(-1)

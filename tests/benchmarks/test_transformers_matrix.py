@@ -101,7 +101,7 @@ def test_versions_are_read_from_the_package_index(matrix, monkeypatch):
         return SimpleNamespace(stdout=final.replace("versions: ", f"versions: {more}"))
 
     monkeypatch.setattr(matrix.subprocess, "run", listed)
-    monkeypatch.setattr(matrix, "NEWEST_RUN", "5.23")
+    monkeypatch.setattr(matrix, "NEWEST_TESTED", "5.23")
     assert matrix.published_versions() == ["5.15.1", "5.23.0", "5.24.1"]
     assert matrix.newest_versions() == ["5.23.0", "5.24.1", "6.0.0rc1"]
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, VARIANTS
-from fixtures.caches import cache_name, cache_of, with_cache
+from fixtures.caches import get_cache, get_cache_name, with_cache
 from relatives import RELATIVES
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
@@ -93,7 +93,7 @@ def test_kernel_flops_and_state_equal_the_torch_counter(kernel):
     assert flops_per_token(model, LENGTH, LENGTH) == {"encoder": counted(lambda: model(input_ids=ids)) / ids.numel()}
     head = {"is_decoder": True}
     decoder = BERT.model("BertLMHeadModel", "gqa", attention_kernel=kernel, **head)
-    cache = cache_of(decoder(ids, use_cache=True))
+    cache = get_cache(decoder(ids, use_cache=True))
     state = sum(layer.state.sums[0].nbytes for layer in cache.layers)
     config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
     for length in (10, 1000):
@@ -121,7 +121,7 @@ def test_hybrid_flops_include_the_window():
     assert rows[1].flops_per_token["encoder"] - rows[0].flops_per_token["encoder"] == near
     assert rows[1].name == "GQA-4 + hybrid 4"
     decoder = BERT.model("BertLMHeadModel", "gqa", is_decoder=True, **hybrid)
-    cache = cache_of(decoder(torch.randint(5, 60, (2, LENGTH)), use_cache=True))
+    cache = get_cache(decoder(torch.randint(5, 60, (2, LENGTH)), use_cache=True))
     state = sum(item[0].nbytes for layer in cache.layers for item in layer.state[:3])
     config = decoder.config.to_dict() | {"architectures": ["BertLMHeadModel"]}
     assert cost_table(config, length=1000).current.kv_cache_bytes == state
@@ -166,7 +166,7 @@ def test_latent_flops_per_generated_token_equal_the_torch_counter(ranks, fields)
     for length in range(2, 5):
         flops = flops_per_token(model, length, SOURCE, decodes=True, batch_size=2)
         states = (kept["encoder_last_hidden_state"],)
-        executed = counted(lambda: step(encoder_outputs=states, **with_cache(kept[cache_name()])))  # noqa: B023
+        executed = counted(lambda: step(encoder_outputs=states, **with_cache(kept[get_cache_name()])))  # noqa: B023
         assert executed == flops["decoder"] * 2, length
 
 
@@ -232,7 +232,7 @@ def generated_cache(model, steps, source, batch):
     """Return the bytes of the cache of a real call."""
     ids = torch.randint(5, 60, (batch, source))
     output = model(input_ids=ids, decoder_input_ids=torch.randint(5, 60, (batch, steps)), use_cache=True)
-    cache = cache_of(output)
+    cache = get_cache(output)
     layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     storages = {t.data_ptr(): t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values)}
     return sum(storages.values())
@@ -260,7 +260,7 @@ def searched_cache(model):
     model.generation_config.eos_token_id = None
     ids = torch.randint(5, 60, (2, 4), generator=torch.Generator().manual_seed(0))
     options = {"num_beams": 3, "max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
-    cache = cache_of(model.eval().generate(input_ids=ids, **options))
+    cache = get_cache(model.eval().generate(input_ids=ids, **options))
     layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
     return sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from architectures import BERT, T5
-from fixtures.caches import cache_name
+from fixtures.caches import get_cache_name
 from relatives import RELATIVES, WHISPER
 
 import hf_attn_variants
@@ -153,12 +153,12 @@ def without(argument):
         (
             T5,
             "T5ForConditionalGeneration",
-            cache_name(),
+            get_cache_name(),
             "T5ForConditionalGeneration with the same weights decode differ",
         ),
         (T5, "T5ForConditionalGeneration", "attention_mask", "with the same weights decode differently"),
-        (MARIAN, "MarianMTModel", cache_name(), "MarianMTModel with the same weights decode differently"),
-        (WHISPER, "WhisperForConditionalGeneration", cache_name(), "with the same weights decode differently"),
+        (MARIAN, "MarianMTModel", get_cache_name(), "MarianMTModel with the same weights decode differently"),
+        (WHISPER, "WhisperForConditionalGeneration", get_cache_name(), "with the same weights decode differently"),
     ],
 )
 def test_benchmark_raises_for_a_model_with_other_outputs(row, head, argument, message, monkeypatch):
@@ -179,7 +179,7 @@ def test_benchmark_raises_for_a_variant_that_loses_its_cache(monkeypatch):
     config = T5.config(num_key_value_heads=4).to_dict()
     options = {"batch_size": 2, "length": 8, "rounds": 1, "talking_heads": False, "latents": False}
     assert measure_speed(config, **options).rows
-    monkeypatch.setattr(model, "forward", without(cache_name())(model.forward))
+    monkeypatch.setattr(model, "forward", without(get_cache_name())(model.forward))
     with pytest.raises(ValueError, match="MHA decodes differently"):
         measure_speed(config, **options)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from architectures import BERT, T5
-from fixtures.caches import cache_of
+from fixtures.caches import get_cache
 from fixtures.tiny_t5 import lines_of_words, make_tiny_t5
 from relatives import ENCODERS
 from transformers import AutoTokenizer, T5ForConditionalGeneration
@@ -62,7 +62,7 @@ def source(tmp_path_factory):
 
 def cache_bytes(model):
     ids = torch.randint(5, 60, (1, 40))
-    cache = cache_of(model(input_ids=ids, decoder_input_ids=ids[:, :10], use_cache=True))
+    cache = get_cache(model(input_ids=ids, decoder_input_ids=ids[:, :10], use_cache=True))
     result = []
     for part, length in ((cache.cross_attention_cache, 40), (cache.self_attention_cache, 10)):
         storages = {

@@ -18,7 +18,7 @@ from hf_attn_variants.conversion.calibration.recording import (
 from hf_attn_variants.conversion.checkpoint.models import ModelReader
 from hf_attn_variants.conversion.conversions import resolve_method
 from hf_attn_variants.conversion.plan import make_plan
-from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
+from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class
 
 HEADS, HEAD_DIM, SIZE, BATCH, LENGTH = 4, 6, 10, 3, 7
 
@@ -140,4 +140,4 @@ def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, pre
 
 
 def test_every_pattern_is_recorded_or_raises_an_error():
-    assert {name for name in PATTERNS if not pattern_class(name).learned} == OF_PATTERNS.keys()
+    assert {name for name in PATTERNS if not get_pattern_class(name).learned} == OF_PATTERNS.keys()

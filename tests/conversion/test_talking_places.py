@@ -66,7 +66,7 @@ def test_existing_talking_heads_stay_and_others_are_added(source, tmp_path):
     name = "decoder.block.1.layer.1.EncDecAttention.logits_proj"
     assert torch.equal(one.state_dict()[name], two.state_dict()[name])
     assert not torch.equal(one.state_dict()[name], torch.eye(12))
-    assert [two.config.talking_heads_of(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
+    assert [two.config.get_talking_heads(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
         None,
         "weights",
         "logits",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_attn_variants.modeling.ops.latent_decoding import launch_of
+from hf_attn_variants.modeling.ops.latent_decoding import choose_launch_settings
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "benchmarks/gpu/README.md").read_text(encoding="utf-8")
@@ -39,7 +39,7 @@ def test_recorded_launches_of_the_latent_kernel_are_current(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     for width, launch in importlib.import_module("benchmarks.quality_tables").LAUNCHES.items():
         latent = torch.empty(1, 1, 1, width, device="meta")
-        assert ", ".join(map(str, launch_of(latent, latent))) == launch
+        assert ", ".join(map(str, choose_launch_settings(latent, latent))) == launch
 
 
 def test_ratios_agree_with_the_tables():

@@ -109,7 +109,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     printed = capsys.readouterr().out
     assert "decoder_with_past_model.onnx  within" in printed and "opset 18" in printed
     config = json.loads((tmp_path / "onnx/config.json").read_text())
-    assert config["model_type"] in ROWS[name].config_class.upstream_model_types and "auto_map" not in config
+    assert config["model_type"] in ROWS[name].config_class.transformers_model_types and "auto_map" not in config
     assert not list((tmp_path / "onnx").glob("*.py")) and (tmp_path / "onnx/generation_config.json").is_file()
     inputs = model_graphs(model)[0].inputs(Sizes(batch=5, source=11))
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)

@@ -54,7 +54,7 @@ def test_transformers_class_gives_equal_outputs(row, head, variant, tmp_path):
     ours = saved(row, head, variant, tmp_path / "ours")
     written = export_transformers(tmp_path / "ours", tmp_path / "plain")
     config = json.loads((tmp_path / "plain/config.json").read_text())
-    assert config["model_type"] in row.config_class.upstream_model_types and config["architectures"] == [head]
+    assert config["model_type"] in row.config_class.transformers_model_types and config["architectures"] == [head]
     assert not {*row.config_class.variant_fields(), "auto_map"} & config.keys()
     assert written.architecture == head and written.heads
     # Under sdpa, UMT5's decoder looks ahead in transformers 5.15 and 5.17.

@@ -26,7 +26,7 @@ TRAININGS = list(folders_in(FOLDER / "trainings.tar.xz"))
 KINDS = MODELS | {"trainings": TRAININGS}
 # Folders that a later version rejects on purpose ("repositories/bert-gqa", "trainings/glue"), and words that its
 # ValueError must contain.
-REFUSED: dict[str, str] = {}
+UNSUPPORTED_PAIRS: dict[str, str] = {}
 # Relative to the largest logit, for another order of float32 sums. Any two mechanisms differ by at least 1e-2.
 TOLERANCE = 1e-5
 # Relative to the largest weight, on a machine that rounds sums differently.
@@ -50,10 +50,10 @@ def unpacked(tmp_path_factory):
 @contextmanager
 def allow_listed_errors(name):
     """Let the body load something, or raise an error that is on the list."""
-    if name not in REFUSED:
+    if name not in UNSUPPORTED_PAIRS:
         yield
         return
-    with pytest.raises(ValueError, match=re.escape(REFUSED[name])):
+    with pytest.raises(ValueError, match=re.escape(UNSUPPORTED_PAIRS[name])):
         yield
 
 
@@ -96,7 +96,7 @@ def test_every_architecture_and_command_has_an_archive(unpacked):
     assert len(types) == 13 and len(MODELS["repositories"]) == 397
     commands = {json.loads((unpacked("trainings")[0] / name / COMMAND).read_text())["command"] for name in TRAININGS}
     assert commands == {"glue", "squad", "seq2seq", "ner", "uptrain", "pretrain", "pretrain_t5"}
-    assert REFUSED.keys() <= {f"{kind}/{name}" for kind, names in KINDS.items() for name in names}
+    assert UNSUPPORTED_PAIRS.keys() <= {f"{kind}/{name}" for kind, names in KINDS.items() for name in names}
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from hf_attn_variants import cli, convert
 from hf_attn_variants.files import GENERATED_CARD
 from hf_attn_variants.hub import CardOptions, model_card
 from hf_attn_variants.hub.card import _sign, is_untouched, refresh_card
-from hf_attn_variants.modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_RUN, OLDEST_RUN
+from hf_attn_variants.modeling.variant_names import ATTN_VARIANTS_VERSION, NEWEST_TESTED, OLDEST_TESTED
 
 BART, MARIAN = (next(row for row in RELATIVES if row.name == name) for name in ("bart", "marian"))
 RESULTS = {
@@ -307,10 +307,10 @@ def test_audio_example_of_the_card_uses_a_recording(head, tag, tmp_path):
 
 def test_card_states_the_tested_versions_and_the_code_update(folder):
     text = str(model_card(folder, "me/x"))
-    assert f"Transformers {OLDEST_RUN} or newer. It was tested with Transformers {OLDEST_RUN} to" in text
-    assert f" {NEWEST_RUN}.\n" in text and "`attn-variants refresh me/x --output_dir NEW`" in text
+    assert f"Transformers {OLDEST_TESTED} or newer. It was tested with Transformers {OLDEST_TESTED} to" in text
+    assert f" {NEWEST_TESTED}.\n" in text and "`attn-variants refresh me/x --output_dir NEW`" in text
     assert refresh_card(text) == text and refresh_card(text.replace("me/x", "me/y")) is None
-    unpaired = text.replace(f"to {NEWEST_RUN}.", "to 5.1.")
+    unpaired = text.replace(f"to {NEWEST_TESTED}.", "to 5.1.")
     body = unpaired[: unpaired.rindex("\n<!-- generated")]
     older = _sign(body).replace(f"{GENERATED_CARD}{ATTN_VARIANTS_VERSION}", f"{GENERATED_CARD}0.0.1")
     assert is_untouched(older) and refresh_card(older) == text

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 import hf_attn_variants
 from hf_attn_variants.modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
-from hf_attn_variants.modeling.code_builder import file_names
-from hf_attn_variants.modeling.remote_code import code_files, write_code
+from hf_attn_variants.modeling.code_builder import get_file_names
+from hf_attn_variants.modeling.remote_code import get_code_files, write_code
 
 TRAVELLING = sorted((Path(hf_attn_variants.__file__).parent / "modeling").rglob("*.py"))
 TRAVELLING = [path for path in TRAVELLING if path.name not in ("__init__.py", "code_builder.py")]
@@ -205,10 +205,10 @@ def test_files_of_a_repository_import_only_each_other(config_class, mechanisms, 
     """Check the imports that Transformers finds with a regular expression, also in docstrings."""
     from transformers.dynamic_module_utils import get_relative_imports
 
-    files = code_files(config_class, config_class.modeling_file, mechanisms)
+    files = get_code_files(config_class, config_class.modeling_file, mechanisms)
     write_code(tmp_path, config_class, config_class.modeling_file, mechanisms)
     assert {*files} == {path.name for path in tmp_path.iterdir()} and len(files) <= 8
-    assert {*files} <= file_names()
+    assert {*files} <= get_file_names()
     for name, text in files.items():
         assert text == (tmp_path / name).read_text(encoding="utf-8")
         assert {f"{item}.py" for item in get_relative_imports(tmp_path / name)} <= files.keys(), name

@@ -15,7 +15,7 @@ import hf_attn_variants
 from hf_attn_variants.commands import refresh
 from hf_attn_variants.hub.card import is_untouched, model_card
 from hf_attn_variants.modeling.fields.composition import used_mechanisms
-from hf_attn_variants.modeling.remote_code import code_files
+from hf_attn_variants.modeling.remote_code import get_code_files
 
 OLD_CODE = "raise SystemExit('the old code was run')\n"
 
@@ -49,7 +49,7 @@ def test_refresh_replaces_only_the_code(old, tmp_path, capsys):
     after = contents(tmp_path / "new")
     config_class = hf_attn_variants.AttnVariantBertConfig
     mechanisms = used_mechanisms(config_class.from_pretrained(old))
-    code = code_files(config_class, "modeling_attn_variant_bert", mechanisms)
+    code = get_code_files(config_class, "modeling_attn_variant_bert", mechanisms)
     assert {name: after.pop(name).decode() for name in code} == code
     tensors = [load_file(folder / "model.safetensors") for folder in (old, tmp_path / "new")]
     assert tensors[0].keys() == tensors[1].keys()

@@ -9,7 +9,7 @@ import onnxruntime
 import pytest
 import torch
 from architectures import ALBERT, BERT, T5, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from torch.export import Dim
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
@@ -126,7 +126,7 @@ class DecodingStep(torch.nn.Module):
             **with_cache(cache),
             use_cache=True,
         )
-        return output.logits[:, -1], [layer.keys for layer in cache_of(output).self_attention_cache.layers]
+        return output.logits[:, -1], [layer.keys for layer in get_cache(output).self_attention_cache.layers]
 
 
 def latent_model(cross_rank, variant="mha"):
@@ -141,7 +141,7 @@ def decoding_step(model, batch, source, past):
     mask[0, source - 2 :] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
     expected = model(**inputs, decoder_input_ids=tokens, use_cache=False).logits[:, -1]
-    cache = cache_of(model(**inputs, decoder_input_ids=tokens[:, :-1]))
+    cache = get_cache(model(**inputs, decoder_input_ids=tokens[:, :-1]))
     own = [layer.keys for layer in cache.self_attention_cache.layers]
     memory = cache.cross_attention_cache.layers[0].keys
     return {"token": tokens[:, -1:], "source_mask": mask, "own": own, "source": memory}, expected

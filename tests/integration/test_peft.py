@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from architectures import ALBERT, ARCHITECTURES, BERT, T5
-from fixtures.caches import cache_name
+from fixtures.caches import get_cache_name
 from packaging.version import Version
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cross_product
 
 peft = pytest.importorskip("peft")
 # transformers 5.24 renamed the cache that prefixes come in, and asks for peft 0.22 itself.
-DROPS_PREFIXES = cache_name() == "cache" and Version(peft.__version__) < Version("0.22")
+DROPS_PREFIXES = get_cache_name() == "cache" and Version(peft.__version__) < Version("0.22")
 FOR_BOTH = pytest.mark.skipif(
     DROPS_PREFIXES, reason=f"peft {peft.__version__} is older than what transformers {transformers.__version__} needs"
 )
@@ -138,7 +138,7 @@ def test_unsupported_prefix_raises_an_error(head):
         config = peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3, **sizes)
         return peft.get_peft_model(model, config).eval()
 
-    with pytest.raises(ValueError, match=r"must have one cache, got `past_key_values` and `cache`"):
+    with pytest.raises(ValueError, match=r"must have only one cache, got `past_key_values` and `cache`"):
         tuned(row.model(head, "gqa")).generate(**options)
     if row is T5:  # upstream's generates as if there were none
         upstream = row.upstream_model(head)

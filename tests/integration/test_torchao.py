@@ -5,7 +5,7 @@ torchao is not a requirement of the tests, because Transformers imports it in ev
 
 import pytest
 import torch
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from transformers import AutoModel, AutoTokenizer, TorchAoConfig
 
 from hf_attn_variants import AttnVariantBertModel, AttnVariantT5Config, AttnVariantT5ForConditionalGeneration, convert
@@ -62,7 +62,7 @@ def test_torchao_int8_latent_projections_are_called(rank, tmp_path):
     cache, pieces = None, []
     for token in target.split(1, dim=1):
         result = quantized(encoder_outputs=memory, decoder_input_ids=token, **with_cache(cache))
-        cache, pieces = cache_of(result), [*pieces, result.logits]
+        cache, pieces = get_cache(result), [*pieces, result.logits]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-4 * full.abs().max().item(), rtol=0)
     expected = model(input_ids=source, decoder_input_ids=target).logits
     assert 0 < (full - expected).norm() / expected.norm() < 0.05

@@ -16,7 +16,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setitem(blocked_attention.BLOCK_ELEMENTS, "cpu", 200)
     monkeypatch.setattr(blocked_attention, "ROWS", (3, 2))
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 700)
-    monkeypatch.setattr(backend_choice, "_agreed", {})
+    monkeypatch.setattr(backend_choice, "_trial_results", {})
 
 
 @pytest.fixture

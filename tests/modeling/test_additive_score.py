@@ -110,14 +110,14 @@ def test_additive_scores_of_every_architecture_equal_the_formula(architecture, m
         actual.append(model(**batch)[0])
         model.set_attn_implementation("sdpa")
         monkeypatch.setattr(
-            hf_attn_variants.modeling.architectures.t5_family, "attention_function", lambda name: counted
+            hf_attn_variants.modeling.architectures.t5_family, "get_attention_function", lambda name: counted
         )
         interface = hf_attn_variants.modeling.attention.attention_interface.ALL_ATTENTION_FUNCTIONS
         monkeypatch.setitem(
             interface._local_mapping, hf_attn_variants.modeling.attention.attention_interface.SDPA, counted
         )
         expected = model(**batch)[0]
-    assert len(calls) == sum(model.module_runs(model.config, path) for _, path, _ in model.named_attentions())
+    assert len(calls) == sum(model.count_module_runs(model.config, path) for _, path, _ in model.named_attentions())
     real = (
         batch["attention_mask"].bool() if actual[0].shape[:2] == batch.get("attention_mask", actual[0]).shape else ...
     )
@@ -234,7 +234,9 @@ def test_per_place_scores_equal_the_formula(row, place, monkeypatch, tmp_path):
     assert stored["per_layer_values"] is None and again.config.per_layer_values is None
     assert {name: stored[name] for name in PLACES[place]} == PLACES[place]
     monkeypatch.setattr(
-        hf_attn_variants.modeling.architectures.t5_family, "attention_function", lambda name: by_the_formula_of_each
+        hf_attn_variants.modeling.architectures.t5_family,
+        "get_attention_function",
+        lambda name: by_the_formula_of_each,
     )
     interface = hf_attn_variants.modeling.attention.attention_interface
     monkeypatch.setitem(interface.ALL_ATTENTION_FUNCTIONS._local_mapping, interface.SDPA, by_the_formula_of_each)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import ALBERT, BERT, T5, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from fixtures.checkpointing import checkpoint_layers
 from fixtures.decoding import at_once, decoder_batch, in_steps
 from fixtures.largest_tensor import LargestTensor
@@ -146,8 +146,8 @@ def test_kernel_generation_is_the_same_with_and_without_states(architecture, hea
 def test_encoder_outputs_are_summed_once(monkeypatch):
     """Check that the sums are computed again for another mask or other keys."""
     model = T5.model("T5ForConditionalGeneration", "gqa", cross_attention_kernel="elu")
-    calls, sums = [], mechanism_attention.attend_by_kernel
-    monkeypatch.setattr(mechanism_attention, "attend_by_kernel", lambda *args: calls.append(1) or sums(*args))
+    calls, sums = [], mechanism_attention.attend_with_kernel
+    monkeypatch.setattr(mechanism_attention, "attend_with_kernel", lambda *args: calls.append(1) or sums(*args))
     batch = T5.batch("T5ForConditionalGeneration")
     ids, cache = batch.pop("decoder_input_ids"), None
     masks = [batch["attention_mask"]] * 3 + [torch.ones(3, 9).long()]
@@ -155,7 +155,7 @@ def test_encoder_outputs_are_summed_once(monkeypatch):
         for step, mask in enumerate(masks):
             inputs = batch | {"attention_mask": mask, "decoder_input_ids": ids[:, step : step + 1]}
             result = model(**inputs, **with_cache(cache), use_cache=True)
-            cache = cache_of(result)
+            cache = get_cache(result)
             if step == 2:
                 assert len(calls) == 2
     assert len(calls) == 4
@@ -171,7 +171,7 @@ def test_kernel_states_can_be_reordered_repeated_and_selected():
             (lambda cache: cache.batch_select_indices(order[1:]), order[1:]),
             (lambda cache: cache.batch_repeat_interleave(2), torch.arange(3).repeat_interleave(2)),
         ):
-            cache = cache_of(model(ids[:, :5], use_cache=True))
+            cache = get_cache(model(ids[:, :5], use_cache=True))
             change(cache)
             actual = model(ids[rows, 5:], **with_cache(cache), use_cache=True).logits
             expected = model(ids[rows], use_cache=False).logits[:, -1:]
@@ -186,7 +186,7 @@ def test_kernel_states_can_be_reordered_repeated_and_selected():
 def test_unsupported_operations_on_kernel_states_raise_an_error():
     model = BART.model("BartForCausalLM", attention_kernel="elu")
     ids = token_ids(1, 4)
-    cache = cache_of(model(ids, use_cache=True))
+    cache = get_cache(model(ids, use_cache=True))
     with pytest.raises(ValueError, match="`crop` is not supported"):
         cache.crop(2)
     with pytest.raises(ValueError, match="`use_cache` must be False"):
@@ -195,7 +195,7 @@ def test_unsupported_operations_on_kernel_states_raise_an_error():
         model.generate(ids, assistant_model=BART.model("BartForCausalLM"), max_new_tokens=3)
     with pytest.raises(ValueError, match="`attention_kernel`"):
         model(ids, **with_cache(StaticCache(config=model.config, max_cache_len=8)))
-    plain = cache_of(BART.model("BartForCausalLM")(ids, use_cache=True))
+    plain = get_cache(BART.model("BartForCausalLM")(ids, use_cache=True))
     with pytest.raises(ValueError, match="`attention_kernel`"):
         model(ids[:, :1], **with_cache(plain))
     assert not BART.model("BartForCausalLM")._is_stateful

@@ -5,15 +5,15 @@ from functools import partial
 import pytest
 import torch
 from architectures import ALBERT, ARCHITECTURES, BERT, T5, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from fixtures.largest_tensor import LargestTensor
 from relatives import ENCODER_DECODERS, ENCODERS, RELATIVES
 
 from hf_attn_variants import convert
 from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
 from hf_attn_variants.modeling.mechanisms.patterns.block_patterns import BlockPattern, LocalBlocks, attend_in_blocks
-from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import pattern_class
-from hf_attn_variants.modeling.ops.key_ranges import as_full_attention
+from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import get_pattern_class
+from hf_attn_variants.modeling.ops.key_ranges import key_range_to_mask_and_bias
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from hf_attn_variants.reference import patterns as reference_patterns
 from hf_attn_variants.reference.talking_heads import attention_core
@@ -79,7 +79,7 @@ def mask_of(name, n, causal, heads=HEADS, layer=0, global_tokens=0):
 
 def pattern_of(name, causal, layer=0, **fields):
     config = BERT.config("mha", **fields_of(name), **fields)
-    return pattern_class(config.attention_pattern).key_range(config, "", HEADS, layer, causal)
+    return get_pattern_class(config.attention_pattern).get_key_range(config, "", HEADS, layer, causal)
 
 
 @EVERY_PATTERN
@@ -90,11 +90,11 @@ def test_pattern_keys_equal_the_formula(name, causal, n):
     for layer, global_tokens in ((0, 0), (3, 0 if causal else 2)):
         pattern = pattern_of(name, causal, layer, num_global_tokens=global_tokens)
         expected = mask_of(name, n, causal, layer=layer, global_tokens=global_tokens)
-        allowed = pattern.allowed(places, places)
+        allowed = pattern.get_allowed_mask(places, places)
         assert allowed.equal(expected if pattern.heads else expected[0])
-        assert pattern.allowed(places[n // 2 :], places).equal(allowed[..., n // 2 :, :])
+        assert pattern.get_allowed_mask(places[n // 2 :], places).equal(allowed[..., n // 2 :, :])
         everything = torch.ones(n, n).bool().tril() if causal else torch.ones(n, n).bool()
-        assert allowed.any(-1).all() and (not pattern.covers(n, n) or allowed.equal(everything))
+        assert allowed.any(-1).all() and (not pattern.covers_all_keys(n, n) or allowed.equal(everything))
 
 
 @EVERY_PATTERN
@@ -102,10 +102,10 @@ def test_pattern_keys_equal_the_formula(name, causal, n):
 def test_pattern_key_count_equals_the_formula(name, causal):
     n, places = 400, torch.arange(400)
     pattern = pattern_of(name, causal)
-    in_the_midst = pattern.allowed(places[n // 2 : n // 2 + 60], places).float().sum(-1).mean()
+    in_the_midst = pattern.get_allowed_mask(places[n // 2 : n // 2 + 60], places).float().sum(-1).mean()
     # Causal strided and fixed patterns only have earlier tokens, half of all on average.
-    assert in_the_midst - 1 <= pattern.keys_read(n) <= 2.2 * in_the_midst
-    assert pattern.keys_read(2) == 2
+    assert in_the_midst - 1 <= pattern.num_attended_keys(n) <= 2.2 * in_the_midst
+    assert pattern.num_attended_keys(2) == 2
 
 
 def make_call(n, groups=2, biased=True):
@@ -145,7 +145,7 @@ def test_pattern_attention_with_mask_or_blocks_equals_the_formula(name, causal, 
     leaves, padding = make_call(23, groups, biased)
     expected, exact = by_formula(leaves, mask_of(name, 23, causal), padding)
     pattern, mask, bias = pattern_of(name, causal), padding[:, None, None], leaves[3] if biased else None
-    dense, dense_bias = as_full_attention(pattern, *leaves[:2], mask, bias)
+    dense, dense_bias = key_range_to_mask_and_bias(pattern, *leaves[:2], mask, bias)
     compare(attention_with_weights(*leaves[:3], dense, dense_bias, scaling=0.4)[0], expected, leaves, exact)
     attend = partial(fused_attention, scaling=0.4)
     compare(attend_in_blocks(attend, pattern, leaves[:3], mask, bias), expected, leaves, exact)
@@ -256,7 +256,7 @@ def test_decoder_with_block_pattern_equals_the_full_forward_with_a_cache(archite
         for begin, end in ((0, 6), (6, 7), (7, 13), (13, 22), (22, 23)):
             seen = {key: item[:, :end] for key, item in mask.items()}
             result = model(**batch, **{ids_name: ids[:, begin:end]}, **seen, **with_cache(cache), use_cache=True)
-            cache, steps = cache_of(result), [*steps, result.logits]
+            cache, steps = get_cache(result), [*steps, result.logits]
         read = padding(left=True).bool() if mask else torch.ones(3, LENGTH).bool()
         torch.testing.assert_close(torch.cat(steps, 1)[read], whole[read], atol=1e-5, rtol=0)
         changed = ids.index_fill(1, torch.tensor(LENGTH - 1), 7)
@@ -276,7 +276,7 @@ def test_long_pattern_masks_give_a_warning_and_blocks_do_not(caplog, monkeypatch
         assert printed == []
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(ids)[0], by_blocks, atol=1e-5, rtol=0)
-    assert "attention_pattern='local_blocks' creates a mask of 2060 x 2060 numbers" in printed[0]
+    assert "attention_pattern='local_blocks' creates a mask with 2060 x 2060 elements" in printed[0]
 
 
 def test_conversion_adds_and_saves_a_block_pattern(tmp_path):
@@ -291,10 +291,10 @@ def test_conversion_adds_and_saves_a_block_pattern(tmp_path):
 
 def test_prefix_keys_with_encoder_patterns_raise_an_error(short_blocks):
     pattern, query, key = pattern_of("fixed", False), torch.randn(1, HEADS, 9, D), torch.randn(1, HEADS, 12, D)
-    assert not block_patterns.gathers(pattern, query, key, None)
-    assert block_patterns.gathers(pattern, key, key, None)
+    assert not block_patterns.should_gather_keys(pattern, query, key, None)
+    assert block_patterns.should_gather_keys(pattern, key, key, None)
     with pytest.raises(ValueError, match="`attention_pattern`"):
-        as_full_attention(pattern, query, key, None, None)
+        key_range_to_mask_and_bias(pattern, query, key, None, None)
 
 
 def test_every_architecture_supports_block_patterns():

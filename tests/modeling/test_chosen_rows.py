@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import BATCH, LENGTH, T5
-from fixtures.caches import CHOICES, cache_of, with_cache
+from fixtures.caches import CHOICES, get_cache, with_cache
 from relatives import ENCODER_DECODERS
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
@@ -58,7 +58,7 @@ def test_selected_beams_attend_to_their_own_sentence(choice, family, form, kind)
                 decoder_input_ids=ids[:, :3],
                 **with_cache(cache_for(model, kind)),
             )
-            cache = cache_of(made)
+            cache = get_cache(made)
             getattr(cache, method)(rows)
             nothing = BaseModelOutput(last_hidden_state=torch.full_like(every[rows], torch.nan))
             then = {"encoder_outputs": nothing, "attention_mask": mask[rows], "decoder_input_ids": ids[rows][:, 3:]}

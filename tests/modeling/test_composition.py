@@ -7,14 +7,14 @@ import torch
 from architectures import BERT, T5, token_ids
 
 import hf_attn_variants
-from hf_attn_variants.modeling.fields.composition import REFUSED
+from hf_attn_variants.modeling.fields.composition import UNSUPPORTED_PAIRS
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from hf_attn_variants.modeling.mechanisms.latents import Latent
 from hf_attn_variants.modeling.mechanisms.mechanism import PREFIXES, Mechanism
-from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, pattern_class
+from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import PATTERNS, get_pattern_class
 from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import DistanceBias, SinusoidalPositions
-from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTerms, TalkingHeads
+from hf_attn_variants.modeling.mechanisms.talking_heads import DynamicTerms, TalkingHeadsSettings
 
 # Other fields that a pattern needs; only T5 has transient summaries.
 SIZES = {
@@ -34,17 +34,20 @@ def samples():
         "heads": ({"num_key_value_heads": 4}, ()),
         "values": ({"value_head_dim": 6}, ()),
         "latent": ({"kv_lora_rank": 8}, (Latent,)),
-        "talking": ({"talking_heads": "both"}, (TalkingHeads,)),
-        "terms": ({"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2w"]}, (TalkingHeads, DynamicTerms)),
+        "talking": ({"talking_heads": "both"}, (TalkingHeadsSettings,)),
+        "terms": (
+            {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2w"]},
+            (TalkingHeadsSettings, DynamicTerms),
+        ),
         AdditiveScore.name: ({AdditiveScore.field: AdditiveScore.name}, (AdditiveScore,)),
         SinusoidalPositions.name: ({SinusoidalPositions.field: SinusoidalPositions.name}, (SinusoidalPositions,)),
     }
     for name in KERNELS:
-        window = {"attention_window": 4} if kernel_class(name).reads_window else {}
-        result[name] = ({"attention_kernel": name, **window}, (kernel_class(name),))
+        window = {"attention_window": 4} if get_kernel_class(name).needs_window else {}
+        result[name] = ({"attention_kernel": name, **window}, (get_kernel_class(name),))
     for name in PATTERNS:
-        sizes = {field: SIZES[field] for field in pattern_class(name).needed}
-        result[name] = ({"attention_pattern": name, **sizes}, (pattern_class(name),))
+        sizes = {field: SIZES[field] for field in get_pattern_class(name).needed}
+        result[name] = ({"attention_pattern": name, **sizes}, (get_pattern_class(name),))
     return result
 
 
@@ -56,7 +59,7 @@ def conflicts(*classes):
     """Return the rows of the table for two of these classes."""
     return [
         row
-        for row in REFUSED
+        for row in UNSUPPORTED_PAIRS
         if any(issubclass(item, row.one) for item in classes) and any(issubclass(item, row.other) for item in classes)
     ]
 
@@ -85,32 +88,34 @@ def test_pair_of_mechanisms_computes_or_raises_the_error_of_its_row(fields, clas
 
 
 def test_every_composition_row_is_tested():
-    of_t5 = {(row.one, row.other) for row in REFUSED if DistanceBias in row} | {(pattern_class(OF_T5), Latent)}
+    of_t5 = {(row.one, row.other) for row in UNSUPPORTED_PAIRS if DistanceBias in row} | {
+        (get_pattern_class(OF_T5), Latent)
+    }
     tried = {
         (row.one, row.other)
         for one, other in combinations(ALONE, 2)
         for row in conflicts(*SAMPLES[one][1], *SAMPLES[other][1])
     }
-    assert {(row.one, row.other) for row in REFUSED} == of_t5 | tried
-    assert all(issubclass(item, Mechanism) for row in REFUSED for item in row[:2])
+    assert {(row.one, row.other) for row in UNSUPPORTED_PAIRS} == of_t5 | tried
+    assert all(issubclass(item, Mechanism) for row in UNSUPPORTED_PAIRS for item in row[:2])
 
 
 def test_mechanism_reports_its_place_in_the_configuration():
     config = T5.config(talking_heads="both", cross_talking_heads="none", cross_kv_lora_rank=8)
-    assert [TalkingHeads.requested_in(config, prefix) for prefix in PREFIXES] == [("talking_heads", "both")] * 2 + [
-        None
-    ]
+    assert [TalkingHeadsSettings.requested_in(config, prefix) for prefix in PREFIXES] == [
+        ("talking_heads", "both")
+    ] * 2 + [None]
     assert [Latent.requested_in(config, prefix) for prefix in PREFIXES] == [None, None, ("cross_kv_lora_rank", 8)]
     assert [DistanceBias.requested_in(config, prefix) is None for prefix in PREFIXES] == [False, False, True]
     assert DistanceBias.requested_in(T5.config(position_embedding_type="sinusoidal"), "") is None
     window = BERT.config(attention_pattern="sliding_window", attention_window=4)
-    asked = {name: pattern_class(name).requested_in(window, "") for name in PATTERNS}
+    asked = {name: get_pattern_class(name).requested_in(window, "") for name in PATTERNS}
     assert {name for name, result in asked.items() if result} == {"sliding_window"}
 
 
 def test_every_mechanism_has_a_name_and_a_paper():
-    classes = [*map(kernel_class, KERNELS), *map(pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
-    for item in (*classes, Latent, TalkingHeads, DynamicTerms, DistanceBias):
+    classes = [*map(get_kernel_class, KERNELS), *map(get_pattern_class, PATTERNS), AdditiveScore, SinusoidalPositions]
+    for item in (*classes, Latent, TalkingHeadsSettings, DynamicTerms, DistanceBias):
         title, arxiv = item.paper
         assert title and arxiv.count(".") == 1 and arxiv.replace(".", "").isdecimal()
         assert item.field and (item not in classes or item.name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import T5
-from fixtures.caches import cache_of
+from fixtures.caches import get_cache
 from relatives import ENCODER_DECODERS, UMT5
 
 BART = next(row for row in ENCODER_DECODERS if row.name == "bart")
@@ -63,7 +63,7 @@ def test_deeper_decoder_generates_the_same_with_and_without_a_cache(architecture
     plain = {name: value for name, value in options.items() if name != "cache_implementation"}
     expected = model.generate(**source_of(architecture), **plain, use_cache=False)
     assert torch.equal(actual.sequences, expected.sequences)
-    pair = cache_of(actual)
+    pair = get_cache(actual)
     assert [len(item.layers) for item in (pair.self_attention_cache, pair.cross_attention_cache)] == [DEEP, DEEP]
 
 

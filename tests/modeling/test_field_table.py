@@ -15,9 +15,9 @@ from hf_attn_variants.modeling.fields import field_table
 from hf_attn_variants.modeling.fields.field_table import (
     FIELDS,
     Field,
-    card_text,
     describe_field,
-    row_of,
+    describe_value_on_card,
+    get_field_row,
     variant_field,
 )
 
@@ -29,13 +29,13 @@ def test_configuration_has_the_fields_of_its_architecture(row):
     has_stacks = hasattr(row.config_class, "encoder_decoder_layers")
     own = {item.name: item for item in fields(row.config_class) if "variant" in item.metadata}
     has_cross = has_stacks or hasattr(row.config(), "add_cross_attention")
-    of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and row_of(name)[1].inherits}
+    of_cross = {name for name, prefix in NAMES.items() if prefix == "cross_" and get_field_row(name)[1].inherits}
     expected = {name for name, prefix in NAMES.items() if has_stacks or not prefix} | (
         of_cross if has_cross else set()
     )
     assert own.keys() == expected
     for name, item in own.items():
-        prefix, entry = row_of(name)
+        prefix, entry = get_field_row(name)
         assert item.default == entry.default_of(prefix) and item.metadata["variant"] is True
         assert {*item.metadata} - {"variant", "query_heads", "inherits"} <= {*entry.facts}
         assert ("inherits" in item.metadata) == (bool(prefix) and entry.inherits)
@@ -47,8 +47,8 @@ def test_every_conversion_field_has_a_flag(capsys):
         convert.parse_args(["--help"])
     shown = capsys.readouterr().out
     flags = {*re.findall(r"^  --(\w+)", shown, re.MULTILINE)}
-    assert {name for name in NAMES if "from_scratch" not in row_of(name)[1].facts} <= flags
-    assert not {name for name in NAMES if "from_scratch" in row_of(name)[1].facts} & flags
+    assert {name for name in NAMES if "from_scratch" not in get_field_row(name)[1].facts} <= flags
+    assert not {name for name in NAMES if "from_scratch" in get_field_row(name)[1].facts} & flags
 
 
 def test_field_descriptions_are_unique_single_lines():
@@ -73,7 +73,7 @@ def test_fields_page_row_contains_the_values_of_the_table():
 
 
 def test_cards_and_errors_use_the_names_of_the_table():
-    printed = {name: card_text(name) for name in NAMES}
+    printed = {name: describe_value_on_card(name) for name in NAMES}
     assert printed["cross_kv_lora_rank"] == "latent dimension in cross-attention"
     assert printed["encoder_attention_block_size"] == "block size (tokens) in the self-attention of the encoder"
     assert printed["attention_window"] == "window size (tokens) in self-attention"

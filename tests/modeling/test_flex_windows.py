@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
 from hf_attn_variants.modeling.ops import backend_choice, flex_windows
-from hf_attn_variants.modeling.ops.flex_windows import attention_in_windows, blocks_that_are_read
+from hf_attn_variants.modeling.ops.flex_windows import attention_in_windows, find_attended_blocks
 from hf_attn_variants.modeling.ops.key_ranges import KeyRange
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 
 flex_attention = pytest.importorskip("torch.nn.attention.flex_attention")
-if not flex_windows._has_block_masks():
+if not flex_windows._supports_partial_blocks():
     pytest.skip("this torch's block masks know whole blocks alone", allow_module_level=True)
 
 REACHES = {
@@ -55,12 +55,12 @@ def on_the_cpu(monkeypatch):
     torch._dynamo.reset()
     traced = torch.compile(flex_attention.flex_attention, fullgraph=True, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
-    monkeypatch.setattr(flex_windows, "_flex_agreed", {})
-    monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
+    monkeypatch.setattr(flex_windows, "_flex_trial_results", {})
+    monkeypatch.setattr(flex_windows, "_get_compiled_flex_attention", lambda: attend)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-    flex_windows._block_mask.cache_clear()
+    flex_windows._create_block_mask.cache_clear()
     yield calls
-    flex_windows._block_mask.cache_clear()
+    flex_windows._create_block_mask.cache_clear()
     torch._dynamo.reset()
 
 
@@ -68,8 +68,8 @@ def on_the_cpu(monkeypatch):
 @pytest.mark.parametrize("n, m", [(1, 1), (41, 41), (64, 64), (5, 41), (17, 64)])
 def test_block_mask_covers_all_allowed_keys(key_range, n, m):
     block, keys = 8, torch.arange(m)
-    allowed = key_range.allowed(keys[m - n :], keys)
-    some, whole = blocks_that_are_read(key_range, n, m, block)
+    allowed = key_range.get_allowed_mask(keys[m - n :], keys)
+    some, whole = find_attended_blocks(key_range, n, m, block)
     for i in range(some.shape[0]):
         for j in range(some.shape[1]):
             part = allowed[i * block : (i + 1) * block, j * block : (j + 1) * block]
@@ -111,12 +111,12 @@ def test_flex_windows_handle_more_keys_than_queries(on_the_cpu):
 def test_compiled_flex_kernel_is_used_after_a_successful_trial(monkeypatch):
     compiled = torch.compile(flex_attention.flex_attention, fullgraph=True, dynamic=False)
     monkeypatch.setattr(flex_windows, "DEVICES", ("cpu",))
-    monkeypatch.setattr(flex_windows, "_flex_agreed", {})
+    monkeypatch.setattr(flex_windows, "_flex_trial_results", {})
     monkeypatch.setattr(flex_windows, "SMALL_CALLS", ((2, 300, 0),))
-    monkeypatch.setattr(flex_windows, "_compiled", lambda: compiled)
+    monkeypatch.setattr(flex_windows, "_get_compiled_flex_attention", lambda: compiled)
     call = make_call(300, padded=True, biased=True)
     actual = attention_in_windows(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
-    assert list(flex_windows._flex_agreed.values()) == [True]
+    assert list(flex_windows._flex_trial_results.values()) == [True]
     expected = talking_heads_attention(*call, key_range=KeyRange(130, 130, 1, 1), scaling=0.3)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
@@ -124,7 +124,7 @@ def test_compiled_flex_kernel_is_used_after_a_successful_trial(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["wrong", "raises", "raises later"])
 def test_disagreeing_flex_kernel_falls_back_to_blocks(fault, on_the_cpu, monkeypatch):
-    right, calls, printed = flex_windows._compiled(), [], []
+    right, calls, printed = flex_windows._get_compiled_flex_attention(), [], []
 
     def attend(*states, **options):
         calls.append(states)
@@ -132,7 +132,7 @@ def test_disagreeing_flex_kernel_falls_back_to_blocks(fault, on_the_cpu, monkeyp
             raise RuntimeError("no kernel for this")
         return right(*states, **options) * (1.01 if fault == "wrong" else 1)
 
-    monkeypatch.setattr(flex_windows, "_compiled", lambda: attend)
+    monkeypatch.setattr(flex_windows, "_get_compiled_flex_attention", lambda: attend)
     monkeypatch.setattr(backend_choice.logger, "warning", printed.append)
     call, options = make_call(300), {"key_range": KeyRange(20, 20), "scaling": 0.3}
     expected = talking_heads_attention(*call, **options)
@@ -147,7 +147,7 @@ def test_dropout_talking_heads_and_float64_use_blocks(on_the_cpu):
     attention_in_windows(*call, dropout=0.1, **options)
     attention_in_windows(*call, logits_proj=torch.eye(HEADS), weights_proj=torch.eye(HEADS), **options)
     attention_in_windows(*(t if t is None else t.double() for t in call), **options)
-    assert not on_the_cpu and not flex_windows._flex_agreed
+    assert not on_the_cpu and not flex_windows._flex_trial_results
 
 
 @pytest.mark.thorough
@@ -176,7 +176,7 @@ def test_flex_windows_train_after_inference_mode(on_the_cpu):
     again = attention_in_windows(*call, **options)
     torch.autograd.grad(again.sum(), call[0])
     torch.testing.assert_close(actual, again)
-    assert all(flex_windows._flex_agreed.values()) and len(flex_windows._flex_agreed) == 2
+    assert all(flex_windows._flex_trial_results.values()) and len(flex_windows._flex_trial_results) == 2
 
 
 @pytest.mark.thorough
@@ -200,7 +200,7 @@ def test_flex_windows_train_with_gradient_checkpointing(reentrant, last, on_the_
         return [leaf.grad for leaf in leaves]
 
     actual = gradients_of(partial(checkpoint, layer, use_reentrant=reentrant))  # tried within the checkpoint
-    assert all(flex_windows._flex_agreed.values()) and on_the_cpu
+    assert all(flex_windows._flex_trial_results.values()) and on_the_cpu
     torch.testing.assert_close(actual, gradients_of(layer))
 
 
@@ -217,10 +217,10 @@ def test_flex_kernel_serves_other_windows_and_lengths(on_the_cpu):
         attention_in_windows(*make_call(n), key_range=key_range, scaling=0.3)
     attention_in_windows(*make_call(200, 500), key_range=KeyRange(90, 0), scaling=0.3)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == made
-    assert list(flex_windows._flex_agreed.values()) == [True]
+    assert list(flex_windows._flex_trial_results.values()) == [True]
 
 
 def test_flex_windows_allocate_no_quadratic_mask():
     with LargestTensor() as largest:
-        flex_windows._block_mask.__wrapped__(KeyRange(128, 128, 1, 1), 8192, 8192, torch.device("cpu"))
+        flex_windows._create_block_mask.__wrapped__(KeyRange(128, 128, 1, 1), 8192, 8192, torch.device("cpu"))
     assert largest.numel <= (8192 // flex_windows.BLOCK + 1) ** 2

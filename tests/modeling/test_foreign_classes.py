@@ -7,7 +7,7 @@ from architectures import ARCHITECTURES
 from relatives import RELATIVES
 
 import hf_attn_variants
-from hf_attn_variants.modeling.fields.saving_and_loading import fields_in_effect
+from hf_attn_variants.modeling.fields.saving_and_loading import get_effective_fields
 from hf_attn_variants.modeling.variant_names import EAGER
 
 EVERY = {item.name: item for item in (*ARCHITECTURES, *RELATIVES)}
@@ -38,7 +38,7 @@ def test_transformers_class_raises_if_fields_change_outputs(architecture, tmp_pa
     theirs = getattr(transformers, head)
     for fields in fields_of(architecture):
         config = architecture.config(head=head, **fields)
-        assert next(iter(fields)) in fields_in_effect(config)
+        assert next(iter(fields)) in get_effective_fields(config)
         for build in (theirs, theirs._from_config):
             with pytest.raises(ValueError, match=f"AttnVariant{head}"):
                 build(config)
@@ -63,7 +63,7 @@ def test_transformers_class_loads_variants_with_equal_outputs(architecture, tmp_
 
 @pytest.mark.parametrize("fields", [{}, {"cross_kv_lora_rank": 40}, {"kv_lora_rank": 40}])
 def test_full_width_latents_change_no_output(fields):
-    assert fields_in_effect(EVERY["t5"].config(**fields)) == []
+    assert get_effective_fields(EVERY["t5"].config(**fields)) == []
 
 
 def head_around(base, model_class):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import BERT, LENGTH, VARIANTS, padding_mask, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from transformers import StaticCache
 
 pytestmark = pytest.mark.cross_product
@@ -35,7 +35,7 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps)
         for length in steps:
             ids = inputs["input_ids"][:, start : start + length]
             piece = model(**(inputs | {"input_ids": ids}), **with_cache(cache))
-            cache, start = cache_of(piece), start + length
+            cache, start = get_cache(piece), start + length
             pieces.append(piece.logits)
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
     config = model.config
@@ -95,7 +95,7 @@ def test_key_side_dynamic_projections_disable_the_cache():
     model = BERT.model("BertLMHeadModel", "dynamic")
     with pytest.raises(ValueError, match="`use_cache` must be False"):
         model(token_ids(), attention_mask=padding_mask(), use_cache=True)
-    assert cache_of(model(token_ids(), attention_mask=padding_mask())) is None
+    assert get_cache(model(token_ids(), attention_mask=padding_mask())) is None
     assert model.generate(token_ids(2, 4), max_new_tokens=2, pad_token_id=0).shape == (2, 6)
 
 
@@ -105,5 +105,5 @@ def test_query_side_dynamic_projections_support_the_cache():
     with torch.no_grad():
         full = model(ids, use_cache=False).logits
         first = model(ids[:, :5])
-        second = model(ids[:, 5:], **with_cache(cache_of(first)))
+        second = model(ids[:, 5:], **with_cache(get_cache(first)))
     torch.testing.assert_close(second.logits, full[:, 5:], atol=1e-5, rtol=0)

@@ -13,7 +13,7 @@ from relatives import RELATIVES
 
 from hf_attn_variants import convert
 from hf_attn_variants.modeling.attention.variant_mixins import AttnVariantModelMixin
-from hf_attn_variants.modeling.fields.saving_and_loading import wrong_name
+from hf_attn_variants.modeling.fields.saving_and_loading import describe_misspelled_field
 from hf_attn_variants.training.engine.models import _check_override_names
 
 pytestmark = pytest.mark.cross_product
@@ -139,7 +139,7 @@ LETTERS = strategies.lists(strategies.sampled_from("abcdefghijklmnopqrstuvwxyz_0
 @hypothesis.settings(max_examples=300, deadline=None)
 def test_user_defined_names_are_accepted(row, name):
     hypothesis.assume(not _runs_of_letters(name) & set().union(*map(_runs_of_letters, FIELDS)))
-    assert wrong_name(row.config_class, name) is None
+    assert describe_misspelled_field(row.config_class, name) is None
 
 
 @EVERY_ROW

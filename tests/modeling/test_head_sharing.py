@@ -10,7 +10,7 @@ from hf_attn_variants.modeling.mechanisms.head_sharing import (
     HeadSharing,
     MultiQuery,
     consecutive_groups,
-    sharing_of,
+    get_head_sharing,
 )
 
 
@@ -23,7 +23,7 @@ def config_of(row, **fields):
     [([8, 8], HeadSharing), ([1], MultiQuery), ([2], GroupedQuery), ([1, 8], GroupedQuery), ([4, 2], GroupedQuery)],
 )
 def test_head_counts_are_named_mha_gqa_and_mqa(counts, expected):
-    assert sharing_of(counts, 8) is expected
+    assert get_head_sharing(counts, 8) is expected
 
 
 def test_head_sharing_reports_its_field():

@@ -8,7 +8,7 @@ from relatives import ENCODER_DECODERS, ENCODERS
 from torch import nn
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention.mechanism_attention import attend_by_kernel, weights_of_kernel
+from hf_attn_variants.modeling.attention.mechanism_attention import attend_with_kernel, compute_kernel_weights
 from hf_attn_variants.modeling.mechanisms.kernels import hybrid_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
@@ -66,10 +66,10 @@ def test_hybrid_attention_equals_the_formula(n, window, groups, causal):
     leaves, padding = make_call(n, groups)
     expected, weights, exact = by_formula(module, leaves, padding)
     mask = padding[:, None, None]
-    actual, _ = attend_by_kernel(module, *leaves, mask, SCALING)
+    actual, _ = attend_with_kernel(module, *leaves, mask, SCALING)
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(
-        weights_of_kernel(module, *leaves[:2], mask, SCALING).double(), weights, atol=1e-5, rtol=0
+        compute_kernel_weights(module, *leaves[:2], mask, SCALING).double(), weights, atol=1e-5, rtol=0
     )
     direction = torch.randn_like(expected)
     own = [*leaves, *(getattr(module, name) for name in LEARNED)]
@@ -88,11 +88,11 @@ def test_hybrid_limits_are_window_and_kernel_attention():
     key_heads, value_heads = (item.repeat_interleave(2, 1) for item in (key, value))
     with torch.no_grad():
         module.window_log_factor.fill_(80)
-        actual, _ = attend_by_kernel(module, *states, None, SCALING)
+        actual, _ = attend_with_kernel(module, *states, None, SCALING)
         window = nn.functional.scaled_dot_product_attention(query, key_heads, value_heads, near, scale=SCALING)
         torch.testing.assert_close(actual, window.transpose(1, 2), atol=1e-5, rtol=0)
         module.window_log_factor.fill_(-torch.inf)
-        actual, _ = attend_by_kernel(module, *states, None, SCALING)
+        actual, _ = attend_with_kernel(module, *states, None, SCALING)
         phi = [
             reference_linear.hedgehog_features(x, W)
             for x, W in zip((query, key), (module.query_kernel_proj, module.key_kernel_proj), strict=True)
@@ -110,12 +110,12 @@ def test_hybrid_state_continues_from_its_last_token():
     state, outputs, sizes = None, [], set()
     for begin, end in ((0, 2), (2, 11), (11, 27), (27, 28), (28, 29), (29, 30)):
         call = (item[:, :, begin:end] for item in states)
-        output, state = attend_by_kernel(module, *call, padding[:, None, None, :end], SCALING, state)
+        output, state = attend_with_kernel(module, *call, padding[:, None, None, :end], SCALING, state)
         outputs.append(output)
         sizes.add(tuple(item.shape for item in state))
     torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=1e-5, rtol=0)
     assert len(sizes) == 1
-    assert sum(item[0].numel() for item in state[:3]) == module.kernel.state_numbers(module.heads)
+    assert sum(item[0].numel() for item in state[:3]) == module.kernel.num_state_values(module.heads)
 
 
 @BOTH_WAYS
@@ -124,7 +124,7 @@ def test_hybrid_attention_allocates_no_quadratic_tensor(causal):
     for n in (256, 512):
         leaves, padding = make_call(n)
         with LargestTensor() as largest:
-            attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)[0].sum().backward()
+            attend_with_kernel(module, *leaves, padding[:, None, None], SCALING)[0].sum().backward()
         sizes.append(largest.numel)
     assert sizes[1] <= 2 * sizes[0] < 256 * 256 * HEADS
 
@@ -133,11 +133,11 @@ def test_hybrid_attention_allocates_no_quadratic_tensor(causal):
 def test_hybrid_attention_supports_half_precision_and_compilation(causal):
     module = attention(4, causal=causal)
     halves = [item.detach().bfloat16() for item in make_call(20)[0]]
-    exact, _ = attend_by_kernel(module, *(item.float() for item in halves), None, SCALING)
-    half, _ = attend_by_kernel(module, *halves, None, SCALING)
+    exact, _ = attend_with_kernel(module, *(item.float() for item in halves), None, SCALING)
+    half, _ = attend_with_kernel(module, *halves, None, SCALING)
     assert half.dtype == torch.bfloat16
     torch.testing.assert_close(half.float(), exact, atol=1e-2, rtol=1e-2)
-    compiled = torch.compile(attend_by_kernel, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(attend_with_kernel, backend="aot_eager", fullgraph=True)
     states = [item.float() for item in halves]
     torch.testing.assert_close(compiled(module, *states, None, SCALING)[0], exact)
 

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from architectures import BATCH, LENGTH, T5, VOCABULARY, token_ids, with_latents
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_attn_variants.modeling.attention.latent_attention import is_short
+from hf_attn_variants.modeling.attention.latent_attention import is_short_latent
 
 pytestmark = pytest.mark.cross_product
 
@@ -38,7 +38,7 @@ def pieces():
 def start(model, batch, first, cache=None):
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if cache is None else cache
     with torch.no_grad():
-        return cache_of(model(**batch, decoder_input_ids=first, **with_cache(cache)))
+        return get_cache(model(**batch, decoder_input_ids=first, **with_cache(cache)))
 
 
 def go_on(model, batch, last, cache):
@@ -102,7 +102,7 @@ def test_generation_stores_the_latent_once_per_sentence(rank, kind, search):
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
     result = model.generate(**batch, **(options | search), cache_implementation=kind)
     beams = search.get("num_beams", 1) * search.get("num_return_sequences", 1)
-    assert_holds(cache_of(result), BATCH, rank, beams, length=6)
+    assert_holds(get_cache(result), BATCH, rank, beams, length=6)
 
 
 @CROSS_RANKS
@@ -110,7 +110,7 @@ def test_talking_heads_store_the_encoder_outputs_per_beam(rank):
     model = t5(rank, "gqa_talking")
     batch, *_ = pieces()
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": 3, "return_dict_in_generate": True}
-    assert_holds(cache_of(model.generate(**batch, **options)), 3 * BATCH, rank, length=6)
+    assert_holds(get_cache(model.generate(**batch, **options)), 3 * BATCH, rank, length=6)
 
 
 def repeated(cache):
@@ -235,11 +235,11 @@ def test_returned_cache_continues_generation(form):
         model.generation_config.eos_token_id = None
         options = batch | {"do_sample": False, "return_dict_in_generate": True}
         first = model.generate(**options, max_new_tokens=3)
-        options |= with_cache(cache_of(first)) | {"decoder_input_ids": first.sequences}
+        options |= with_cache(get_cache(first)) | {"decoder_input_ids": first.sequences}
         again = model.generate(**options, max_new_tokens=5)
         sequences.append(again.sequences)
         if model is exact:
-            assert stored(cache_of(again).cross_attention_cache) == 4 * BATCH * LENGTH * WIDTH
+            assert stored(get_cache(again).cross_attention_cache) == 4 * BATCH * LENGTH * WIDTH
     assert sequences[0].shape == (BATCH, 9) and sequences[1].equal(sequences[0])
 
 
@@ -266,7 +266,7 @@ def test_keys_and_values_of_short_encoder_outputs_are_cached(monkeypatch):
     model = t5(WIDTH)
     batch, first, last = pieces()
     latent = torch.empty(BATCH, 1, LENGTH, WIDTH)
-    assert is_short(latent) and not is_short(latent.repeat(2, 1, 1, 1))
+    assert is_short_latent(latent) and not is_short_latent(latent.repeat(2, 1, 1, 1))
     cache = start(model, batch, first)
     cross = model.decoder.block[1].layer[1].EncDecAttention
     cross.k.register_forward_hook(lambda *_: pytest.fail("keys were made again"))

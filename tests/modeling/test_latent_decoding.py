@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.modeling.ops import backend_choice, latent_decoding
 from hf_attn_variants.modeling.ops.latent_decoding import (
-    Launch,
+    LaunchSettings,
     attend_to_one_latent,
-    one_latent_by_kernels,
-    one_latent_serves,
+    run_latent_kernels,
+    should_use_latent_kernels,
 )
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 
@@ -33,7 +33,7 @@ T5 = {"d_model": 64, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 4, "v
 
 @pytest.fixture(autouse=True)
 def nothing_agreed_yet(monkeypatch):
-    monkeypatch.setattr(latent_decoding, "_latents_agreed", {})
+    monkeypatch.setattr(latent_decoding, "_latent_trial_results", {})
 
 
 def make_inputs(memories=2, rows=4, keys=40, width=32):
@@ -71,7 +71,7 @@ def formula(query, latent, mask, scaling):
 def test_triton_latent_kernels_equal_the_formula(sizes, kind, programs):
     query, latent = make_inputs(*sizes)
     mask, scaling = make_mask(kind, query, latent), sizes[-1] ** -0.5
-    actual = one_latent_by_kernels(query, latent, mask, scaling, Launch(16, 16, 4, 2, programs))
+    actual = run_latent_kernels(query, latent, mask, scaling, LaunchSettings(16, 16, 4, 2, programs))
     torch.testing.assert_close(actual.double(), formula(query, latent, mask, scaling), rtol=2e-3, atol=2e-3)
 
 
@@ -82,7 +82,7 @@ def test_triton_latent_kernels_give_uniform_weights_under_finite_masks(dtype, pr
     query, latent = make_inputs()
     mask = torch.zeros(2, 1, 4, 40, device=DEVICE, dtype=dtype)
     mask[0, :, 1], mask[1, :, 2, :30] = torch.finfo(dtype).min, torch.finfo(dtype).min
-    actual = one_latent_by_kernels(query, latent, mask, 0.2, Launch(16, 16, 4, 2, programs))
+    actual = run_latent_kernels(query, latent, mask, 0.2, LaunchSettings(16, 16, 4, 2, programs))
     expected = attention_with_weights(query.float(), latent.float(), latent.float(), mask.float(), scaling=0.2)[0]
     torch.testing.assert_close(actual.float(), expected.transpose(1, 2), rtol=2e-3, atol=2e-3)
 
@@ -107,7 +107,7 @@ def faulty_kernels(fault):
         if fault == "no last key":
             latent, mask = latent[:, :, :-1], mask if mask is None else mask[..., :-1]
         if fault == "one block of a part":
-            keys = latent_decoding._parts(query, latent, launch)[1]
+            keys = latent_decoding._partition_keys(query, latent, launch)[1]
             first = torch.arange(latent.shape[2], device=latent.device) % keys < launch.block
             latent, mask = latent[:, :, first], mask if mask is None else mask[..., first]
         output = formula(query, latent, mask, scaling * (1.05 if fault == "scaling" else 1)).to(query.dtype)
@@ -127,37 +127,37 @@ def test_failing_triton_kernels_fall_back_to_torch_with_one_warning(monkeypatch,
     if fault == "one block of a part" and memories > 2:
         pytest.skip("that part is all")
     warnings = []
-    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels(fault))
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", faulty_kernels(fault))
     monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     query, latent = make_inputs(memories, keys=100)
     mask = torch.ones(memories, 1, 1, 100, dtype=torch.bool, device=DEVICE) if masked else None
     expected = scaled_dot_product_attention(query, latent, latent, mask, scale=0.2)
     for _ in range(2):
         assert torch.equal(attend_to_one_latent(query, latent, mask, scaling=0.2), expected)
-    assert len(warnings) == 1 and "is computed by torch's kernels, which are slower" in warnings[0]
+    assert len(warnings) == 1 and "The slower kernels in torch compute attention to a latent" in warnings[0]
     assert ("out of resource" if fault == "raises" else "gave other numbers") in warnings[0]
 
 
 @needs_triton
 def test_exact_triton_results_pass_the_trial(monkeypatch):
-    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels(None))
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", faulty_kernels(None))
     for dtype in (torch.float16, torch.bfloat16):  # with its rounding
         for memories in (2, 1000):
             query, latent = (item.to(dtype) for item in make_inputs(memories, keys=100))
             attend_to_one_latent(query, latent, scaling=0.2)
-    assert list(latent_decoding._latents_agreed.values()) == [True] * 4
+    assert list(latent_decoding._latent_trial_results.values()) == [True] * 4
 
 
 @needs_triton
 def test_later_triton_failure_falls_back_to_torch(monkeypatch):
-    kernels, warnings = latent_decoding.one_latent_by_kernels, []
+    kernels, warnings = latent_decoding.run_latent_kernels, []
     monkeypatch.setattr(backend_choice.logger, "warning", warnings.append)
     query, latent = make_inputs()
     attend_to_one_latent(query, latent, scaling=0.2)
-    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", faulty_kernels("raises"))
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", faulty_kernels("raises"))
     expected = scaled_dot_product_attention(query, latent, latent, scale=0.2)
     assert torch.equal(attend_to_one_latent(query, latent, scaling=0.2), expected) and len(warnings) == 1
-    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", kernels)
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", kernels)
     assert torch.equal(attend_to_one_latent(query, latent, scaling=0.2), expected) and len(warnings) == 1
 
 
@@ -168,35 +168,33 @@ def test_trial_of_triton_kernels_keeps_the_random_state():
     torch.manual_seed(0)
     query, latent = (torch.ones(1, 1, size, 32, device=DEVICE, dtype=torch.float16) for size in (4, 40))
     attend_to_one_latent(query, latent, scaling=0.2)
-    assert latent_decoding._latents_agreed and torch.equal(torch.rand(3, device=DEVICE), expected)
+    assert latent_decoding._latent_trial_results and torch.equal(torch.rand(3, device=DEVICE), expected)
 
 
 @needs_triton
 def test_triton_latent_kernels_serve_supported_calls_only(monkeypatch):
     monkeypatch.setattr(latent_decoding, "LEAST_BYTES", 0)
     query, latent = make_inputs()
-    assert one_latent_serves(query, latent, None, 0.0)
-    assert not one_latent_serves(query, latent, None, 0.1)
-    assert not one_latent_serves(query.float(), latent.float(), None, 0.0)
-    assert not one_latent_serves(query.clone().requires_grad_(), latent, None, 0.0)
+    assert should_use_latent_kernels(query, latent, None, 0.0)
+    assert not should_use_latent_kernels(query, latent, None, 0.1)
+    assert not should_use_latent_kernels(query.float(), latent.float(), None, 0.0)
+    assert not should_use_latent_kernels(query.clone().requires_grad_(), latent, None, 0.0)
     with torch.no_grad():
-        assert one_latent_serves(query.clone().requires_grad_(), latent, None, 0.0)
-    assert not one_latent_serves(*make_inputs(rows=17), None, 0.0)
-    assert not one_latent_serves(*make_inputs(width=8), None, 0.0)
-    assert not one_latent_serves(*make_inputs(keys=0), None, 0.0)
+        assert should_use_latent_kernels(query.clone().requires_grad_(), latent, None, 0.0)
+    assert not should_use_latent_kernels(*make_inputs(rows=17), None, 0.0)
+    assert not should_use_latent_kernels(*make_inputs(width=8), None, 0.0)
+    assert not should_use_latent_kernels(*make_inputs(keys=0), None, 0.0)
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert not one_latent_serves(query, latent, None, 0.0)
+        assert not should_use_latent_kernels(query, latent, None, 0.0)
     monkeypatch.setattr(latent_decoding, "LEAST_BYTES", latent.numel() * 2 + 1)
-    assert not one_latent_serves(query, latent, None, 0.0)  # a launch would take longer than the reading
+    assert not should_use_latent_kernels(query, latent, None, 0.0)  # a launch would take longer than the reading
 
 
 @needs_triton
 @pytest.mark.parametrize("rank", [64, 16], ids=["exact", "latents"])
 def test_compiled_step_uses_triton_kernels_with_equal_outputs(monkeypatch, rank):
-    kernels, calls = latent_decoding.one_latent_by_kernels, []
-    monkeypatch.setattr(
-        latent_decoding, "one_latent_by_kernels", lambda *call: [calls.append(call), kernels(*call)][1]
-    )
+    kernels, calls = latent_decoding.run_latent_kernels, []
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", lambda *call: [calls.append(call), kernels(*call)][1])
     config = AutoConfig.for_model("attn_variant_t5", **T5, decoder_start_token_id=0, cross_kv_lora_rank=rank)
     torch.manual_seed(0)
     model = AutoModelForSeq2SeqLM.from_config(config).eval().to(DEVICE, torch.float16)
@@ -230,20 +228,20 @@ def test_latent_kernels_pass_in_the_triton_interpreter():
 def test_cpu_calls_use_torch(monkeypatch):
     monkeypatch.setattr(latent_decoding, "LEAST_BYTES", 0)
     query, latent = (torch.ones(1, 1, size, 32, dtype=torch.float16) for size in (4, 40))
-    assert not one_latent_serves(query, latent, None, 0.0)
+    assert not should_use_latent_kernels(query, latent, None, 0.0)
 
 
 @needs_triton
 def test_out_of_memory_does_not_disable_triton_kernels(monkeypatch):
-    kernels = latent_decoding.one_latent_by_kernels
+    kernels = latent_decoding.run_latent_kernels
 
     def full(*call):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", full)
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", full)
     query, latent = make_inputs()
     with pytest.raises(torch.OutOfMemoryError):
         attend_to_one_latent(query, latent, scaling=0.2)
-    monkeypatch.setattr(latent_decoding, "one_latent_by_kernels", kernels)
+    monkeypatch.setattr(latent_decoding, "run_latent_kernels", kernels)
     attend_to_one_latent(query, latent, scaling=0.2)
-    assert list(latent_decoding._latents_agreed.values()) == [True]
+    assert list(latent_decoding._latent_trial_results.values()) == [True]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5, padding_mask, text_inputs, token_ids, with_latents
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from fixtures.checkpointing import checkpoint_layers
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
@@ -284,7 +284,7 @@ def test_bert_decoder_with_latents_decodes_with_a_cache(variant, fields, impleme
         cache, pieces = None, []
         for piece in ids.split([4, 1, 1, 3], dim=1):
             result = exact(piece, **with_cache(cache), **memory)
-            cache, pieces = cache_of(result), [*pieces, result.logits]
+            cache, pieces = get_cache(result), [*pieces, result.logits]
     assert_close(torch.cat(pieces, dim=1), expected)
     own = getattr(cache, "self_attention_cache", cache)
     assert all(layer.keys.shape == (BATCH, 1, LENGTH, 48) and not layer.values.numel() for layer in own.layers)

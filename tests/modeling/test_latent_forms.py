@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from torch import nn
 
 from hf_attn_variants.modeling.attention import latent_attention
@@ -43,7 +43,7 @@ def test_absorbed_and_expanded_forms_have_equal_gradients(architecture, head, va
     for form in (True, False):
         has_m2l = "m2l" in model.config.talking_heads_dynamic
         absorbs = form and not (has_m2l and architecture is not T5)  # then key biases count
-        monkeypatch.setattr(latent_attention, "absorbs", lambda *_, absorbs=absorbs: absorbs)
+        monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_, absorbs=absorbs: absorbs)
         model.zero_grad()
         result = model(**batch)
         result.loss.backward()
@@ -94,7 +94,7 @@ def maps_of(key, value, bias):
 @pytest.mark.parametrize("masked", [False, True], ids=["", "a masked row"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_latent_forms_equal_the_formula(form, implementation, key, value, output, bias, masked, beams, monkeypatch):
-    monkeypatch.setattr(latent_attention, "absorbs", lambda *_: form)
+    monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_: form)
     torch.manual_seed(0)
     projections = {}
     if output != 4:
@@ -134,7 +134,7 @@ def test_key_bias_affects_key_side_dynamic_projections():
     module, maps = heads_of(4, 4, 4, 4, **projections), maps_of(4, 4, True)
     query, latent = torch.randn(2, 4, 1, DIM).double(), torch.randn(2, 1, 50, RANK).double()
     m2l = torch.randn(2, 50, 4, 4, dtype=torch.float64)
-    assert latent_attention.absorbs(module, query, latent, maps, {})
+    assert latent_attention.should_absorb_projections(module, query, latent, maps, {})
     module.dynamic_names = ("m2l",)
     actual, _ = attend_to_latent(module, query, latent, None, maps, scaling=0.7, m2l=m2l)
     keys, values = (item(latent[:, 0]).unflatten(-1, (-1, DIM)).transpose(1, 2) for item in maps)
@@ -147,7 +147,7 @@ def test_key_bias_affects_key_side_dynamic_projections():
 @pytest.mark.parametrize("talking", [False, True])
 def test_dropout_scales_the_value_bias(form, implementation, talking, monkeypatch):
     """Check that outputs add the bias times the sum of weights, which is not one after dropout or P_w."""
-    monkeypatch.setattr(latent_attention, "absorbs", lambda *_: form)
+    monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_: form)
     torch.manual_seed(0)
     projections = {"weights_proj": torch.randn(4, 4, dtype=torch.float64)} if talking else {}
     module, maps = heads_of(4, 2, 2, 4, implementation, **projections), maps_of(2, 2, True)
@@ -174,7 +174,7 @@ def test_latent_forms_drop_the_same_weights_in_training(implementation, monkeypa
             module.p = 0.0
     batch, actual = BERT.batch("BertModel"), []
     for form, name in ((True, implementation), (False, "eager")):
-        monkeypatch.setattr(latent_attention, "absorbs", lambda *_, form=form: form)
+        monkeypatch.setattr(latent_attention, "should_absorb_projections", lambda *_, form=form: form)
         model.set_attn_implementation(name)
         torch.manual_seed(0)
         actual.append(model(**batch).last_hidden_state)
@@ -193,7 +193,7 @@ def test_latent_t5_decodes_the_same_with_and_without_a_cache(variant, steps, for
         cache, pieces = None, []
         for piece in target.split(steps, dim=1):
             result = model(**batch, decoder_input_ids=piece, **with_cache(cache))
-            cache, pieces = cache_of(result), [*pieces, result.logits]
+            cache, pieces = get_cache(result), [*pieces, result.logits]
     torch.testing.assert_close(torch.cat(pieces, dim=1), full, atol=1e-5, rtol=0)
     for beams in (1, 3):
         kwargs = batch | {"max_new_tokens": 6, "num_beams": beams, "do_sample": False}
@@ -206,10 +206,10 @@ def test_latent_form_is_chosen_by_cost(monkeypatch):
     """Check that single tokens attend in the latent, and whole texts compute keys and values."""
     model = T5.model("T5ForConditionalGeneration", cross_kv_lora_rank=24)
     absorbed = []
-    inner = latent_attention._absorbed
+    inner = latent_attention._attend_in_absorbed_form
     monkeypatch.setattr(
         latent_attention,
-        "_absorbed",
+        "_attend_in_absorbed_form",
         lambda *args, **kwargs: absorbed.append(args[1].shape[2]) or inner(*args, **kwargs),
     )
     batch = T5.batch("T5ForConditionalGeneration")

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from architectures import ARCHITECTURES, BERT, LENGTH, T5, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from transformers import StaticCache
 
 import hf_attn_variants
@@ -70,11 +70,14 @@ def outputs(model, batch):
 def test_attention_modules_use_the_values_of_their_layer(architecture):
     model, actual = mixed(architecture), []
     for site, path, module in model.named_attentions():
-        heads, (key, value) = site.heads(model.config, path), (module.get_submodule(p) for p in (site.key, site.value))
+        heads, (key, value) = (
+            site.get_heads(model.config, path),
+            (module.get_submodule(p) for p in (site.key, site.value)),
+        )
         assert key.out_features == value.out_features == heads.key * heads.head_dim
         assert module.get_submodule(site.core).heads == heads
-        own_latent = hasattr(module.get_submodule(site.core), "kv_a_proj")
-        assert own_latent == (heads.rank in (16, 20)) and key.in_features == value.in_features
+        compute_own_latent = hasattr(module.get_submodule(site.core), "kv_a_proj")
+        assert compute_own_latent == (heads.rank in (16, 20)) and key.in_features == value.in_features
         actual.append((site.name, heads.key, heads.rank, key.in_features))
     assert actual == FOUND[architecture.name]
 
@@ -147,7 +150,7 @@ def test_per_layer_t5_generates_the_same_with_and_without_a_cache(variant, beams
         result = model.generate(**inputs, cache_implementation=kind, return_dict_in_generate=True)
         assert result.sequences.equal(expected)
     # Upstream makes a layer for each of the encoder's.
-    own = [layer.keys.shape[1::2] for layer in cache_of(result).self_attention_cache.layers[:2]]
+    own = [layer.keys.shape[1::2] for layer in get_cache(result).self_attention_cache.layers[:2]]
     assert own == [(1, 16), (1, 8)]
 
 
@@ -160,7 +163,7 @@ def test_per_layer_bert_decodes_the_same_with_and_without_a_cache():
             pieces = []
             for piece in ids.split([4, 1, 1, 3], dim=1):
                 result = model(piece, **with_cache(cache))
-                cache, pieces = cache_of(result), [*pieces, result.logits]
+                cache, pieces = get_cache(result), [*pieces, result.logits]
             torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
 
 

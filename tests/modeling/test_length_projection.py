@@ -7,9 +7,9 @@ from relatives import ENCODER_DECODERS, ENCODERS, WHISPER
 from torch import nn
 
 import hf_attn_variants
-from hf_attn_variants.modeling.attention.mechanism_attention import attend_by_kernel, weights_of_kernel
+from hf_attn_variants.modeling.attention.mechanism_attention import attend_with_kernel, compute_kernel_weights
 from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.linformer_kernel import Linformer, segment_means
+from hf_attn_variants.modeling.mechanisms.kernels.linformer_kernel import Linformer, create_segment_means
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference.linear import linformer_attention
 
@@ -27,17 +27,19 @@ def test_length_projection_equals_the_formula(m, groups):
     module.heads = AttentionHeads(4, groups, groups, 4, 4, 6, 6)
     install_kernel(module, Linformer(7, False, 0, length=20))
     init_kernel(module)
-    assert module.length_proj.equal(segment_means(7, 20))
+    assert module.length_proj.equal(create_segment_means(7, 20))
     module.length_proj.data.add_(torch.randn(7, 20), alpha=0.3)
     leaves = [torch.randn(3, heads, m, 6).requires_grad_() for heads in (4, groups, groups)]
     padding = torch.stack([torch.arange(m) < m, torch.arange(m) >= m - 4, torch.arange(m) < 0])
     exact = [item.detach().double().requires_grad_() for item in (*leaves, module.length_proj)]
     expected, weights = linformer_attention(*exact[:3], exact[3][:, :m], scale=0.4, padding=padding)
     mask = padding[:, None, None]
-    actual, state = attend_by_kernel(module, *leaves, mask, 0.4)
+    actual, state = attend_with_kernel(module, *leaves, mask, 0.4)
     assert state is None
     torch.testing.assert_close(actual.double(), expected.transpose(1, 2), atol=1e-5, rtol=0)
-    torch.testing.assert_close(weights_of_kernel(module, *leaves[:2], mask, 0.4).double(), weights, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        compute_kernel_weights(module, *leaves[:2], mask, 0.4).double(), weights, atol=1e-5, rtol=0
+    )
     direction = torch.randn_like(expected)
     actual = torch.autograd.grad((actual.transpose(1, 2) * direction).sum(), [*leaves, module.length_proj])
     for one, other in zip(actual, torch.autograd.grad((expected * direction).sum(), exact), strict=True):
@@ -45,8 +47,8 @@ def test_length_projection_equals_the_formula(m, groups):
 
 
 def test_length_projection_starts_as_means_of_segments():
-    torch.testing.assert_close(segment_means(2, 5), torch.tensor([[1 / 3] * 3 + [0] * 2, [0] * 3 + [0.5] * 2]))
-    assert segment_means(4, 4).equal(torch.eye(4))
+    torch.testing.assert_close(create_segment_means(2, 5), torch.tensor([[1 / 3] * 3 + [0] * 2, [0] * 3 + [0.5] * 2]))
+    assert create_segment_means(4, 4).equal(torch.eye(4))
 
 
 @pytest.mark.parametrize("architecture", (BERT, ALBERT, *ENCODERS, BART, WHISPER), ids=lambda row: row.name)
@@ -90,4 +92,4 @@ def test_texts_longer_than_the_projection_raise_an_error():
     install_kernel(module, Linformer(2, False, 0, length=4))
     states = torch.randn(1, 1, 5, 2)
     with pytest.raises(ValueError, match="got 5"):
-        attend_by_kernel(module, states, states, states, None, 1.0)
+        attend_with_kernel(module, states, states, states, None, 1.0)

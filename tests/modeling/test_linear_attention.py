@@ -5,10 +5,14 @@ import torch
 from fixtures.largest_tensor import LargestTensor
 from torch import nn
 
-from hf_attn_variants.modeling.attention.mechanism_attention import attend_by_kernel, keys_read, weights_of_kernel
+from hf_attn_variants.modeling.attention.mechanism_attention import (
+    attend_with_kernel,
+    compute_kernel_weights,
+    mask_to_allowed_keys,
+)
 from hf_attn_variants.modeling.mechanisms.kernels import feature_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
-from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import kernel_class
+from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import get_kernel_class
 from hf_attn_variants.modeling.ops.variant_attention import AttentionHeads
 from hf_attn_variants.reference import linear as reference_linear
 
@@ -31,7 +35,7 @@ def attention(name, groups=2, causal=False, dtype=torch.float32):
     torch.manual_seed(0)
     module = nn.Linear(1, 1).to(dtype)
     module.heads = AttentionHeads(HEADS, groups, groups, HEADS, HEADS, D, D)
-    install_kernel(module, kernel_class(name)(9, causal, 3))
+    install_kernel(module, get_kernel_class(name)(9, causal, 3))
     init_kernel(module)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -97,13 +101,16 @@ def test_linear_attention_in_sums_equals_the_formula(name, n, m, groups):
     leaves, padding = make_call(n, m, groups)
     expected, weights, exact = by_formula(module, leaves, padding)
     mask = padding[:, None, None]
-    actual, _ = attend_by_kernel(module, *leaves, mask, SCALING)
+    actual, _ = attend_with_kernel(module, *leaves, mask, SCALING)
     compare(actual, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
     torch.testing.assert_close(
-        weights_of_kernel(module, *leaves[:2], mask, SCALING).double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0
+        compute_kernel_weights(module, *leaves[:2], mask, SCALING).double(),
+        weights,
+        atol=TOLERANCE.get(name, 1e-5),
+        rtol=0,
     )
     added = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-    assert attend_by_kernel(module, *leaves, added, SCALING)[0].equal(actual)
+    assert attend_with_kernel(module, *leaves, added, SCALING)[0].equal(actual)
 
 
 @EVERY_KERNEL
@@ -112,9 +119,9 @@ def test_linear_attention_in_chunks_equals_the_formula(name, n, groups):
     module = attention(name, groups, causal=True)
     leaves, padding = make_call(n, n, groups)
     expected, weights, exact = by_formula(module, leaves, padding, causal=True)
-    actual, _ = attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)
+    actual, _ = attend_with_kernel(module, *leaves, padding[:, None, None], SCALING)
     compare(actual, expected, [*leaves, *learned(module)], exact, TOLERANCE.get(name, 1e-5))
-    actual = weights_of_kernel(module, *leaves[:2], padding[:, None, None], SCALING)
+    actual = compute_kernel_weights(module, *leaves[:2], padding[:, None, None], SCALING)
     torch.testing.assert_close(actual.double(), weights, atol=TOLERANCE.get(name, 1e-5), rtol=0)
 
 
@@ -129,7 +136,7 @@ def test_linear_attention_state_continues_from_its_last_token(name):
     for begin, end in ((0, 11), (11, 27), (27, 28), (28, 29), (29, 30)):
         mask = padding[:, None, None, :end]  # of all tokens seen, as a decoder's
         call = (states[:, :, begin:end] for states in (query, key, value))
-        output, state = attend_by_kernel(module, *call, mask, SCALING, state)
+        output, state = attend_with_kernel(module, *call, mask, SCALING, state)
         outputs.append(output)
         sizes.add(sum(item.numel() for item in state if item is not None))
     torch.testing.assert_close(torch.cat(outputs, 1).double(), expected, atol=TOLERANCE.get(name, 1e-5), rtol=0)
@@ -143,7 +150,7 @@ def test_long_texts_equal_the_recurrence_to_five_digits():
     phi_q, phi_k = (reference_linear.elu_features(item) for item in states[:2])
     S, z = torch.zeros(1, HEADS, D, D), torch.zeros(1, HEADS, D)
     expected, _, _ = reference_linear.kernel_attention_recurrent(phi_q, phi_k, states[2], S, z)
-    actual, _ = attend_by_kernel(module, *states, None, SCALING)
+    actual, _ = attend_with_kernel(module, *states, None, SCALING)
     torch.testing.assert_close(actual, expected.transpose(1, 2), atol=1e-5, rtol=0)
 
 
@@ -153,14 +160,14 @@ def test_beams_share_kernel_sums(name):
     (query, key, value), padding = make_call(2, 23)
     query = torch.randn(6, HEADS, 2, D)
     mask = padding[:, None, None]
-    actual, state = attend_by_kernel(module, query, key, value, mask, SCALING)
+    actual, state = attend_with_kernel(module, query, key, value, mask, SCALING)
     repeated = [item.repeat_interleave(2, 0) for item in (key, value, mask)]
-    expected, _ = attend_by_kernel(module, query, *repeated, SCALING)
+    expected, _ = attend_with_kernel(module, query, *repeated, SCALING)
     torch.testing.assert_close(actual, expected)
-    assert attend_by_kernel(module, query, key, value, repeated[2], SCALING)[0].equal(actual)
-    assert module.kernel.read_state(module, query, state, SCALING).equal(actual)
+    assert attend_with_kernel(module, query, key, value, repeated[2], SCALING)[0].equal(actual)
+    assert module.kernel.attend_to_state(module, query, state, SCALING).equal(actual)
     weights = [
-        weights_of_kernel(module, query, keys, mask, SCALING) for keys in (key, repeated[0]) for mask in (None,)
+        compute_kernel_weights(module, query, keys, mask, SCALING) for keys in (key, repeated[0]) for mask in (None,)
     ]
     torch.testing.assert_close(*weights)
 
@@ -172,15 +179,15 @@ def test_large_logits_stay_finite_in_half_precision(name):
     (query, key, value), padding = make_call(9, 9, HEADS)
     states = (query * 12, key * 12, value)
     expected, _, _ = by_formula(module, states, padding)
-    actual, _ = attend_by_kernel(module, *states, padding[:, None, None], SCALING)
+    actual, _ = attend_with_kernel(module, *states, padding[:, None, None], SCALING)
     torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=0)
     halves = [item.detach().bfloat16() for item in (query, key, value)]
-    exact, _ = attend_by_kernel(module, *(item.float() for item in halves), None, SCALING)
-    half, state = attend_by_kernel(module, *halves, None, SCALING)
+    exact, _ = attend_with_kernel(module, *(item.float() for item in halves), None, SCALING)
+    half, state = attend_with_kernel(module, *halves, None, SCALING)
     assert half.dtype == torch.bfloat16 and state.sums.dtype == torch.float32
     torch.testing.assert_close(half.float(), exact, atol=1e-2, rtol=1e-2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        again, _ = attend_by_kernel(module, *halves, None, SCALING)
+        again, _ = attend_with_kernel(module, *halves, None, SCALING)
     assert again.equal(half)
 
 
@@ -192,7 +199,7 @@ def test_linear_attention_allocates_no_quadratic_tensor(name, causal):
     for n in (256, 512):
         leaves, padding = make_call(n, n)
         with LargestTensor() as largest:
-            attend_by_kernel(module, *leaves, padding[:, None, None], SCALING)[0].sum().backward()
+            attend_with_kernel(module, *leaves, padding[:, None, None], SCALING)[0].sum().backward()
         sizes.append(largest.numel)
     assert sizes[1] <= 2 * sizes[0] < 256 * 256 * HEADS
 
@@ -205,13 +212,13 @@ def test_linear_attention_can_be_compiled(name, causal):
     leaves, _ = make_call(20, 20)
 
     def attend(*states):
-        return attend_by_kernel(module, *states, None, SCALING)[0]
+        return attend_with_kernel(module, *states, None, SCALING)[0]
 
     torch.testing.assert_close(torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves), attend(*leaves))
 
 
 def test_query_dependent_masks_with_kernels_raise_an_error():
     key = torch.randn(2, 1, 5, D)
-    assert keys_read(torch.ones(2, 1, 1, 5).bool().expand(2, 1, 5, 5), key).shape == (2, 1, 5, 1)
+    assert mask_to_allowed_keys(torch.ones(2, 1, 1, 5).bool().expand(2, 1, 5, 5), key).shape == (2, 1, 5, 1)
     with pytest.raises(ValueError, match="`attention_kernel`"):
-        keys_read(torch.ones(2, 1, 5, 5).bool(), key)
+        mask_to_allowed_keys(torch.ones(2, 1, 5, 5).bool(), key)

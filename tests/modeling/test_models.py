@@ -19,7 +19,7 @@ from architectures import (
 from fixtures.checkpointing import checkpoint_layers
 
 import hf_attn_variants
-from hf_attn_variants.modeling.mechanisms.talking_heads import TalkingHeads
+from hf_attn_variants.modeling.mechanisms.talking_heads import TalkingHeadsSettings
 from hf_attn_variants.modeling.variant_names import EAGER, SDPA
 
 pytestmark = pytest.mark.cross_product
@@ -179,7 +179,7 @@ def test_parameter_count_equals_the_formula(architecture, variant):
     plain, model = architecture.model(head), architecture.model(head, variant)
     config, difference, latents = model.config, 0, {}
     for (site, path, module), (_, _, whole) in zip(model.named_attentions(), plain.named_attentions(), strict=True):
-        heads = site.heads(config, path)
+        heads = site.get_heads(config, path)
         query, output = module.get_submodule(site.query), module.get_submodule(site.output)
         key_inputs, has_bias = whole.get_submodule(site.key).in_features, query.bias is not None
         rank = key_inputs if heads.rank is None else heads.rank
@@ -188,7 +188,7 @@ def test_parameter_count_equals_the_formula(architecture, variant):
         before, after = (count * (inputs + has_bias) for count, inputs in rows)
         difference += before - after
         if rank < key_inputs:
-            latents[site.latent_path(path)] = rank * key_inputs
+            latents[site.get_latent_path(path)] = rank * key_inputs
         unread = config.num_attention_heads * d - config.num_value_heads * d_v
         difference += unread * output.out_features
         h_k, h, h_v = config.num_attention_heads, config.num_softmax_heads, config.num_value_heads
@@ -211,19 +211,19 @@ def test_attention_module_uses_the_head_count_of_its_place():
         layer_value=lambda name, layer: values.get(name),
         attention_head_dim=lambda name: 3,
         attention_value_dim=lambda name: 7,
-        talking_heads_of=lambda prefix, layer: TalkingHeads("both", 6, 5, dynamic=(prefix, str(layer))),
+        get_talking_heads=lambda prefix, layer: TalkingHeadsSettings("both", 6, 5, dynamic=(prefix, str(layer))),
     )
     encoder, decoder, cross = hf_attn_variants.AttnVariantT5Model.attention_sites
     attention = "decoder.block.3.layer.0.SelfAttention"
-    assert decoder.heads(config, attention) == (8, 2, 2, 6, 5, 3, 7, 16, "both", "identity", ("", "3"))
-    assert cross.heads(config, "decoder.block.3.layer.1.EncDecAttention")[:8] == (8, 2, 2, 6, 5, 3, 7, 64)
-    assert cross.heads(config, "decoder.block.3.layer.1.EncDecAttention").dynamic == ("cross_", "3")
-    of_encoder = encoder.heads(config, attention.replace("decoder", "encoder"))
+    assert decoder.get_heads(config, attention) == (8, 2, 2, 6, 5, 3, 7, 16, "both", "identity", ("", "3"))
+    assert cross.get_heads(config, "decoder.block.3.layer.1.EncDecAttention")[:8] == (8, 2, 2, 6, 5, 3, 7, 64)
+    assert cross.get_heads(config, "decoder.block.3.layer.1.EncDecAttention").dynamic == ("cross_", "3")
+    of_encoder = encoder.get_heads(config, attention.replace("decoder", "encoder"))
     assert of_encoder == (4, 4, 5, 6, 5, 3, 7, None, "both", "identity", ("encoder_", "3"))
     assert [site.stack for site in (encoder, decoder, cross)] == ["encoder", "decoder", "decoder"]
     assert [site.is_cross_attention for site in (encoder, decoder, cross)] == [False, False, True]
     (own, cross) = hf_attn_variants.AttnVariantBertModel.attention_sites
-    assert [own.stack_of(SimpleNamespace(is_decoder=is_decoder)) for is_decoder in (False, True)] == [
+    assert [own.get_stack_name(SimpleNamespace(is_decoder=is_decoder)) for is_decoder in (False, True)] == [
         "encoder",
         "decoder",
     ]

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from architectures import ALBERT, BATCH, BERT, LENGTH, T5, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from relatives import ENCODER_DECODERS, ENCODERS
 from transformers import StaticCache
 
 import hf_attn_variants
 from hf_attn_variants.export.plain import export_transformers
-from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import sinusoids
+from hf_attn_variants.modeling.mechanisms.sinusoidal_positions import compute_sinusoids
 from hf_attn_variants.reference.scores import sinusoidal_positions
 from hf_attn_variants.registration import longest_input
 
@@ -25,12 +25,14 @@ WRITERS = {"t5": "T5ForConditionalGeneration", "umt5": "UMT5ForConditionalGenera
 @pytest.mark.parametrize("width", [1, 7, 40])
 def test_sinusoids_equal_the_formula(width):
     expected = sinusoidal_positions(30, width)
-    torch.testing.assert_close(sinusoids(torch.arange(30)[None], width)[0].double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        compute_sinusoids(torch.arange(30)[None], width)[0].double(), expected, atol=1e-6, rtol=0
+    )
     far = torch.tensor([[20_000]])
     by_hand = torch.tensor(20_000 / 10_000 ** (2 * (width // 2) / width), dtype=torch.float64)
     expected = by_hand.cos() if (width - 1) % 2 else by_hand.sin()
     if width % 2:  # the last place is a sine
-        torch.testing.assert_close(sinusoids(far, width)[0, 0, -1].double(), expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(compute_sinusoids(far, width)[0, 0, -1].double(), expected, atol=1e-6, rtol=0)
 
 
 def base(architecture, head, **fields):
@@ -113,7 +115,7 @@ def test_sinusoidal_positions_continue_after_the_cache(architecture, fields):
                 result = model(
                     **batch, decoder_input_ids=ids[:, begin:end], **seen, **with_cache(cache), use_cache=True
                 )
-                cache, steps = cache_of(result), [*steps, result.logits]
+                cache, steps = get_cache(result), [*steps, result.logits]
         torch.testing.assert_close(torch.cat(steps, 1)[:, 2:], whole[:, 2:], atol=1e-5, rtol=0)
 
 

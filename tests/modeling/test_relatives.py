@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from architectures import LENGTH, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from hub.test_loading_elsewhere import ELSEWHERE, run_elsewhere, save_one
 from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
@@ -78,13 +78,13 @@ def test_identical_heads_convert_without_changing_outputs(architecture, tmp_path
     counts = dict.fromkeys(architecture.config_class.kv_heads_fields(), 2)
     with torch.no_grad():
         for site, path, module in model.named_attentions():
-            heads = site.heads(model.config, path)
+            heads = site.get_heads(model.config, path)
             for role in (site.key, site.value):
                 for parameter in module.get_submodule(role).parameters():
                     groups = parameter.view(2, heads.key // 2, heads.head_dim, -1)
                     groups.copy_(groups[:, :1].clone())
     grouped = convert(model, method="mean", **counts)
-    assert {site.heads(grouped.config, path).key for site, path, _ in grouped.named_attentions()} == {2}
+    assert {site.get_heads(grouped.config, path).key for site, path, _ in grouped.named_attentions()} == {2}
     assert grouped.num_parameters() < model.num_parameters()
     same_outputs(grouped.eval(), model, architecture.batch(head))
 
@@ -125,7 +125,7 @@ def test_generated_tokens_equal_transformers(architecture, search, padding, tmp_
         result = ours.generate(**batch, **options, return_dict_in_generate=True)
         assert torch.equal(result.sequences, expected)
         sentences = len(batch["input_ids"])
-        cross = cache_of(result).cross_attention_cache.layers
+        cross = get_cache(result).cross_attention_cache.layers
         kept = {layer.keys.untyped_storage().data_ptr() for layer in cross}
         assert {layer.keys.shape[0] for layer in cross} == {sentences}  # once for all beams of a sentence
         assert len(kept) == (1 if fields else 2)
@@ -144,7 +144,7 @@ def test_low_rank_latents_decode_the_same_with_and_without_a_cache(architecture)
         cache, steps = None, []
         for step in range(LENGTH):
             result = model(**batch, decoder_input_ids=ids[:, step : step + 1], **with_cache(cache), use_cache=True)
-            cache, steps = cache_of(result), [*steps, result.logits]
+            cache, steps = get_cache(result), [*steps, result.logits]
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=0)
 
 

@@ -6,7 +6,12 @@ from fixtures.largest_tensor import LargestTensor
 from torch.nn import functional
 
 from hf_attn_variants.modeling.ops import blocked_attention, key_ranges
-from hf_attn_variants.modeling.ops.key_ranges import BlockWindows, KeyRange, as_full_attention, fills_blocks
+from hf_attn_variants.modeling.ops.key_ranges import (
+    BlockWindows,
+    KeyRange,
+    key_range_to_mask_and_bias,
+    should_compute_in_blocks,
+)
 from hf_attn_variants.modeling.ops.memory_efficient_attention import talking_heads_attention
 from hf_attn_variants.modeling.ops.softmax_attention import attention_with_weights
 from hf_attn_variants.reference import patterns as reference_patterns
@@ -32,7 +37,7 @@ def short_blocks(monkeypatch):
 
 
 def reach_of(window, dilation=1, global_tokens=0, causal=False):
-    return KeyRange.of(window, dilation, global_tokens, causal)
+    return KeyRange.from_window(window, dilation, global_tokens, causal)
 
 
 def make_call(n, groups=2, biased=False, dtype=torch.float32):
@@ -69,7 +74,7 @@ def test_window_blocks_equal_the_formula(fields, n, groups, biased):
     expected, exact = by_formula(leaves, fields, padding)
     bias = leaves[3] if biased else None
     key_range, mask = reach_of(**fields), padding[:, None, None]
-    assert fills_blocks(key_range, leaves[0], leaves[1], mask)
+    assert should_compute_in_blocks(key_range, leaves[0], leaves[1], mask)
     actual = talking_heads_attention(*leaves[:3], mask, bias, scaling=0.4, key_range=key_range)
     compare(actual, expected, leaves, exact, 1e-5)
 
@@ -78,11 +83,11 @@ def test_window_blocks_equal_the_formula(fields, n, groups, biased):
 def test_window_mask_equals_the_formula(fields):
     leaves, padding = make_call(23, biased=True)
     expected, exact = by_formula(leaves, fields, padding)
-    mask, bias = as_full_attention(reach_of(**fields), *leaves[:2], padding[:, None, None], leaves[3])
+    mask, bias = key_range_to_mask_and_bias(reach_of(**fields), *leaves[:2], padding[:, None, None], leaves[3])
     actual, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
     compare(actual, expected, leaves, exact, 1e-5)
     added = torch.zeros(padding.shape).masked_fill(~padding, torch.finfo(torch.float32).min)[:, None, None]
-    mask, bias = as_full_attention(reach_of(**fields), *leaves[:2], added, leaves[3])
+    mask, bias = key_range_to_mask_and_bias(reach_of(**fields), *leaves[:2], added, leaves[3])
     again, _ = attention_with_weights(*leaves[:3], mask, bias, scaling=0.4)
     read = (sliding_window_mask(fields, 23) & padding[:, None]).any(-1)  # where nothing is, weights are uniform
     torch.testing.assert_close(again[read], actual[read])
@@ -132,14 +137,14 @@ def test_talking_heads_in_windows_equal_the_formula(fields):
 def test_window_wider_than_the_text_equals_full_attention(fields):
     leaves, padding = make_call(41)
     key_range, mask = reach_of(**fields), padding[:, None, None]
-    assert not fills_blocks(key_range, leaves[0], leaves[1], mask)
+    assert not should_compute_in_blocks(key_range, leaves[0], leaves[1], mask)
     if key_range.is_causal:
-        assert as_full_attention(key_range, *leaves[:2], None, None) == (
+        assert key_range_to_mask_and_bias(key_range, *leaves[:2], None, None) == (
             None,
             None,
         )  # left to the kernel's `is_causal`
     else:
-        assert as_full_attention(key_range, *leaves[:2], mask, None)[0].equal(mask)
+        assert key_range_to_mask_and_bias(key_range, *leaves[:2], mask, None)[0].equal(mask)
     actual = talking_heads_attention(*leaves[:3], mask, scaling=0.4, key_range=key_range)
     expected, _ = attention_with_weights(*leaves[:3], mask, scaling=0.4, is_causal=key_range.is_causal)
     torch.testing.assert_close(actual, expected)
@@ -156,7 +161,7 @@ def test_window_blocks_read_every_key_once(fields, n, m):
         for span in spans:
             read[rows, span] += 1
     positions = torch.arange(m)
-    allowed = key_range.allowed(positions[m - n :], positions)
+    allowed = key_range.get_allowed_mask(positions[m - n :], positions)
     assert read.max() == 1 and not (allowed & (read == 0)).any()
 
 
@@ -209,4 +214,4 @@ def test_windows_support_compilation_and_half_precision():
 def test_encoder_window_with_a_prefix_raises_an_error():
     query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 8, 4)
     with pytest.raises(ValueError, match="`attention_pattern`"):
-        as_full_attention(reach_of(2), query, key, None, None)
+        key_range_to_mask_and_bias(reach_of(2), query, key, None, None)

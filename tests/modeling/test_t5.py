@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from architectures import BATCH, LENGTH, T5, VARIANTS, VOCABULARY, padding_mask, text_inputs, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from fixtures.checkpointing import checkpoint_layers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.modeling_outputs import BaseModelOutput
@@ -167,7 +167,7 @@ def test_cached_decoding_equals_the_full_forward(variant, implementation, steps,
                 decoder_attention_mask=mask[:, :end],
                 **with_cache(cache),
             )
-            cache, start = cache_of(piece), end
+            cache, start = get_cache(piece), end
             pieces.append(piece.logits)
     kept = mask.bool()
     torch.testing.assert_close(torch.cat(pieces, dim=1)[kept], full[kept], atol=1e-5, rtol=0)
@@ -251,7 +251,7 @@ def test_t5_key_side_dynamic_projections_disable_the_cache(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(generation | {"use_cache": True}))
     for actual in (model, type(model).from_pretrained(tmp_path)):
         assert actual.generate(**text_inputs(), max_new_tokens=3).shape == (BATCH, 4)
-        assert cache_of(actual(**text_inputs(), labels=token_ids())) is None
+        assert get_cache(actual(**text_inputs(), labels=token_ids())) is None
 
 
 def test_t5_query_side_dynamic_projections_support_the_cache():

@@ -237,4 +237,4 @@ def test_kernel_backend_is_selected_and_validated():
 def test_blocked_kernels_run_without_triton(monkeypatch):
     monkeypatch.setitem(backend_choice.BACKENDS, "triton", (None, None))
     compare("auto", make_inputs("gqa"))
-    assert not backend_choice._agreed
+    assert not backend_choice._trial_results

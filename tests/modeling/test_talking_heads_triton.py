@@ -101,7 +101,7 @@ def test_triton_is_not_used_after_a_failure(monkeypatch, failure):
     for _ in range(2):
         mask, causal, added = make_mask("rows", device=device)
         compare("auto", make_inputs("gqa", (1, N, M), device=device), mask, causal, added)
-    assert len(warnings) == 1 and "are computed by the blocked path, which is exact and slower" in warnings[0]
+    assert len(warnings) == 1 and "The slower blocked backend computes talking-heads attention" in warnings[0]
     reason = "failed with RuntimeError: out of resource" if failure == "raises" else "gave other numbers"
     assert reason in warnings[0]
 
@@ -112,7 +112,7 @@ def test_triton_interpreter_is_not_used_for_bfloat16():
     inputs = make_inputs("gqa", (1, N, M), dtype=torch.bfloat16)
     mask, causal, added = make_mask("rows")
     compare("auto", inputs, mask, causal, added, tolerance=2e-2)
-    assert list(backend_choice._agreed.values()) == [False]
+    assert list(backend_choice._trial_results.values()) == [False]
 
 
 @needs_triton
@@ -130,8 +130,8 @@ def test_triton_is_not_used_if_it_skips_one_key(monkeypatch):
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**20)
     with torch.no_grad():
         talking_heads_attention(query, key, value, **call)
-        assert list(backend_choice._agreed.values()) == [True]
-    monkeypatch.setattr(backend_choice, "_agreed", {})
+        assert list(backend_choice._trial_results.values()) == [True]
+    monkeypatch.setattr(backend_choice, "_trial_results", {})
 
     def forgetful_backward(*inputs):
         d_query, d_key, d_value, *others = backward(*inputs)
@@ -140,7 +140,7 @@ def test_triton_is_not_used_if_it_skips_one_key(monkeypatch):
 
     monkeypatch.setitem(backend_choice.BACKENDS, "triton", (forgetting, forgetful_backward))
     talking_heads_attention(query, key, value, **call)
-    assert list(backend_choice._agreed.values()) == [False]
+    assert list(backend_choice._trial_results.values()) == [False]
 
 
 @needs_triton
@@ -152,7 +152,7 @@ def test_triton_trial_accepts_every_tf32_setting(monkeypatch):
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # from here on, reading `allow_tf32` raises
         assert triton_attention.allows_tf32()
         compare("auto", make_inputs("gqa", device=device_of("triton")), tolerance=1e-5 if not CUDA else 1e-2)
-        assert list(backend_choice._agreed.values()) == [True]
+        assert list(backend_choice._trial_results.values()) == [True]
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -170,9 +170,9 @@ def test_triton_call_uses_the_specialization_of_the_trial(monkeypatch, n):
 
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 2**24)
     monkeypatch.setattr(triton_attention._TritonCall, "launch", record)
-    monkeypatch.setattr(triton_attention, "covers_device", lambda device: True)
-    monkeypatch.setattr(memory_efficient_attention, "covers_device", lambda device: True)
-    monkeypatch.setattr(backend_choice, "largest_error", lambda *_: 0.0)
+    monkeypatch.setattr(triton_attention, "supports_device", lambda device: True)
+    monkeypatch.setattr(memory_efficient_attention, "supports_device", lambda device: True)
+    monkeypatch.setattr(backend_choice, "compute_largest_error", lambda *_: 0.0)
     query, key, value, _, logits_proj, weights_proj = make_inputs("gqa", n=n, m=n, dtype=torch.bfloat16)
     bias = torch.randn(1, n, n, 4).permute(0, 3, 1, 2).requires_grad_()  # as T5 computes it
     mask = make_mask("padding", n=n, m=n)[0]

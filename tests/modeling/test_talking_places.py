@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ALBERT, BERT, LENGTH, T5, padding_mask, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from relatives import ENCODER_DECODERS, WHISPER
 from transformers import T5Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_attn_variants
 from hf_attn_variants.modeling.attention import attention_interface
-from hf_attn_variants.modeling.mechanisms.talking_heads import TalkingHeads
+from hf_attn_variants.modeling.mechanisms.talking_heads import TalkingHeadsSettings
 from hf_attn_variants.modeling.variant_names import SDPA
 from hf_attn_variants.reference.talking_heads import attention_core
 
@@ -151,7 +151,7 @@ def test_each_place_equals_the_formula_with_its_own_projections(row, case, monke
     model = made(row, case).double()
     for site, path, module in model.named_attentions():
         expected = CASES[case][1].get(site.name, set())
-        expected = expected[site.layer(model.config, path)] if isinstance(expected, list) else expected
+        expected = expected[site.get_layer_index(model.config, path)] if isinstance(expected, list) else expected
         assert projections(module.get_submodule(site.core)).keys() == expected, path
     equals_the_formula(model, padded(row, "right"), monkeypatch)
 
@@ -175,7 +175,7 @@ def test_bert_decoder_supports_talking_heads_in_cross_attention(fields, expected
     model = BERT.model("BertLMHeadModel", is_decoder=True, add_cross_attention=True, **fields).double()
     for site, path, module in model.named_attentions():
         wanted = expected.get(site.name, set())
-        wanted = wanted[site.layer(model.config, path)] if isinstance(wanted, list) else wanted
+        wanted = wanted[site.get_layer_index(model.config, path)] if isinstance(wanted, list) else wanted
         assert projections(module.get_submodule(site.core)).keys() == wanted
     batch = {"input_ids": token_ids(), "labels": token_ids(), "attention_mask": padding_mask()}
     batch |= {"encoder_hidden_states": torch.randn(3, 5, 48).double()}
@@ -207,7 +207,7 @@ def test_per_place_decoding_with_a_cache_equals_the_full_forward(row, case):
         cache, steps = None, []
         for step in range(LENGTH):
             result = model(**batch, decoder_input_ids=ids[:, step : step + 1], **with_cache(cache), use_cache=True)
-            cache, steps = cache_of(result), [*steps, result.logits]
+            cache, steps = get_cache(result), [*steps, result.logits]
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=0)
 
 
@@ -220,7 +220,7 @@ def test_per_place_generation_is_the_same_with_each_cache(row, case, beams):
     plain = model.generate(**batch, **options, use_cache=False)
     cached = model.generate(**batch, **options, return_dict_in_generate=True)
     assert torch.equal(cached.sequences, plain)
-    rows = {layer.keys.shape[0] for layer in cache_of(cached).cross_attention_cache.layers}
+    rows = {layer.keys.shape[0] for layer in get_cache(cached).cross_attention_cache.layers}
     assert rows == {
         3 * beams if case in ("cross alone", "dynamic") else 3
     }  # one row per sentence without talking heads
@@ -264,7 +264,7 @@ def test_per_place_configuration_survives_a_round_trip(row, case, tmp_path):
     config = again.config
     for prefix in ("", "encoder_", "cross_"):
         for layer in range(2):
-            assert config.talking_heads_of(prefix, layer) == model.config.talking_heads_of(prefix, layer)
+            assert config.get_talking_heads(prefix, layer) == model.config.get_talking_heads(prefix, layer)
     assert config.to_dict() == type(config).from_dict(config.to_dict()).to_dict()
     batch = row.batch(head_of(row))
     with torch.no_grad():
@@ -289,19 +289,19 @@ def test_fields_of_places_are_stored_only_if_they_are_set(row):
 def test_place_uses_only_its_own_fields_if_one_of_them_is_given():
     whole = {"talking_heads": "both", "talking_heads_init": "random", "talking_heads_dynamic": ["x2l"]}
     config = T5.config(**whole, num_softmax_heads=8, cross_talking_heads="both")
-    of_all = TalkingHeads("both", 8, 12, "random", ("x2l",))
-    assert [config.talking_heads_of(prefix, 1) for prefix in ("", "encoder_", "cross_")] == [
+    of_all = TalkingHeadsSettings("both", 8, 12, "random", ("x2l",))
+    assert [config.get_talking_heads(prefix, 1) for prefix in ("", "encoder_", "cross_")] == [
         of_all,
         of_all,
-        TalkingHeads("both", 12, 12),
+        TalkingHeadsSettings("both", 12, 12),
     ]
     listed = T5.config(**whole, per_layer_values={"cross_talking_heads": ["weights", None]})
-    assert [listed.talking_heads_of("cross_", layer) for layer in (0, 1)] == [
-        TalkingHeads("weights", 12, 12),
-        TalkingHeads(None, 12, 12),
+    assert [listed.get_talking_heads("cross_", layer) for layer in (0, 1)] == [
+        TalkingHeadsSettings("weights", 12, 12),
+        TalkingHeadsSettings(None, 12, 12),
     ]
-    assert T5.config(encoder_talking_heads="none", encoder_num_softmax_heads=8).talking_heads_of("encoder_", 0) == (
-        TalkingHeads(None, 12, 12)
+    assert T5.config(encoder_talking_heads="none", encoder_num_softmax_heads=8).get_talking_heads("encoder_", 0) == (
+        TalkingHeadsSettings(None, 12, 12)
     )
 
 
@@ -309,9 +309,9 @@ def test_talking_heads_of_a_place_allow_other_mechanisms_elsewhere():
     config = T5.config(
         cross_talking_heads="both", encoder_attention_pattern="sliding_window", encoder_attention_window=4
     )
-    assert config.talking_heads_of("encoder_", 0).kind is None and config.use_cache
+    assert config.get_talking_heads("encoder_", 0).kind is None and config.use_cache
     kernel = BART.config(cross_attention_kernel="elu", encoder_talking_heads="both")
-    assert kernel.talking_heads_of("cross_", 0).kind is None
+    assert kernel.get_talking_heads("cross_", 0).kind is None
     assert not T5.config(talking_heads="both", talking_heads_dynamic=["m2l"], cross_talking_heads="none").use_cache
     latent = {"cross_talking_heads": "both", "cross_talking_heads_dynamic": ["m2l"]}
     assert T5.config(**latent).use_cache and T5.config(**latent, cross_kv_lora_rank=40).use_cache
@@ -337,7 +337,7 @@ def test_loading_cannot_change_the_talking_heads_of_a_checkpoint(tmp_path):
         with pytest.raises(ValueError, match=message):
             model_class.from_pretrained(tmp_path, **fields)
     added = model_class.from_pretrained(tmp_path, encoder_talking_heads="both")
-    assert [added.config.talking_heads_of(prefix, 1).kind for prefix in ("", "encoder_", "cross_")] == [
+    assert [added.config.get_talking_heads(prefix, 1).kind for prefix in ("", "encoder_", "cross_")] == [
         None,
         "both",
         "both",
@@ -348,13 +348,13 @@ def test_per_place_fields_convert_from_and_to_transformers_configurations():
     upstream = T5Config(**T5.tiny)
     config = T5.config_class.from_upstream(upstream, cross_talking_heads="both")
     again = T5.config_class.from_upstream(config, encoder_talking_heads="logits")
-    assert [again.talking_heads_of(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
+    assert [again.get_talking_heads(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [
         None,
         "logits",
         "both",
     ]
     none = T5.config_class.from_upstream(again, cross_talking_heads="none", encoder_talking_heads=None)
-    assert [none.talking_heads_of(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [None, None, None]
+    assert [none.get_talking_heads(prefix, 0).kind for prefix in ("", "encoder_", "cross_")] == [None, None, None]
     listed = T5.config_class.from_upstream(again, per_layer_values={"cross_talking_heads": ["weights", None]})
-    assert [listed.talking_heads_of("cross_", layer).kind for layer in (0, 1)] == ["weights", None]
+    assert [listed.get_talking_heads("cross_", layer).kind for layer in (0, 1)] == ["weights", None]
     assert listed.cross_talking_heads == "weights" and listed.encoder_talking_heads == "logits"

@@ -140,9 +140,12 @@ def test_weights_without_a_configuration_load_into_the_given_one(tmp_path):
     "variant, expected",
     [
         ("mha", []),
-        ("talking", ["adds them: they begin as the identity, and no output changes."]),
-        ("logits", ['adds them: they are drawn at random (`talking_heads_init="random"`), and the outputs change']),
-        ("dynamic", ["as the identity, the terms of `talking_heads_dynamic` as zeros, and no output changes"]),
+        ("talking", ["adds them. They are initialized as the identity, so the outputs do not change."]),
+        (
+            "logits",
+            ['adds them. They are initialized randomly (`talking_heads_init="random"`), which changes the outputs'],
+        ),
+        ("dynamic", ["as the identity and the terms of `talking_heads_dynamic` as zeros. The outputs do not change"]),
     ],
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)

@@ -19,7 +19,7 @@ from hf_attn_variants.modeling import transformers_internals, transformers_trial
 from hf_attn_variants.modeling.architectures import configuration_attn_variants
 from hf_attn_variants.modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
 from hf_attn_variants.modeling.attention.attention_mixin import AttentionVariantMixin
-from hf_attn_variants.modeling.transformers_internals import Arguments, UpstreamChanged
+from hf_attn_variants.modeling.transformers_internals import MethodArguments, TransformersChangedError
 from hf_attn_variants.modeling.variant_names import MODEL_FOLDERS
 
 ALL_ARCHITECTURES = (*ARCHITECTURES, *RELATIVES)
@@ -46,13 +46,13 @@ class OtherOrder(nn.Module):
 
 
 def test_arguments_are_read_by_role_in_any_order_and_under_former_names():
-    arguments = Arguments(Layer, ("cache", "states", "mask"), returns=2)
+    arguments = MethodArguments(Layer, ("cache", "states", "mask"), returns=2)
     assert arguments.names == ("cache", "hidden_states", "mask")
     assert arguments.read(("h",), {"cache": "c"}) == ["c", "h", None]
     assert arguments.read(("h", "m", "c"), {}) == ["c", "h", "m"]
     assert arguments.split(("h",), {"past_key_values": "c", "other": 1}) == (["c", "h", None], {"other": 1})
-    assert arguments.by_name(("h",), {"other": 1}, cache="d") == {"hidden_states": "h", "other": 1, "cache": "d"}
-    arguments = Arguments(OtherOrder, ("states", "mask", "cache"))
+    assert arguments.to_keywords(("h",), {"other": 1}, cache="d") == {"hidden_states": "h", "other": 1, "cache": "d"}
+    arguments = MethodArguments(OtherOrder, ("states", "mask", "cache"))
     assert arguments.names == ("hidden_states", "attention_mask", "past_key_values")
     assert arguments.read(("c",), {"hidden_states": "h"}) == ["h", None, "c"]
 
@@ -64,33 +64,33 @@ def test_a_class_without_the_attention_interface_is_not_called_changed(owner):
 
 
 def test_the_folders_of_models_are_those_of_the_configurations():
-    assert sorted(MODEL_FOLDERS) == sorted(config_class.upstream_model_types[0] for config_class in CONFIG_CLASSES)
+    assert sorted(MODEL_FOLDERS) == sorted(config_class.transformers_model_types[0] for config_class in CONFIG_CLASSES)
 
 
 def test_changed_method_error_names_the_method_and_a_workaround():
-    with pytest.raises(UpstreamChanged, match="memory_store, but none of cache, past_key_values") as caught:
-        Arguments(RenamedLayer, ("states", "cache"))
+    with pytest.raises(TransformersChangedError, match="memory_store, but none of cache, past_key_values") as caught:
+        MethodArguments(RenamedLayer, ("states", "cache"))
     message = str(caught.value)
     assert "\n" not in message and "a newer hf_attn_variants" in message and "attn-variants refresh" in message
     assert (
-        f"{transformers_internals.OLDEST_RUN} to {transformers_internals.NEWEST_RUN}" in message
+        f"{transformers_internals.OLDEST_TESTED} to {transformers_internals.NEWEST_TESTED}" in message
         and transformers.__version__ in message
     )
     assert "pip install" not in message
     for layer, returned in ((RenamedLayer, "3"), (OtherOrder, "no tuple")):
-        with pytest.raises(UpstreamChanged, match=f"returns {returned} values, but this code expects 2"):
-            Arguments(layer, ("states",), returns=2)
+        with pytest.raises(TransformersChangedError, match=f"returns {returned} values, but this code expects 2"):
+            MethodArguments(layer, ("states",), returns=2)
     with pytest.raises(
-        UpstreamChanged, match=r"`Layer.forward` takes hidden_states, mask, cache, but this code expects mask"
+        TransformersChangedError, match=r"`Layer.forward` takes hidden_states, mask, cache, but this code expects mask"
     ):
         transformers_internals.check_method(Layer, "forward", ("mask",))
-    with pytest.raises(UpstreamChanged, match="`Layer` has no `reorder_cache`"):
+    with pytest.raises(TransformersChangedError, match="`Layer` has no `reorder_cache`"):
         transformers_internals.check_method(Layer, "reorder_cache", ())
-    with pytest.raises(UpstreamChanged, match="no longer calls `_reorder_cache`"):
+    with pytest.raises(TransformersChangedError, match="no longer calls `_reorder_cache`"):
         transformers_internals.check_called(Layer, "forward", "_reorder_cache")
     with (
-        pytest.raises(UpstreamChanged, match="cannot import name 'T6Attention'"),
-        transformers_internals.known_imports(),
+        pytest.raises(TransformersChangedError, match="cannot import name 'T6Attention'"),
+        transformers_internals.guarded_imports(),
     ):
         from transformers.models.t5.modeling_t5 import T6Attention  # noqa: F401
 
@@ -114,8 +114,8 @@ def test_upstream_checks_are_fast():
         transformers_internals.check_models()
         transformers_internals.check_caches()
         for item in classes:
-            owner = transformers_internals.upstream_class(item, attention_mixin.AttentionVariantMixin)
-            Arguments(owner, item.roles, returns=item.returns)
+            owner = transformers_internals.get_transformers_class(item, attention_mixin.AttentionVariantMixin)
+            MethodArguments(owner, item.roles, returns=item.returns)
             transformers_internals.check_attention_function(owner)
 
     took = []
@@ -143,7 +143,7 @@ def test_auto_classes_agree_with_transformers(monkeypatch):
         "AutoModelForSeq2SeqLM": "AttnVariantM2M100ForConditionalGeneration",
     }
     monkeypatch.delitem(modeling_auto.MODEL_MAPPING_NAMES, "m2m_100")
-    with pytest.raises(UpstreamChanged, match="`AutoModel` has no class for m2m_100"):
+    with pytest.raises(TransformersChangedError, match="`AutoModel` has no class for m2m_100"):
         configuration_attn_variants._auto_classes("m2m_100", "M2M100", heads)
 
 
@@ -187,7 +187,7 @@ def test_latent_projection_exposes_a_dtype():
     architecture = ROWS["t5"]
     model = architecture.model("T5ForConditionalGeneration", cross_kv_lora_rank=16)
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{transformers_internals.cache_name(): cache})
+    model(input_ids=token_ids(), decoder_input_ids=token_ids(), **{transformers_internals.get_cache_name(): cache})
     assert {layer.dtype for layer in cache.cross_attention_cache.layers[1:]} == {torch.float32}
 
 
@@ -253,7 +253,7 @@ def test_versions_are_compared_by_minor_release():
 def newer(monkeypatch):
     """Pretend that the installed Transformers is newer than the tested releases."""
     monkeypatch.setattr(transformers_trial.transformers, "__version__", "5.99.0")
-    monkeypatch.setattr(transformers_trial, "_tried", {})
+    monkeypatch.setattr(transformers_trial, "_trial_errors", {})
 
 
 @EVERY_ARCHITECTURE
@@ -261,7 +261,7 @@ def test_newer_release_runs_one_trial_per_architecture(architecture, newer, tmp_
     head = next(iter(architecture.heads))
     torch.manual_seed(0)
     model = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
-    assert transformers_trial._tried == {architecture.config_class.model_type: None}
+    assert transformers_trial._trial_errors == {architecture.config_class.model_type: None}
     torch.manual_seed(0)
     again = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))
     for one, other in zip(model.parameters(), again.parameters(), strict=True):
@@ -277,5 +277,5 @@ def test_newer_release_with_other_outputs_raises_an_error(architecture, newer, m
     monkeypatch.setattr(attention_interface, "fused_attention", lambda *args, **kwargs: exact(*args, **kwargs) * 1.01)
     head = next(iter(architecture.heads))
     for _ in range(2):  # whoever catches the first error gets the second
-        with pytest.raises(UpstreamChanged, match=r"a tiny AttnVariant\w+ for a whole text differ"):
+        with pytest.raises(TransformersChangedError, match=r"a tiny AttnVariant\w+ for a whole text differ"):
             getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head))

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from architectures import ARCHITECTURES, BERT, T5, token_ids
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from fixtures.decoding import at_once, decoder_batch, in_steps
 from fixtures.field_values import FIELDS, required_fields, tiny_config_values, value_of
 from relatives import RELATIVES
@@ -98,7 +98,7 @@ def with_the_formula(monkeypatch):
     """Let the formula compute every attention; return the value sizes that occurred."""
     sizes = []
 
-    def attend_by_maps(self, maps, states, mask, dropout, encoder_outputs=None, cache=None, **options):
+    def attend_with_projections(self, maps, states, mask, dropout, encoder_outputs=None, cache=None, **options):
         sizes.append(maps[2].out_features)
         return by_the_formula(self, maps, states, mask, encoder_outputs, None)
 
@@ -110,7 +110,7 @@ def with_the_formula(monkeypatch):
         output, weights = by_the_formula(self, (self.q, self.k, self.v), states, mask, memory, position_bias)
         return output @ self.o.weight.T, position_bias, weights
 
-    monkeypatch.setattr(AttentionVariantMixin, "attend_by_maps", attend_by_maps)
+    monkeypatch.setattr(AttentionVariantMixin, "attend_with_projections", attend_with_projections)
     monkeypatch.setattr(T5FamilyAttentionMixin, "outputs_and_bias", outputs_and_bias)
     return sizes
 
@@ -153,7 +153,7 @@ def widened(model, states):
     """Return the state of the model with values as wide as keys, filled with zeros."""
     states, config = dict(states), model.config
     for site, path, module in model.named_attentions():
-        heads, d = site.heads(config, path), config.attention_head_dim(site.kv_heads_field)
+        heads, d = site.get_heads(config, path), config.attention_head_dim(site.kv_heads_field)
         root = next(name for name, item in model.named_modules() if item is module) + "."
         for part in ("weight", "bias"):
             if (name := f"{root}{site.value}.{part}") in states:
@@ -296,7 +296,7 @@ def test_value_size_applies_to_cross_attention_of_a_decoder():
         expected = plain(ids, **others, use_cache=False).logits
         assert_near(model(ids, **others, use_cache=False).logits, expected)
         first = model(ids[:, :4], **others, use_cache=True)
-        second = model(ids[:, 4:], **others, **with_cache(cache_of(first)), use_cache=True)
+        second = model(ids[:, 4:], **others, **with_cache(get_cache(first)), use_cache=True)
     assert_near(torch.cat([first.logits, second.logits], 1), expected)
 
 
@@ -312,7 +312,7 @@ def test_value_size_changes_parameter_and_cache_counts(row):
         saved = (few.config.attention_head_dim(site.kv_heads_field) - SMALL) * heads
         bias = saved if module.get_submodule(site.value).bias is not None else 0
         numbers += 2 * saved * width + bias
-        tokens += saved * (site.stack_of(few.config) == "decoder")
+        tokens += saved * (site.get_stack_name(few.config) == "decoder")
     assert attention_parameters(plain) - attention_parameters(few) == numbers
     assert sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in few.parameters()) == numbers
     if tokens:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from fixtures.caches import cache_of
+from fixtures.caches import get_cache
 from fixtures.speech import HEAD, TIMES, WINDOW, whisper_checkpoint
 from packaging.version import Version
 from relatives import WHISPER
@@ -118,7 +118,7 @@ def test_beams_share_encoder_outputs(checkpoint):
     for fields, layers in (({}, 2), (EXACT, 1)):
         model, kept = loaded(checkpoint, **fields), []
         decoder = model.model.decoder
-        decoder.register_forward_hook(lambda module, args, output, kept=kept: kept.append(cache_of(output)))
+        decoder.register_forward_hook(lambda module, args, output, kept=kept: kept.append(get_cache(output)))
         for options, rows in (({"num_beams": 3}, 2), (WAYS["samples"], 4)):
             transcribed(model, **options)
             cross = kept[-1].cross_attention_cache.layers
@@ -140,7 +140,7 @@ def test_cache_size_per_audio_position_is_counted(fields, numbers):
     """Check keys and values of two layers, or one latent for both."""
     batch = WHISPER.batch(HEAD)
     with torch.no_grad():
-        cache = cache_of(WHISPER.model(HEAD, **fields)(**batch, use_cache=True)).cross_attention_cache
+        cache = get_cache(WHISPER.model(HEAD, **fields)(**batch, use_cache=True)).cross_attention_cache
     storages = [item.untyped_storage() for layer in cache.layers for item in (layer.keys, layer.values)]
     kept = sum({item.data_ptr(): item.nbytes() for item in storages}.values())
     assert kept == len(batch["input_features"]) * WINDOW // 2 * numbers * 4

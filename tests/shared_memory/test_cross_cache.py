@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fixtures.caches import cache_of
+from fixtures.caches import get_cache
 from fixtures.upstream_seq2seq import source_batch, tiny_model
 
 from hf_attn_variants import share_memory
@@ -47,7 +47,7 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
         theirs, ours = (model(**batch, decoder_input_ids=IDS, use_cache=True) for model in (upstream, shared))
         assert not any(reads) and reads
         torch.testing.assert_close(ours.logits, theirs.logits, atol=1e-9, rtol=1e-9)
-        layers = cache_of(ours).cross_attention_cache.layers
+        layers = get_cache(ours).cross_attention_cache.layers
         assert all(type(layer) is SourceLayer and layer.source is layers[0].source for layer in layers)
         reads.clear()
         shared(**batch, decoder_input_ids=IDS[:, :1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 
 from hf_attn_variants import share_memory
@@ -94,7 +94,7 @@ def steps_of(model, batch, pieces):
     for ids in pieces:
         given = {"encoder_outputs": outputs, "decoder_input_ids": ids, **mask}
         piece = model(**given, use_cache=True, **with_cache(cache))
-        cache = cache_of(piece)
+        cache = get_cache(piece)
         logits.append(piece.logits)
     return torch.cat(logits, 1)
 
@@ -129,7 +129,7 @@ def test_cache_has_one_row_per_sentence(name, form):
     """Check also that encoder outputs are one tensor for all layers."""
     (_, shared), kept = pair(name), []
     decoder = shared.get_decoder()
-    decoder.register_forward_hook(lambda module, args, output: kept.append((args, cache_of(output))))
+    decoder.register_forward_hook(lambda module, args, output: kept.append((args, get_cache(output))))
     shared.generate(**batch_of(name), num_beams=4, max_new_tokens=5)
     layers = kept[-1][1].cross_attention_cache.layers
     if form == "source":
@@ -255,7 +255,7 @@ def test_caches_can_be_exchanged_with_transformers(form):
             full = upstream(**batch, decoder_input_ids=ids.repeat(1, 2)).logits[:, 2:]
             for first, second in ((upstream, shared), (shared, upstream), (shared, shared)):
                 begun = first(**batch, decoder_input_ids=ids, use_cache=True)
-                outputs = {"encoder_outputs": (begun.encoder_last_hidden_state,), **with_cache(cache_of(begun))}
+                outputs = {"encoder_outputs": (begun.encoder_last_hidden_state,), **with_cache(get_cache(begun))}
                 given = {"attention_mask": batch["attention_mask"], **outputs}
                 torch.testing.assert_close(second(**given, decoder_input_ids=ids).logits, full, **TOLERANCE)
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from fixtures.upstream_seq2seq import source_batch, tiny_model
 
 import hf_attn_variants
@@ -39,7 +39,7 @@ each_family = pytest.mark.parametrize("family", ["t5", "bart", "umt5"])
 
 def cross_layers(model, **options):
     made = model.generate(**source_batch("t5"), **BEAMS, return_dict_in_generate=True, **options)
-    return cache_of(made).cross_attention_cache.layers
+    return get_cache(made).cross_attention_cache.layers
 
 
 def as_subclass(model, **methods):
@@ -113,7 +113,7 @@ def test_candidates_can_be_expanded_after_the_first_step(family, make):
         with torch.no_grad():
             inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
             made = model(**inputs, decoder_input_ids=torch.full((3, 1), 3), use_cache=True)
-            cache = cache_of(made)
+            cache = get_cache(made)
             again = inputs | {"encoder_outputs": copy.deepcopy(inputs["encoder_outputs"])}
             _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **again)
             assert len(more["encoder_outputs"][0]) == len(more["attention_mask"]) == 6
@@ -160,7 +160,7 @@ def test_modified_beam_index_selects_other_rows(name):
         with torch.no_grad():
             inputs = {"encoder_outputs": model.get_encoder()(**batch), "attention_mask": batch["attention_mask"]}
             _, more = model._expand_inputs_for_generation(expand_size=2, is_encoder_decoder=True, **inputs)
-            cache = cache_of(model(**more, decoder_input_ids=ids, use_cache=True))
+            cache = get_cache(model(**more, decoder_input_ids=ids, use_cache=True))
             for order in ([1, 0, 3, 2, 5, 4], [4, 5, 0, 1, 2, 3]):
                 rows.copy_(torch.tensor(order))
                 cache.reorder_cache(rows)
@@ -177,7 +177,7 @@ def test_modified_short_latent_gives_new_keys():
     ids, logits = torch.full((1, 1), 3), []
     with torch.no_grad():
         for doubles in (True, False):
-            cache = cache_of(model(**source, decoder_input_ids=ids, use_cache=True))
+            cache = get_cache(model(**source, decoder_input_ids=ids, use_cache=True))
             model(**source, decoder_input_ids=ids, **with_cache(cache))
             first = cache.cross_attention_cache.layers[0]
             if doubles:

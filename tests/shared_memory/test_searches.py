@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from fixtures.caches import CHOICES, cache_of, with_cache
+from fixtures.caches import CHOICES, get_cache, with_cache
 from fixtures.upstream_seq2seq import source_batch, tiny_model
 
 from hf_attn_variants import share_memory
@@ -27,7 +27,7 @@ def test_selected_rows_of_a_search_use_their_own_source(choice, cross_cache):
         own = batch["attention_mask"] if model is shared else mask
         with torch.no_grad():
             made = model(encoder_outputs=(given,), attention_mask=own, decoder_input_ids=ids, use_cache=True)
-            cache = cache_of(made)
+            cache = get_cache(made)
             getattr(cache, method)(rows)
             chosen = states.repeat_interleave(2, dim=0)[rows]
             more = {"encoder_outputs": (chosen,), "attention_mask": mask[rows], "decoder_input_ids": ids[rows][:, :1]}

@@ -10,12 +10,12 @@ import weakref
 import pytest
 import torch
 import transformers
-from fixtures.caches import cache_of, with_cache
+from fixtures.caches import get_cache, with_cache
 from fixtures.upstream_seq2seq import FAMILIES, source_batch, tiny_model
 
 import hf_attn_variants
 from hf_attn_variants import share_memory
-from hf_attn_variants.modeling.attention.shared_rows import SharedDynamicLayer, rows_of_sentences
+from hf_attn_variants.modeling.attention.shared_rows import SharedDynamicLayer, get_sentence_rows
 from hf_attn_variants.shared_memory.attention import SharesMemory, cross_attentions
 from hf_attn_variants.shared_memory.share import EXPANSION
 
@@ -215,7 +215,7 @@ def test_returned_cache_can_be_copied_and_pickled(source_form):
     batch, ids = source_batch("bart"), torch.full((3, 2), 3)
     with torch.no_grad():
         theirs, ours = (
-            cache_of(model(**batch, decoder_input_ids=ids, use_cache=True)).cross_attention_cache
+            get_cache(model(**batch, decoder_input_ids=ids, use_cache=True)).cross_attention_cache
             for model in (upstream, shared)
         )
     assert [layer.get_seq_length() for layer in ours.layers] == [11] * 3
@@ -233,7 +233,7 @@ def test_cache_rows_can_be_selected_repeated_and_reset(source_form):
     shared = share_memory(tiny_model("bart"))
     with torch.no_grad():
         made = shared(**source_batch("bart"), decoder_input_ids=torch.full((3, 2), 3), use_cache=True)
-    cache = cache_of(made)
+    cache = get_cache(made)
     layers, states = cache.cross_attention_cache.layers, made.encoder_last_hidden_state
     for change, rows in (
         (lambda: cache.reorder_cache(torch.tensor([2, 0, 1])), [2, 0, 1]),
@@ -354,7 +354,7 @@ def searched(model, name):
     """Return the tokens of a search by three beams, and the encoder rows that its attentions read."""
     rows = set()
     spy = model.register_forward_pre_hook(
-        lambda module, given, named: rows.add(len(rows_of_sentences(named["encoder_outputs"][0]))), with_kwargs=True
+        lambda module, given, named: rows.add(len(get_sentence_rows(named["encoder_outputs"][0]))), with_kwargs=True
     )
     made = model.generate(**source_batch(name), **BEAMS)
     spy.remove()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from fixtures.caches import cache_of
+from fixtures.caches import get_cache
 from fixtures.speech import TIMES, WINDOW, whisper_checkpoint
 
 from hf_attn_variants import share_memory
@@ -83,7 +83,7 @@ def test_returned_dictionary_contains_the_cache(checkpoint, way, form):
     theirs, ours = (transcribed(item, **options) for item in (loaded(checkpoint), share_memory(loaded(checkpoint))))
     if not isinstance(theirs, torch.Tensor):
         same(ours["sequences"], theirs["sequences"])
-        mine, other = (cache_of(item).cross_attention_cache.layers for item in (ours, theirs))
+        mine, other = (get_cache(item).cross_attention_cache.layers for item in (ours, theirs))
         for one, two in zip(mine, other, strict=True):
             assert one.keys.shape == two.keys.shape
             if way != "beams":  # with beams, Transformers returns only rows of the first sentence

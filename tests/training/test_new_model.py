@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_attn_variants.commands.training import pretrain, pretrain_t5, seq2seq
-from hf_attn_variants.modeling.fields.field_table import FIELDS, describe_field, row_of
+from hf_attn_variants.modeling.fields.field_table import FIELDS, describe_field, get_field_row
 from hf_attn_variants.training.engine.models import load_or_make_model, make_new_config, parse_overrides
 
 NAMES = [name for row in FIELDS for name in row.names]
@@ -74,9 +74,11 @@ def config_of(command, model_type, *more):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_flag_sets_its_field(name):
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     value, beside = GIVEN[row.name]
-    stacked = {item if prefix not in row_of(item)[1].prefixes else prefix + item: it for item, it in beside.items()}
+    stacked = {
+        item if prefix not in get_field_row(item)[1].prefixes else prefix + item: it for item, it in beside.items()
+    }
     given = {**stacked, name: value}
     command, model_type = (pretrain_t5, "t5") if prefix else (pretrain, "bert")
     if name == "encoder_attention_kernel":

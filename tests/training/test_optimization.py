@@ -19,7 +19,7 @@ from hf_attn_variants.training.engine.settings import OptimizationSettings
 SETTINGS = OptimizationSettings(learning_rate=1e-2, weight_decay=0.5, warmup_ratio=0.25)
 
 
-class TalkingHeads(nn.Module):
+class TalkingHeadsSettings(nn.Module):
     def __init__(self):
         super().__init__()
         self.query = nn.Linear(4, 4)
@@ -40,7 +40,7 @@ def test_parameters_without_decay_are_known():
     assert "encoder.final_layer_norm.weight" in exempt and not any(
         "relative_attention_bias" in name for name in exempt
     )
-    assert find_no_decay_parameters(nn.Sequential(TalkingHeads())) == {
+    assert find_no_decay_parameters(nn.Sequential(TalkingHeadsSettings())) == {
         "0.query.bias",
         "0.logits_proj",
         "0.weights_proj",
@@ -48,7 +48,7 @@ def test_parameters_without_decay_are_known():
 
 
 def test_weight_decay_does_not_apply_to_identity_projections():
-    model = TalkingHeads()
+    model = TalkingHeadsSettings()
     before = model.query.weight.detach().clone()
     optimizer = create_optimizer(model, SETTINGS)
     for parameter in model.parameters():
@@ -67,7 +67,7 @@ def step_on_ones(model, optimizer, scheduler):
 
 def adafactor(**changed):
     flags = {"optim": "adafactor", "adafactor_scale_parameter": False, "adafactor_relative_step": False}
-    model, args = TalkingHeads(), replace(SETTINGS, **flags | {"weight_decay": 0.0} | changed)
+    model, args = TalkingHeadsSettings(), replace(SETTINGS, **flags | {"weight_decay": 0.0} | changed)
     optimizer = create_optimizer(model, args)
     return model, optimizer, create_scheduler(optimizer, args, total_steps=8)
 
@@ -100,7 +100,7 @@ def test_adafactor_relative_steps_replace_the_schedule():
 
 
 def test_schedule_is_needed_only_for_training():
-    optimizer = create_optimizer(TalkingHeads(), SETTINGS)
+    optimizer = create_optimizer(TalkingHeadsSettings(), SETTINGS)
     given = {**vars(SETTINGS), "lr_scheduler_type": "polynomial", "warmup_ratio": 0.0}
     assert create_scheduler(optimizer, OptimizationSettings(**given), total_steps=0).get_last_lr()[0] == 1e-2
     with pytest.raises(ValueError, match=r"--num_warmup_steps.*polynomial"):
@@ -108,7 +108,7 @@ def test_schedule_is_needed_only_for_training():
 
 
 def test_parameter_groups_contain_each_trainable_parameter_once():
-    model = TalkingHeads()
+    model = TalkingHeadsSettings()
     model.x2l_proj.requires_grad_(False)
     grouped = [id(parameter) for group in make_parameter_groups(model, 0.1) for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters() if p.requires_grad)
@@ -136,13 +136,13 @@ def rates_of_eight_steps(optimizer, **changed):
     ],
 )
 def test_schedules_equal_their_formulas_after_the_warmup(kind, settings, expected):
-    optimizer = create_optimizer(TalkingHeads(), SETTINGS)
+    optimizer = create_optimizer(TalkingHeadsSettings(), SETTINGS)
     rates = rates_of_eight_steps(optimizer, lr_scheduler_type=kind, lr_scheduler_kwargs=settings)
     assert rates == pytest.approx([0.0, 5e-3, *(1e-2 * part for part in expected)])
 
 
 def test_warmup_ratio_is_limited():
-    optimizer = create_optimizer(TalkingHeads(), SETTINGS)
+    optimizer = create_optimizer(TalkingHeadsSettings(), SETTINGS)
     rates = rates_of_eight_steps(optimizer)
     assert rates[:3] == [0.0, 5e-3, 1e-2] and rates[3:] == sorted(rates[3:], reverse=True)
     with pytest.raises(ValueError, match="at most the 8 steps"):

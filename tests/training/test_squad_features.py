@@ -7,7 +7,7 @@ from fixtures.squad import make_reader, write_questions
 from transformers import AutoTokenizer
 
 from hf_attn_variants import AttnVariantBertConfig, AttnVariantT5Config
-from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import takes_global_mask
+from hf_attn_variants.modeling.mechanisms.patterns.pattern_table import supports_global_mask
 from hf_attn_variants.training.squad.data import (
     NO_ANSWER,
     Answer,
@@ -113,7 +113,7 @@ def test_question_tokens_are_global(tokenizer, windows):
     ],
 )
 def test_only_window_models_get_global_masks(config, takes):
-    assert takes_global_mask(config) == takes
+    assert supports_global_mask(config) == takes
 
 
 def test_logits_at_the_answer_give_its_text(questions, windows):

@@ -112,7 +112,7 @@ MODELS: dict[str, tuple[Model, ...]] = {
 }
 
 
-def upstream_class(architecture: str, model: Model) -> type:
+def get_transformers_class(architecture: str, model: Model) -> type:
     """Return the class of the mutant."""
     return getattr(importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}"), model.head)
 
@@ -201,11 +201,11 @@ def _of_both(
 
 
 def _of_decoder(model: Any, ids: torch.Tensor, name: str, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
-    cache_name, steps, cache = _cache_name(model), [], None
+    get_cache_name, steps, cache = _cache_name(model), [], None
     for step in range(ids.shape[1]):
-        part = {name: ids[:, step : step + 1], cache_name: cache}
+        part = {name: ids[:, step : step + 1], get_cache_name: cache}
         output = model(**part, use_cache=True, **memory)
-        cache = getattr(output, cache_name)
+        cache = getattr(output, get_cache_name)
         steps.append(output.logits)
     return {"whole": model(**{name: ids}, use_cache=False, **memory).logits, "steps": torch.cat(steps, 1)}
 

@@ -112,7 +112,7 @@ def baseline(architecture: str) -> dict[str, Any]:
     """Return weights and results of each model of an architecture with the unmodified Transformers."""
     made = {}
     for model in mutant_models.MODELS[architecture]:
-        upstream = mutant_models.build(mutant_models.upstream_class(architecture, model), model.config)
+        upstream = mutant_models.build(mutant_models.get_transformers_class(architecture, model), model.config)
         kept = {"upstream": _results(upstream, model)}
         for name, fields in model.own.items():
             ours = mutant_models.our_class(architecture, model)
@@ -136,7 +136,7 @@ def judge(architecture: str, mutation: dict[str, Any], before: dict[str, Any]) -
         try:
             weights, expected = kept["upstream"]
             config = model.config
-            upstream = mutant_models.build(mutant_models.upstream_class(architecture, model), config)
+            upstream = mutant_models.build(mutant_models.get_transformers_class(architecture, model), config)
             mutant_models.take(upstream, weights)
             wanted = mutant_models.measure(upstream, model.use)
             difference = mutant_models.first_difference(wanted, {} if mutation.get("changes") else expected)
@@ -196,7 +196,7 @@ def _outcome(run: Any, names: list[str]) -> tuple[str, str]:
         while (chain[-1].__cause__ or chain[-1].__context__) is not None:
             chain.append(chain[-1].__cause__ or chain[-1].__context__)
         for entry in chain:
-            if type(entry).__name__ == "UpstreamChanged" or _is_our_value_error(entry):
+            if type(entry).__name__ == "TransformersChangedError" or _is_our_value_error(entry):
                 named = any(name in str(entry) for name in names)
                 return "refused" if named else "refused without its name", f"{type(entry).__name__}: {entry}"[:400]
         return "raw", _last_lines()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import BERT
-from fixtures.caches import cache_name, cache_of, with_cache
+from fixtures.caches import get_cache, get_cache_name, with_cache
 from fixtures.tested_architectures import EVERY_VARIANT, PAIRS, make, second_head
 from relatives import ENCODERS, WHISPER
 from transformers import DynamicCache, EncoderDecoderCache
@@ -72,10 +72,10 @@ def test_generation_continues_with_a_returned_cache(architecture, head, variant)
         return model.generate(input_ids=ids, attention_mask=mask, **options, **lengths, **cache)
 
     first = generate(ids, 4)
-    assert cache_of(first).get_seq_length() == ids.shape[1] + 3
-    second = generate(first.sequences, 2, **with_cache(cache_of(first)))
+    assert get_cache(first).get_seq_length() == ids.shape[1] + 3
+    second = generate(first.sequences, 2, **with_cache(get_cache(first)))
     assert torch.equal(second.sequences, generate(ids, 6).sequences)
-    assert cache_of(second).get_seq_length() == ids.shape[1] + 5
+    assert get_cache(second).get_seq_length() == ids.shape[1] + 5
 
 
 @pytest.mark.thorough
@@ -93,7 +93,7 @@ def test_static_cache_generates_the_tokens_of_a_dynamic_cache(architecture, head
 @WITH_DECODERS
 def test_cache_argument_accepts_its_former_name(architecture, head):
     """Check `test_bc_cache_name_forward` with a Transformers that knows both names."""
-    if cache_name() == "past_key_values":
+    if get_cache_name() == "past_key_values":
         pytest.skip("it has its first name")
     model, inputs = make(architecture, head, "gqa"), architecture.batch(head)
     if (architecture, head) in ALONE:

@@ -159,7 +159,7 @@ def _start_run(
     if batches is None:
         batches = _make_batches(plan, model, processor, calibration)
         config: Any = plan.config
-        check_amount([module.site.stack_of(config) for module in plan.reduced], config.hidden_size, batches[0])
+        check_amount([module.site.get_stack_name(config) for module in plan.reduced], config.hidden_size, batches[0])
     run = CalibrationRun(plan, reader, model, processor, calibration, batches)
     try:
         yield run

@@ -13,13 +13,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...errors import as_value_error
-from ...modeling.attention.attention_interface import attention_function
+from ...modeling.attention.attention_interface import get_attention_function
 from ...modeling.attention.attention_sites import AttentionSite
-from ...modeling.attention.mechanism_attention import attend_by_kernel
+from ...modeling.attention.mechanism_attention import attend_with_kernel
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...modeling.mechanisms.patterns.window_pattern import global_tokens_of
-from ...modeling.ops.key_ranges import as_full_attention
-from ...modeling.ops.padded_rows import from_first_token
+from ...modeling.mechanisms.patterns.window_pattern import get_global_tokens
+from ...modeling.ops.key_ranges import key_range_to_mask_and_bias
+from ...modeling.ops.padded_rows import roll_padded_rows
 from ...modeling.ops.softmax_attention import attention_with_weights, fused_attention
 from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
@@ -54,7 +54,7 @@ def compute_attention(
         mask = None if inputs.mask is None else inputs.mask[..., -1:, :]
         query, key, value = projected
         attention: Any = tensors  # it has the attributes of a module with a kernel
-        context = attend_by_kernel(attention, query, key, value, mask, inputs.scaling)[0].flatten(2)
+        context = attend_with_kernel(attention, query, key, value, mask, inputs.scaling)[0].flatten(2)
     return tensors.project("output", context), context
 
 
@@ -182,7 +182,7 @@ class _Recorder:
             self._calls_in_batch += 1
             if self._calls_in_batch == self._calls_expected:
                 raise _AllRecorded
-        attend = attention_function(SDPA)
+        attend = get_attention_function(SDPA)
         return attend(module, query, key, value, attention_mask, scaling, position_bias=position_bias, **kwargs)
 
 
@@ -197,12 +197,12 @@ def _compute_mask_and_bias(
     """Return the additive mask and the bias that give full attention the same result as an attention pattern."""
     bias = position_bias
 
-    @from_first_token  # it moves rows, and moves the attention weights back: here, the mask takes their place
+    @roll_padded_rows  # it moves rows, and moves the attention weights back: here, the mask takes their place
     def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
         key_range = kwargs.get("key_range", module.key_range)
-        global_tokens = global_tokens_of(key_range, kwargs)
-        mask, bias = as_full_attention(key_range, query, key, mask, position_bias, global_tokens)
+        global_tokens = get_global_tokens(key_range, kwargs)
+        mask, bias = key_range_to_mask_and_bias(key_range, query, key, mask, position_bias, global_tokens)
         if mask is not None:
             shape = query.shape[0], *mask.shape[1:]
             mask = mask.expand(shape)
@@ -246,7 +246,7 @@ def group_modules(
 
     def size(module: AttentionModule, others: list[AttentionModule]) -> int:
         positions = decoder_positions if module.site.stack == "decoder" else encoder_positions
-        positions *= model_class.module_runs(config, module.name)
+        positions *= model_class.count_module_runs(config, module.name)
         is_first = module.site.is_cross_attention and not any(other.site.is_cross_attention for other in others)
         return (positions + (encoder_positions if is_first else 0)) * config.hidden_size * 4
 

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import is_out_of_memory
 from ...modeling.fields.mechanism_fields import has_kernel
-from ...modeling.mechanisms.kernels.kernel_table import drawn_names
-from ...modeling.variant_names import plain_implementation
+from ...modeling.mechanisms.kernels.kernel_table import get_random_buffer_names
+from ...modeling.variant_names import get_plain_implementation
 from .source import learned_tokens, local_folder
 from .tensor_files import CheckpointReader, TensorEntry, dtype_name, require_finite
 
@@ -165,7 +165,7 @@ class ModelReader:
             )
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         if hasattr(model.config, "variant_fields") and has_kernel(model.config):
-            drawn = tuple(f".{name}" for name in drawn_names())
+            drawn = tuple(f".{name}" for name in get_random_buffer_names())
             self._tensors |= {name: buffer for name, buffer in model.named_buffers() if name.endswith(drawn)}
         self.entries = {}
         for name, tensor in self._tensors.items():
@@ -243,7 +243,7 @@ def _copy_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
                 gradient_checkpointing=True, _gradient_checkpointing_func=module._gradient_checkpointing_func
             )
     implementation = model.config._attn_implementation
-    converted.set_attn_implementation(plain_implementation(implementation))
+    converted.set_attn_implementation(get_plain_implementation(implementation))
     # The weights of an untied T5 must not be tied, although its class ties them.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     converted.all_tied_weights_keys = {

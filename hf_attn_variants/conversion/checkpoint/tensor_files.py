@@ -29,7 +29,7 @@ from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from ...files import INDEX_NAME, PICKLE_INDEX_NAME, PICKLE_WEIGHTS_NAME, WEIGHTS_NAME
 from ...model_folder import read_json
 from ...modeling.fields.field_checks import check_size
-from ...modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
+from ...modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from ...registration import variant_config_class
 from .source import check_no_pickle
 
@@ -601,7 +601,7 @@ def extend_positions(
     old_positions = reader.entries[tables[0]].shape[0]
     check_size(POSITIONS_FIELD, positions, old_positions + 1)
     kernel = config.get("attention_kernel")
-    if kernel in KERNELS and kernel_class(kernel).counts_tokens:
+    if kernel in KERNELS and get_kernel_class(kernel).depends_on_positions:
         raise ValueError(
             f"`{POSITIONS_FIELD}` must not change in a model with the kernel {kernel!r}, whose learned sums have "
             f"{old_positions} positions. Leave it out."

@@ -1,4 +1,4 @@
-"""Shared attention code of BART, mBART, Marian, M2M100, PEGASUS and Whisper: one attention class at three places."""
+"""Shared attention code for BART, mBART, Marian, M2M100, PEGASUS and Whisper."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
-from ..attention.shared_rows import rows_of_sentences
+from ..attention.shared_rows import get_sentence_rows
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
 
@@ -43,7 +43,7 @@ BART_FAMILY_SITES = (
 
 
 class BartFamilyAttentionMixin(AttentionVariantMixin):
-    """Mixin for the attention class of BART and its relatives; list it before the Transformers class in the bases."""
+    """Mixin for attention in BART and related models. It must precede the Transformers class in the bases."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -51,24 +51,24 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
     out_proj: nn.Linear
 
     roles = ("states", "encoder_outputs", "cache", "mask")
-    upstream_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
+    transformers_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states`.
 
-        The arguments are those of the Transformers class.
+        The arguments are the same as in the Transformers class.
         """
         states, encoder_outputs, cache, mask = self.arguments.read(args, kwargs)
         if encoder_outputs is not None and self.heads.rank is None:
-            encoder_outputs, repeated = rows_of_sentences(encoder_outputs, (self.k_proj, self.v_proj)), encoder_outputs
+            encoder_outputs, repeated = get_sentence_rows(encoder_outputs, (self.k_proj, self.v_proj)), encoder_outputs
             if encoder_outputs is not repeated:
-                args, kwargs = (), self.arguments.by_name(args, kwargs, encoder_outputs=encoder_outputs)
-        dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
+                args, kwargs = (), self.arguments.to_keywords(args, kwargs, encoder_outputs=encoder_outputs)
+        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps = (self.q_proj, self.k_proj, self.v_proj)
-        output, weights = self.attend_by_maps(
-            maps, states, mask, self.dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
+        linears = (self.q_proj, self.k_proj, self.v_proj)
+        output, weights = self.attend_with_projections(
+            linears, states, mask, self.dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
         )
         return self.out_proj(output), weights

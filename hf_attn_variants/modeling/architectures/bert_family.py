@@ -1,4 +1,4 @@
-"""Shared attention code of BERT, RoBERTa and ELECTRA: self-attention, and the cross-attention of a decoder."""
+"""Shared attention code for BERT, RoBERTa and ELECTRA."""
 
 from typing import Any
 
@@ -36,44 +36,44 @@ BERT_FAMILY_SITES = (
 
 
 class BertFamilySelfAttentionMixin(AttentionVariantMixin):
-    """Mixin for the self-attention of BERT and its relatives; list it before the Transformers class in the bases."""
+    """Mixin for self-attention in BERT and related models. It must precede the Transformers class in the bases."""
 
     query: nn.Linear
     key: nn.Linear
     value: nn.Linear
 
     roles = ("states", "mask", "cache")
-    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+    transformers_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, hidden size]; the arguments are those of `BertSelfAttention.forward`."""
+        """Attend within hidden states [b, n, hidden size]; see `BertSelfAttention.forward` for the arguments."""
         states, mask, cache = self.arguments.read(args, kwargs)
-        dynamic = self.variant_inputs(states, None, cache, kwargs)
+        dynamic = self.prepare_variant_inputs(states, None, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps, dropout = (self.query, self.key, self.value), self.dropout.p
-        return self.attend_by_maps(maps, states, mask, dropout, cache=cache, **others, **dynamic)
+        linears, dropout = (self.query, self.key, self.value), self.dropout.p
+        return self.attend_with_projections(linears, states, mask, dropout, cache=cache, **others, **dynamic)
 
 
 class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
-    """Mixin for the cross-attention of BERT and its relatives; list it before the Transformers class in the bases."""
+    """Mixin for cross-attention in BERT and related models. It must precede the Transformers class in the bases."""
 
     query: nn.Linear
     key: nn.Linear
     value: nn.Linear
 
     roles = ("states", "encoder_outputs", "mask", "cache")
-    upstream_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
+    transformers_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend from hidden states to encoder outputs; the arguments are those of `BertCrossAttention.forward`."""
+        """Attend from hidden states to encoder outputs; see `BertCrossAttention.forward` for the arguments."""
         states, encoder_outputs, mask, cache = self.arguments.read(args, kwargs)
-        dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
+        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:
             return super().forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps, dropout = (self.query, self.key, self.value), self.dropout.p
-        return self.attend_by_maps(
-            maps, states, mask, dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
+        linears, dropout = (self.query, self.key, self.value), self.dropout.p
+        return self.attend_with_projections(
+            linears, states, mask, dropout, encoder_outputs=encoder_outputs, cache=cache, **others, **dynamic
         )

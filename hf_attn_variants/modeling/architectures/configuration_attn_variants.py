@@ -1,14 +1,14 @@
-"""Configuration classes of the architectures: the Transformers classes with the fields of `AttnVariantConfigMixin`."""
+"""Configuration classes for all supported architectures."""
 
 from typing import Any, ClassVar
 
 from ..fields.field_checks import check_buckets
 from ..fields.variant_config import AttnVariantConfigMixin, CrossAttentionConfigMixin, EncoderDecoderConfigMixin
 from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
-from ..mechanisms.talking_heads import KIND, has_talking_heads, talking_group
-from ..transformers_internals import auto_class_names, known_imports
+from ..mechanisms.talking_heads import KIND, get_settings_prefix, has_talking_heads
+from ..transformers_internals import get_auto_class_names, guarded_imports
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         AlbertConfig,
         BartConfig,
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 LEARNED_OR_SINUSOIDAL = (None, "absolute", SinusoidalPositions.name)
-# The suffixes of the model class names of an architecture.
+# The suffixes of the model class names in each architecture
 ENCODER_HEADS = (
     "Model",
     "ForMaskedLM",
@@ -66,33 +66,33 @@ WHISPER_HEADS = ("Model", "ForAudioClassification", "ForCausalLM", "ForCondition
 
 
 def _auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[str, str]:
-    """Return the model class for each Auto class that Transformers supports for this architecture.
+    """Return the variant model class for each Auto class that Transformers supports for an architecture.
 
     Args:
         model_type: the model type in Transformers.
-        name: the prefix of the model class names in Transformers.
-        heads: the suffixes of the model classes in the modeling file. A later release of Transformers may add model
-            classes without a variant.
+        name: the prefix of the Transformers model class names.
+        heads: the suffixes of the model classes in the modeling file. Later Transformers releases may add model
+            classes that have no variant.
     """
     here = {f"{name}{head}" for head in heads}
-    return {auto: f"AttnVariant{model}" for auto, model in auto_class_names(model_type).items() if model in here}
+    return {auto: f"AttnVariant{model}" for auto, model in get_auto_class_names(model_type).items() if model in here}
 
 
 class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
-    """Configuration of BERT with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
+    """Configuration for BERT with the fields of `CrossAttentionConfigMixin`. The default is multi-head attention."""
 
     model_type = "attn_variant_bert"
-    upstream_model_types = ("bert",)
+    transformers_model_types = ("bert",)
     modeling_file = "modeling_attn_variant_bert"
     position_types = LEARNED_OR_SINUSOIDAL
     auto_classes = _auto_classes("bert", "Bert", BERT_HEADS)
 
 
 class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
-    """Configuration of ALBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
+    """Configuration for ALBERT with the fields of `AttnVariantConfigMixin`. The default is multi-head attention."""
 
     model_type = "attn_variant_albert"
-    upstream_model_types = ("albert",)
+    transformers_model_types = ("albert",)
     modeling_file = "modeling_attn_variant_albert"
     position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("num_hidden_layers", "num_hidden_groups", "inner_group_num")
@@ -100,15 +100,18 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     auto_classes = _auto_classes("albert", "Albert", (*ENCODER_HEADS, "ForPreTraining"))
 
     def layer_count(self, name: str) -> int:
-        """Return how many layers have their own value; the layers of a group share their values."""
+        """Return the number of layers with separate values. The layers in a group share their values."""
         return self.num_hidden_groups * self.inner_group_num
 
 
 class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
-    """The configuration of RoBERTa, XLM-RoBERTa and CamemBERT with the fields of `CrossAttentionConfigMixin`."""
+    """Configuration for RoBERTa, XLM-RoBERTa and CamemBERT with the fields of `CrossAttentionConfigMixin`.
+
+    The default is multi-head attention.
+    """
 
     model_type = "attn_variant_roberta"
-    upstream_model_types = ("roberta", "xlm-roberta", "camembert")
+    transformers_model_types = ("roberta", "xlm-roberta", "camembert")
     modeling_file = "modeling_attn_variant_roberta"
     position_types = LEARNED_OR_SINUSOIDAL
     positions_after_padding = True
@@ -116,10 +119,13 @@ class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
 
 
 class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
-    """Configuration of ELECTRA with the fields of `CrossAttentionConfigMixin`; the default is multi-head attention."""
+    """Configuration for ELECTRA with the fields of `CrossAttentionConfigMixin`.
+
+    The default is multi-head attention.
+    """
 
     model_type = "attn_variant_electra"
-    upstream_model_types = ("electra",)
+    transformers_model_types = ("electra",)
     modeling_file = "modeling_attn_variant_electra"
     position_types = LEARNED_OR_SINUSOIDAL
     size_fields = ("vocab_size", "embedding_size", "hidden_size", "intermediate_size")
@@ -127,10 +133,13 @@ class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
 
 
 class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
-    """Configuration of DistilBERT with the fields of `AttnVariantConfigMixin`; the default is multi-head attention."""
+    """Configuration for DistilBERT with the fields of `AttnVariantConfigMixin`.
+
+    The default is multi-head attention.
+    """
 
     model_type = "attn_variant_distilbert"
-    upstream_model_types = ("distilbert",)
+    transformers_model_types = ("distilbert",)
     modeling_file = "modeling_attn_variant_distilbert"
     position_types = LEARNED_OR_SINUSOIDAL
     layer_fields = ("n_layers",)
@@ -138,23 +147,23 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     auto_classes = _auto_classes("distilbert", "DistilBert", ENCODER_HEADS)
 
     def check_variant(self) -> None:
-        """Check the variant fields, and that only one option for sinusoidal positions is set.
+        """Check the variant fields, and check that only one option for sinusoidal positions is set.
 
         Raises:
-            ValueError: if `sinusoidal_pos_embds` and sinusoidal `position_embedding_type` are both set. The former is
-                a table of parameters.
+            ValueError: if both `sinusoidal_pos_embds`, which is a table of parameters, and sinusoidal
+                `position_embedding_type` are set.
         """
         super().check_variant()
         if self.sinusoidal_pos_embds and has_sinusoids(self):
             raise ValueError(
                 '`sinusoidal_pos_embds` must be False with `position_embedding_type="sinusoidal"`, got True. '
-                "The first is a table of parameters that is initialized with sinusoids, and the second has "
+                "The former is a table of parameters that is initialized with sinusoids, and the latter has "
                 "no parameters."
             )
 
 
 class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
-    """Mixin for the configurations of T5 and UMT5: the names of their fields, and the buckets of distances."""
+    """Mixin for the configurations of T5 and UMT5."""
 
     layer_fields = encoder_decoder_layers = ("num_layers", "num_decoder_layers")
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
@@ -166,10 +175,10 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
         check_buckets(self)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        """Return the configuration of the text model; that of the decoder has the number of layers of the decoder.
+        """Return the configuration of the text model. For the decoder, it contains the number of decoder layers.
 
-        Generation creates a cache for each layer. Transformers reads `decoder_layers`, a field that T5 does not have,
-        and therefore uses the number of encoder layers for both.
+        Generation creates one cache layer per decoder layer. Transformers reads the number from `decoder_layers`,
+        which T5 does not have, and would therefore use the number of encoder layers.
         """
         text_config = super().get_text_config(decoder=decoder, encoder=encoder)
         if decoder and not encoder and text_config is not self:
@@ -178,54 +187,57 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
 
 
 class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
-    """Configuration of T5 and mT5 with the fields of `EncoderDecoderConfigMixin`. The default is multi-head."""
+    """Configuration for T5 and mT5 with the fields of `EncoderDecoderConfigMixin`.
+
+    The default is multi-head attention.
+    """
 
     model_type = "attn_variant_t5"
-    upstream_model_types = ("t5", "mt5")
+    transformers_model_types = ("t5", "mt5")
     modeling_file = "modeling_attn_variant_t5"
     makes_summaries = True
     auto_classes = _auto_classes("t5", "T5", T5_HEADS)
 
     def check_variant(self) -> None:
-        """Check the variant fields, and that layers with a shared position bias have the same number of softmax heads.
+        """Check the variant fields, and check that layers with a shared position bias have equally many softmax heads.
 
         Raises:
-            ValueError: if the layers differ.
+            ValueError: if layers have different numbers of softmax heads.
         """
         super().check_variant()
         for prefix in ("", "encoder_") if self.position_embedding_type is None else ():
             layers = range(self.layer_count(prefix + KIND))
-            counts = [self.talking_heads_of(prefix, layer).softmax for layer in layers]
+            counts = [self.get_talking_heads(prefix, layer).softmax for layer in layers]
             if len(set(counts)) > 1:
                 raise ValueError(
-                    f"`{prefix}num_softmax_heads` must be the same in all layers of a T5, got {counts}. All "
+                    f"`{prefix}num_softmax_heads` must be the same in all layers of T5 models, got {counts}. All "
                     "layers share a position bias with one column per softmax head."
                 )
 
     def __post_init__(self, **kwargs: Any) -> None:
         if kwargs.get("model_type") == "mt5":
-            # mT5 never scales the outputs of its decoder, but its configuration has no field for this.
+            # mT5 never scales the decoder outputs, but its configuration has no field for this.
             kwargs["scale_decoder_outputs"] = False
         super().__post_init__(**kwargs)
 
     @classmethod
-    def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _with_variant_model_type(cls, values: dict[str, Any]) -> dict[str, Any]:
         unscaled = {"scale_decoder_outputs": False} if values.get("model_type") == "mt5" else {}
-        return super()._adopted(values) | unscaled
+        return super()._with_variant_model_type(values) | unscaled
 
 
 class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
-    """Configuration of UMT5 with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration for UMT5 with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention."""
 
     model_type = "attn_variant_umt5"
-    upstream_model_types = ("umt5",)
+    transformers_model_types = ("umt5",)
     modeling_file = "modeling_attn_variant_umt5"
     auto_classes = _auto_classes("umt5", "UMT5", T5_HEADS)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # This is the rule of Transformers 5.24 and later, for every installed release. An untied head in the
-        # checkpoint means unscaled outputs, although the head is tied. Earlier releases dropped the flag and saved
-        # "tied".
+        # This is how Transformers 5.24 and later handle scaling, applied to all installed releases. If the head is
+        # untied in the checkpoint, the outputs are not scaled, although the head is tied. Earlier releases dropped the
+        # flag and saved "tied".
         scaled = kwargs.pop("scale_decoder_outputs", None)
         scaled = kwargs.get("tie_word_embeddings") is not False if scaled is None else scaled
         super().__post_init__(**kwargs)
@@ -233,94 +245,104 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
 
 
 class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
-    """Mixin for the configurations of BART and its relatives: field names, and head counts of encoder and decoder."""
+    """Mixin for the configurations of BART and related models."""
 
     layer_fields = encoder_decoder_layers = ("encoder_layers", "decoder_layers")
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim")
     encoder_decoder_heads = ("encoder_attention_heads", "decoder_attention_heads")
 
     def check_variant(self) -> None:
-        """Check the variant fields, and that a field for both encoder and decoder is used only with equal head counts.
+        """Check the variant fields, and check that shared talking-heads fields are only used with equal head counts.
 
         Raises:
-            ValueError: if the encoder and the decoder share talking-heads fields and have different numbers of heads.
+            ValueError: if the encoder and the decoder share talking-heads fields but have different numbers of heads.
         """
         super().check_variant()
         heads = [getattr(self, name) for name in self.encoder_decoder_heads]
-        if len(set(heads)) > 1 and has_talking_heads(self, "") and not talking_group(self, "encoder_"):
+        if len(set(heads)) > 1 and has_talking_heads(self, "") and not get_settings_prefix(self, "encoder_"):
             raise ValueError(
-                "`encoder_talking_heads` must be given if the encoder and the decoder have different numbers "
+                "`encoder_talking_heads` must be set if the encoder and the decoder have different numbers "
                 f"of heads, got encoder_attention_heads={heads[0]} and decoder_attention_heads={heads[1]}. "
                 'Use "none" for an encoder without talking heads.'
             )
 
 
 class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
-    """Configuration of BART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration for BART with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention."""
 
     model_type = "attn_variant_bart"
-    upstream_model_types = ("bart",)
+    transformers_model_types = ("bart",)
     modeling_file = "modeling_attn_variant_bart"
     auto_classes = _auto_classes("bart", "Bart", BART_HEADS)
 
 
 class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
-    """Configuration of mBART with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration for mBART with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention."""
 
     model_type = "attn_variant_mbart"
-    upstream_model_types = ("mbart",)
+    transformers_model_types = ("mbart",)
     modeling_file = "modeling_attn_variant_mbart"
     auto_classes = _auto_classes("mbart", "MBart", BART_HEADS)
 
 
 class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
-    """Configuration of Marian with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration for Marian with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention."""
 
     model_type = "attn_variant_marian"
-    upstream_model_types = ("marian",)
+    transformers_model_types = ("marian",)
     modeling_file = "modeling_attn_variant_marian"
     auto_classes = _auto_classes("marian", "Marian", ("Model", "ForCausalLM", "MTModel"))
 
 
 class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
-    """Configuration of M2M100 and NLLB with the fields of `EncoderDecoderConfigMixin`. The default is multi-head."""
+    """Configuration for M2M100 and NLLB with the fields of `EncoderDecoderConfigMixin`.
+
+    The default is multi-head attention.
+    """
 
     model_type = "attn_variant_m2m_100"
-    upstream_model_types = ("m2m_100",)
+    transformers_model_types = ("m2m_100",)
     modeling_file = "modeling_attn_variant_m2m_100"
     auto_classes = _auto_classes("m2m_100", "M2M100", ("Model", "ForConditionalGeneration"))
 
 
 class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
-    """Configuration of PEGASUS with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration for PEGASUS with the fields of `EncoderDecoderConfigMixin`.
+
+    The default is multi-head attention.
+    """
 
     model_type = "attn_variant_pegasus"
-    upstream_model_types = ("pegasus",)
+    transformers_model_types = ("pegasus",)
     modeling_file = "modeling_attn_variant_pegasus"
     auto_classes = _auto_classes("pegasus", "Pegasus", ("Model", "ForCausalLM", "ForConditionalGeneration"))
 
 
 class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
-    """Configuration of Whisper with the fields of `EncoderDecoderConfigMixin`; the default is multi-head attention."""
+    """Configuration for Whisper with the fields of `EncoderDecoderConfigMixin`.
+
+    The default is multi-head attention.
+    """
 
     model_type = "attn_variant_whisper"
-    upstream_model_types = ("whisper",)
+    transformers_model_types = ("whisper",)
     modeling_file = "modeling_attn_variant_whisper"
     size_fields = (*BartFamilyConfigMixin.size_fields, "num_mel_bins", "max_source_positions")
-    # In Transformers, `num_key_value_heads` is an alias of the number of encoder heads. Here it is a field.
+    # In Transformers, `num_key_value_heads` is an alias for the number of encoder heads. Here, it is a separate field.
     attribute_map = {name: meant for name, meant in WhisperConfig.attribute_map.items() if "key_value" not in name}
     auto_classes = _auto_classes("whisper", "Whisper", WHISPER_HEADS)
-    # AutoProcessor reads this attribute for unknown configurations. Without it, it returns only the tokenizer.
+    # AutoProcessor reads this attribute for unknown configurations. Without it, AutoProcessor would only return the
+    # tokenizer.
     processor_class = "WhisperProcessor"
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # `generate` reads the model type of the instance to choose the prompt. The speech pipeline reads it to
-        # transcribe long audio and to return timestamps. The saved value is that of the class.
+        # `generate` chooses the prompt by the model type of the instance. The speech pipeline requires it for long
+        # audio and for timestamps. The model type of the class is saved.
         vars(self)["model_type"] = "whisper"
 
 
-# A new architecture needs one class and one row in this table.
+# Each new architecture requires a class and a row in this table.
 CONFIG_CLASSES: tuple[type[AttnVariantConfigMixin], ...] = (
     AttnVariantBertConfig,
     AttnVariantAlbertConfig,

@@ -1,4 +1,4 @@
-"""ALBERT models with the attention variants of this package."""
+"""ALBERT models with attention variants."""
 
 import re
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantAlbertConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         AlbertForMaskedLM,
         AlbertForMultipleChoice,
@@ -37,39 +37,39 @@ __all__ = [
 
 
 class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
-    """The attention of ALBERT with k key/value heads and, if configured, a latent or talking heads."""
+    """ALBERT attention with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
-    upstream_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
+    transformers_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, hidden size]; the arguments are those of `AlbertAttention.forward`."""
+        """Attend within hidden states [b, n, hidden size]; see `AlbertAttention.forward` for the arguments."""
         states, mask = self.arguments.read(args, kwargs)
-        dynamic = self.variant_inputs(states, None, None, kwargs)
+        dynamic = self.prepare_variant_inputs(states, None, None, kwargs)
         if not self.owns_projections:
-            upstreams: Any = super()
-            return upstreams.forward(*args, **kwargs, **dynamic)
+            parent: Any = super()
+            return parent.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps, dropout = (self.query, self.key, self.value), self.attention_dropout.p
-        output, weights = self.attend_by_maps(maps, states, mask, dropout, **others, **dynamic)
+        linears, dropout = (self.query, self.key, self.value), self.attention_dropout.p
+        output, weights = self.attend_with_projections(linears, states, mask, dropout, **others, **dynamic)
         output = self.output_dropout(self.dense(output))
         return self.LayerNorm(states + output), weights
 
 
 class AttnVariantAlbertLayer(GradientCheckpointingLayer, AlbertLayer):
-    """`AlbertLayer` with gradient checkpointing, which the class of Transformers does not support."""
+    """`AlbertLayer` with gradient checkpointing, which the Transformers class does not support."""
 
 
-class AttnVariantAlbertEmbeddings(EmbeddingsMixin, AlbertEmbeddings):
-    """The embeddings of ALBERT, with learned or sinusoidal positions."""
+class AttnVariantAlbertEmbeddings(PositionEmbeddingsMixin, AlbertEmbeddings):
+    """ALBERT embeddings with learned or sinusoidal positions."""
 
     roles = ("ids", "embedded", "positions", "types")
 
 
 class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedModel):
-    """Base class of the ALBERT models with variant attention; Transformers documents the original models.
+    """Base class of the ALBERT models with variant attention. See Transformers for the original models.
 
-    All layers of a group share one attention module, so that the model contains it once and converts it once.
+    All layers in a group share one attention module, which is therefore stored and converted only once.
     """
 
     config_class = AttnVariantAlbertConfig
@@ -88,8 +88,8 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
     )
 
     @classmethod
-    def module_runs(cls, config: Any, path: str) -> int:
-        """Return how often a forward pass runs a module: once for each layer of its group, which shares the module."""
+    def count_module_runs(cls, config: Any, path: str) -> int:
+        """Return how often a forward pass runs a module, which is once for each layer in its group."""
         group = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", path)
         if group is None:
             return 1
@@ -101,7 +101,7 @@ class AttnVariantAlbertModel(AttnVariantAlbertPreTrainedModel, AlbertModel):
     """`AlbertModel` with variant attention."""
 
 
-AttnVariantAlbertPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantAlbertPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantAlbertForPreTraining(AttnVariantAlbertPreTrainedModel, AlbertForPreTraining):

@@ -1,13 +1,13 @@
-"""BART models with the attention variants of this package."""
+"""BART models with attention variants."""
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import known_imports, variants_of
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantBartConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         BartForCausalLM,
         BartForConditionalGeneration,
@@ -34,7 +34,7 @@ class AttnVariantBartAttention(BartFamilyAttentionMixin, BartAttention):
 
 
 class AttnVariantBartPreTrainedModel(AttnVariantModelMixin, BartPreTrainedModel):
-    """Base class of the BART models with variant attention; Transformers documents the original models."""
+    """Base class of the BART models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantBartConfig
     attention_sites = BART_FAMILY_SITES
@@ -46,7 +46,7 @@ class AttnVariantBartEncoder(AttnVariantBartPreTrainedModel, BartEncoder):
     stack_name = "encoder"
 
 
-class AttnVariantBartDecoder(MakesCrossLatent, AttnVariantBartPreTrainedModel, BartDecoder):
+class AttnVariantBartDecoder(CrossLatentMixin, AttnVariantBartPreTrainedModel, BartDecoder):
     """`BartDecoder` with variant attention."""
 
     stack_name = "decoder"
@@ -57,14 +57,14 @@ class AttnVariantBartModel(AttnVariantBartPreTrainedModel, BartModel):
 
 
 class AttnVariantBartDecoderWrapper(AttnVariantBartPreTrainedModel, BartDecoderWrapper):
-    """The wrapper of the decoder in `BartForCausalLM`, with variant attention."""
+    """The decoder wrapper in `BartForCausalLM`, with variant attention."""
 
 
-AttnVariantBartPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantBartPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantBartForConditionalGeneration(
-    BeamsShareMemory, AttnVariantBartPreTrainedModel, BartForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantBartPreTrainedModel, BartForConditionalGeneration
 ):
     """`BartForConditionalGeneration` with variant attention."""
 
@@ -81,5 +81,5 @@ class AttnVariantBartForCausalLM(AttnVariantBartPreTrainedModel, BartForCausalLM
     """`BartForCausalLM` (decoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBartConfig.model_type] = AttnVariantBartForCausalLM.__name__

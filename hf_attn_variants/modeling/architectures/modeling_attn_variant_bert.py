@@ -1,12 +1,12 @@
-"""BERT models with the attention variants of this package."""
+"""BERT models with attention variants."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantBertConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         BertForMaskedLM,
         BertForMultipleChoice,
@@ -37,19 +37,19 @@ __all__ = [
 
 
 class AttnVariantBertSelfAttention(BertFamilySelfAttentionMixin, BertSelfAttention):
-    """The self-attention of BERT with k key/value heads and, if configured, a latent or talking heads."""
+    """BERT self-attention with k key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantBertCrossAttention(BertFamilyCrossAttentionMixin, BertCrossAttention):
-    """The cross-attention of BERT with k key/value heads and, if configured, talking heads."""
+    """BERT cross-attention with k key/value heads and, if configured, talking heads."""
 
 
-class AttnVariantBertEmbeddings(EmbeddingsMixin, BertEmbeddings):
-    """The embeddings of BERT, with learned or sinusoidal positions."""
+class AttnVariantBertEmbeddings(PositionEmbeddingsMixin, BertEmbeddings):
+    """BERT embeddings with learned or sinusoidal positions."""
 
 
 class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel):
-    """Base class of the BERT models with variant attention; Transformers documents the original models."""
+    """Base class of the BERT models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantBertConfig
     attention_sites = BERT_FAMILY_SITES
@@ -59,7 +59,7 @@ class AttnVariantBertModel(AttnVariantBertPreTrainedModel, BertModel):
     """`BertModel` with variant attention."""
 
 
-AttnVariantBertPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantBertPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantBertForPreTraining(AttnVariantBertPreTrainedModel, BertForPreTraining):
@@ -94,6 +94,6 @@ class AttnVariantBertForQuestionAnswering(AttnVariantBertPreTrainedModel, BertFo
     """`BertForQuestionAnswering` with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table when it applies label smoothing.
-# The text-generation pipeline accepts the models of this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table. The
+# text-generation pipeline also accepts them.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantBertConfig.model_type] = AttnVariantBertLMHeadModel.__name__

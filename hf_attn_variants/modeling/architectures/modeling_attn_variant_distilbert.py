@@ -1,15 +1,15 @@
-"""DistilBERT models with the attention variants of this package."""
+"""DistilBERT models with attention variants."""
 
 from typing import Any
 
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantDistilBertConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         DistilBertForMaskedLM,
         DistilBertForMultipleChoice,
@@ -33,32 +33,32 @@ __all__ = [
 
 
 class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAttention):
-    """The attention of DistilBERT with k key/value heads and, if configured, a latent or talking heads."""
+    """DistilBERT attention with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
-    upstream_attributes = ("dropout", "is_causal", "scaling")
+    transformers_attributes = ("dropout", "is_causal", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, dim]; the arguments are those of `DistilBertSelfAttention.forward`."""
+        """Attend within hidden states [b, n, dim]; see `DistilBertSelfAttention.forward` for the arguments."""
         states, mask = self.arguments.read(args, kwargs)
-        dynamic = self.variant_inputs(states, None, None, kwargs)
+        dynamic = self.prepare_variant_inputs(states, None, None, kwargs)
         if not self.owns_projections:
-            upstreams: Any = super()
-            return upstreams.forward(*args, **kwargs, **dynamic)
+            parent: Any = super()
+            return parent.forward(*args, **kwargs, **dynamic)
         _, others = self.arguments.split(args, kwargs)
-        maps, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
-        output, weights = self.attend_by_maps(maps, states, mask, dropout, **others, **dynamic)
+        linears, dropout = (self.q_lin, self.k_lin, self.v_lin), self.dropout.p
+        output, weights = self.attend_with_projections(linears, states, mask, dropout, **others, **dynamic)
         return self.out_lin(output), weights
 
 
-class AttnVariantDistilBertEmbeddings(EmbeddingsMixin, Embeddings):
-    """The embeddings of DistilBERT, with learned or sinusoidal positions."""
+class AttnVariantDistilBertEmbeddings(PositionEmbeddingsMixin, Embeddings):
+    """DistilBERT embeddings with learned or sinusoidal positions."""
 
     roles = ("ids", "embedded", "positions")
 
 
 class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreTrainedModel):
-    """Base class of the DistilBERT models with variant attention; Transformers documents the original models."""
+    """Base class of the DistilBERT models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantDistilBertConfig
     attention_sites = (
@@ -79,7 +79,7 @@ class AttnVariantDistilBertModel(AttnVariantDistilBertPreTrainedModel, DistilBer
     """`DistilBertModel` with variant attention."""
 
 
-AttnVariantDistilBertPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantDistilBertPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantDistilBertForMaskedLM(AttnVariantDistilBertPreTrainedModel, DistilBertForMaskedLM):

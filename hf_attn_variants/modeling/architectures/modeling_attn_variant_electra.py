@@ -1,12 +1,12 @@
-"""ELECTRA models with the attention variants of this package."""
+"""ELECTRA models with attention variants."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantElectraConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         ElectraForCausalLM,
         ElectraForMaskedLM,
@@ -46,12 +46,12 @@ class AttnVariantElectraCrossAttention(BertFamilyCrossAttentionMixin, ElectraCro
     """`ElectraCrossAttention` with k key/value heads and, if configured, talking heads."""
 
 
-class AttnVariantElectraEmbeddings(EmbeddingsMixin, ElectraEmbeddings):
-    """The embeddings of ELECTRA, with learned or sinusoidal positions."""
+class AttnVariantElectraEmbeddings(PositionEmbeddingsMixin, ElectraEmbeddings):
+    """ELECTRA embeddings with learned or sinusoidal positions."""
 
 
 class AttnVariantElectraPreTrainedModel(AttnVariantModelMixin, ElectraPreTrainedModel):
-    """Base class of the ELECTRA models with variant attention; Transformers documents the original models."""
+    """Base class of the ELECTRA models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantElectraConfig
     attention_sites = BERT_FAMILY_SITES
@@ -61,7 +61,7 @@ class AttnVariantElectraModel(AttnVariantElectraPreTrainedModel, ElectraModel):
     """`ElectraModel` with variant attention."""
 
 
-AttnVariantElectraPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantElectraPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantElectraForPreTraining(AttnVariantElectraPreTrainedModel, ElectraForPreTraining):
@@ -92,5 +92,5 @@ class AttnVariantElectraForQuestionAnswering(AttnVariantElectraPreTrainedModel, 
     """`ElectraForQuestionAnswering` with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantElectraConfig.model_type] = AttnVariantElectraForCausalLM.__name__

@@ -1,13 +1,13 @@
-"""M2M100 and NLLB models with the attention variants of this package."""
+"""M2M100 and NLLB models with attention variants."""
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import known_imports, variants_of
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantM2M100Config
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         M2M100ForConditionalGeneration,
         M2M100Model,
@@ -27,7 +27,7 @@ class AttnVariantM2M100Attention(BartFamilyAttentionMixin, M2M100Attention):
 
 
 class AttnVariantM2M100PreTrainedModel(AttnVariantModelMixin, M2M100PreTrainedModel):
-    """Base class of the M2M100 models with variant attention; Transformers documents the original models."""
+    """Base class of the M2M100 models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantM2M100Config
     attention_sites = BART_FAMILY_SITES
@@ -39,7 +39,7 @@ class AttnVariantM2M100Encoder(AttnVariantM2M100PreTrainedModel, M2M100Encoder):
     stack_name = "encoder"
 
 
-class AttnVariantM2M100Decoder(MakesCrossLatent, AttnVariantM2M100PreTrainedModel, M2M100Decoder):
+class AttnVariantM2M100Decoder(CrossLatentMixin, AttnVariantM2M100PreTrainedModel, M2M100Decoder):
     """`M2M100Decoder` with variant attention."""
 
     stack_name = "decoder"
@@ -49,10 +49,10 @@ class AttnVariantM2M100Model(AttnVariantM2M100PreTrainedModel, M2M100Model):
     """`M2M100Model` with variant attention."""
 
 
-AttnVariantM2M100PreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantM2M100PreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantM2M100ForConditionalGeneration(
-    BeamsShareMemory, AttnVariantM2M100PreTrainedModel, M2M100ForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantM2M100PreTrainedModel, M2M100ForConditionalGeneration
 ):
     """`M2M100ForConditionalGeneration` with variant attention."""

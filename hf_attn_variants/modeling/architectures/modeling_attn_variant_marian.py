@@ -1,13 +1,13 @@
-"""Marian models with the attention variants of this package."""
+"""Marian models with attention variants."""
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import known_imports, variants_of
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantMarianConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         MarianForCausalLM,
         MarianModel,
@@ -35,7 +35,7 @@ class AttnVariantMarianAttention(BartFamilyAttentionMixin, MarianAttention):
 
 
 class AttnVariantMarianPreTrainedModel(AttnVariantModelMixin, MarianPreTrainedModel):
-    """Base class of the Marian models with variant attention; Transformers documents the original models."""
+    """Base class of the Marian models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantMarianConfig
     attention_sites = BART_FAMILY_SITES
@@ -47,7 +47,7 @@ class AttnVariantMarianEncoder(AttnVariantMarianPreTrainedModel, MarianEncoder):
     stack_name = "encoder"
 
 
-class AttnVariantMarianDecoder(MakesCrossLatent, AttnVariantMarianPreTrainedModel, MarianDecoder):
+class AttnVariantMarianDecoder(CrossLatentMixin, AttnVariantMarianPreTrainedModel, MarianDecoder):
     """`MarianDecoder` with variant attention."""
 
     stack_name = "decoder"
@@ -58,13 +58,13 @@ class AttnVariantMarianModel(AttnVariantMarianPreTrainedModel, MarianModel):
 
 
 class AttnVariantMarianDecoderWrapper(AttnVariantMarianPreTrainedModel, MarianDecoderWrapper):
-    """The wrapper of the decoder in `MarianForCausalLM`, with variant attention."""
+    """The decoder wrapper in `MarianForCausalLM`, with variant attention."""
 
 
-AttnVariantMarianPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantMarianPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
-class AttnVariantMarianMTModel(BeamsShareMemory, AttnVariantMarianPreTrainedModel, MarianMTModel):
+class AttnVariantMarianMTModel(SharedEncoderOutputsMixin, AttnVariantMarianPreTrainedModel, MarianMTModel):
     """`MarianMTModel` with variant attention."""
 
 
@@ -72,5 +72,5 @@ class AttnVariantMarianForCausalLM(AttnVariantMarianPreTrainedModel, MarianForCa
     """`MarianForCausalLM` (decoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMarianConfig.model_type] = AttnVariantMarianForCausalLM.__name__

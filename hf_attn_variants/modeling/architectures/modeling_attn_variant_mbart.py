@@ -1,13 +1,13 @@
-"""mBART models with the attention variants of this package."""
+"""mBART models with attention variants."""
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import known_imports, variants_of
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantMBartConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         MBartForCausalLM,
         MBartForConditionalGeneration,
@@ -39,7 +39,7 @@ class AttnVariantMBartAttention(BartFamilyAttentionMixin, MBartAttention):
 
 
 class AttnVariantMBartPreTrainedModel(AttnVariantModelMixin, MBartPreTrainedModel):
-    """Base class of the mBART models with variant attention; Transformers documents the original models."""
+    """Base class of the mBART models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantMBartConfig
     attention_sites = BART_FAMILY_SITES
@@ -51,7 +51,7 @@ class AttnVariantMBartEncoder(AttnVariantMBartPreTrainedModel, MBartEncoder):
     stack_name = "encoder"
 
 
-class AttnVariantMBartDecoder(MakesCrossLatent, AttnVariantMBartPreTrainedModel, MBartDecoder):
+class AttnVariantMBartDecoder(CrossLatentMixin, AttnVariantMBartPreTrainedModel, MBartDecoder):
     """`MBartDecoder` with variant attention."""
 
     stack_name = "decoder"
@@ -62,14 +62,14 @@ class AttnVariantMBartModel(AttnVariantMBartPreTrainedModel, MBartModel):
 
 
 class AttnVariantMBartDecoderWrapper(AttnVariantMBartPreTrainedModel, MBartDecoderWrapper):
-    """The wrapper of the decoder in `MBartForCausalLM`, with variant attention."""
+    """The decoder wrapper in `MBartForCausalLM`, with variant attention."""
 
 
-AttnVariantMBartPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantMBartPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantMBartForConditionalGeneration(
-    BeamsShareMemory, AttnVariantMBartPreTrainedModel, MBartForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantMBartPreTrainedModel, MBartForConditionalGeneration
 ):
     """`MBartForConditionalGeneration` with variant attention."""
 
@@ -86,5 +86,5 @@ class AttnVariantMBartForCausalLM(AttnVariantMBartPreTrainedModel, MBartForCausa
     """`MBartForCausalLM` (decoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantMBartConfig.model_type] = AttnVariantMBartForCausalLM.__name__

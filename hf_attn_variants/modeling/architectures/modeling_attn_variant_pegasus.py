@@ -1,13 +1,13 @@
-"""PEGASUS models with the attention variants of this package."""
+"""PEGASUS models with attention variants."""
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import known_imports, variants_of
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantPegasusConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         PegasusForCausalLM,
         PegasusForConditionalGeneration,
@@ -35,7 +35,7 @@ class AttnVariantPegasusAttention(BartFamilyAttentionMixin, PegasusAttention):
 
 
 class AttnVariantPegasusPreTrainedModel(AttnVariantModelMixin, PegasusPreTrainedModel):
-    """Base class of the PEGASUS models with variant attention; Transformers documents the original models."""
+    """Base class of the PEGASUS models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantPegasusConfig
     attention_sites = BART_FAMILY_SITES
@@ -47,7 +47,7 @@ class AttnVariantPegasusEncoder(AttnVariantPegasusPreTrainedModel, PegasusEncode
     stack_name = "encoder"
 
 
-class AttnVariantPegasusDecoder(MakesCrossLatent, AttnVariantPegasusPreTrainedModel, PegasusDecoder):
+class AttnVariantPegasusDecoder(CrossLatentMixin, AttnVariantPegasusPreTrainedModel, PegasusDecoder):
     """`PegasusDecoder` with variant attention."""
 
     stack_name = "decoder"
@@ -58,14 +58,14 @@ class AttnVariantPegasusModel(AttnVariantPegasusPreTrainedModel, PegasusModel):
 
 
 class AttnVariantPegasusDecoderWrapper(AttnVariantPegasusPreTrainedModel, PegasusDecoderWrapper):
-    """The wrapper of the decoder in `PegasusForCausalLM`, with variant attention."""
+    """The decoder wrapper in `PegasusForCausalLM`, with variant attention."""
 
 
-AttnVariantPegasusPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantPegasusPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantPegasusForConditionalGeneration(
-    BeamsShareMemory, AttnVariantPegasusPreTrainedModel, PegasusForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantPegasusPreTrainedModel, PegasusForConditionalGeneration
 ):
     """`PegasusForConditionalGeneration` with variant attention."""
 
@@ -74,5 +74,5 @@ class AttnVariantPegasusForCausalLM(AttnVariantPegasusPreTrainedModel, PegasusFo
     """`PegasusForCausalLM` (decoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantPegasusConfig.model_type] = AttnVariantPegasusForCausalLM.__name__

@@ -1,12 +1,12 @@
-"""RoBERTa models with the attention variants of this package."""
+"""RoBERTa models with attention variants."""
 
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .bert_family import BERT_FAMILY_SITES, BertFamilyCrossAttentionMixin, BertFamilySelfAttentionMixin
 from .configuration_attn_variants import AttnVariantRobertaConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         RobertaForCausalLM,
         RobertaForMaskedLM,
@@ -44,12 +44,12 @@ class AttnVariantRobertaCrossAttention(BertFamilyCrossAttentionMixin, RobertaCro
     """`RobertaCrossAttention` with k key/value heads and, if configured, talking heads."""
 
 
-class AttnVariantRobertaEmbeddings(EmbeddingsMixin, RobertaEmbeddings):
-    """The embeddings of RoBERTa, with learned or sinusoidal positions."""
+class AttnVariantRobertaEmbeddings(PositionEmbeddingsMixin, RobertaEmbeddings):
+    """RoBERTa embeddings with learned or sinusoidal positions."""
 
 
 class AttnVariantRobertaPreTrainedModel(AttnVariantModelMixin, RobertaPreTrainedModel):
-    """Base class of the RoBERTa models with variant attention; Transformers documents the original models."""
+    """Base class of the RoBERTa models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantRobertaConfig
     attention_sites = BERT_FAMILY_SITES
@@ -59,7 +59,7 @@ class AttnVariantRobertaModel(AttnVariantRobertaPreTrainedModel, RobertaModel):
     """`RobertaModel` with variant attention."""
 
 
-AttnVariantRobertaPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantRobertaPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantRobertaForMaskedLM(AttnVariantRobertaPreTrainedModel, RobertaForMaskedLM):
@@ -86,5 +86,5 @@ class AttnVariantRobertaForQuestionAnswering(AttnVariantRobertaPreTrainedModel, 
     """`RobertaForQuestionAnswering` with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantRobertaConfig.model_type] = AttnVariantRobertaForCausalLM.__name__

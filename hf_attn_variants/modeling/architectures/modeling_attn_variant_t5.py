@@ -1,18 +1,18 @@
-"""T5 and mT5 models with the attention variants of this package."""
+"""T5 and mT5 models with attention variants."""
 
 from typing import Any
 
 import torch
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import AddsSinusoids
-from ..transformers_internals import known_imports, variants_of
+from ..mechanisms.sinusoidal_positions import SinusoidalInputsMixin
+from ..transformers_internals import collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantT5Config
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         T5EncoderModel,
         T5ForConditionalGeneration,
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
-    """The self- or cross-attention of T5 with k key/value heads and, if configured, a latent or talking heads."""
+    """T5 self-attention or cross-attention with k key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "encoder_outputs", "mask", "cache", "bias")
     returns = 3
@@ -44,8 +44,8 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Attend within hidden states [b, n, d_model], or from them to `key_value_states` [b, m, d_model].
 
-        The method differs from `T5Attention.forward` in one point. Without relative positions it does not create a
-        position bias, whereas Transformers adds a bias of zeros in every layer and decoding step.
+        This method differs from `T5Attention.forward` in one respect. Without relative positions, no position bias is
+        created, whereas Transformers adds a bias of zeros in every layer and decoding step.
 
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
@@ -55,18 +55,18 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
-    """Base class of the T5 models with variant attention; Transformers documents the original models."""
+    """Base class of the T5 models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantT5Config
     attention_sites = T5_FAMILY_SITES
 
 
-class AttnVariantT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantT5PreTrainedModel, T5Stack):
+class AttnVariantT5Stack(SinusoidalInputsMixin, CrossLatentMixin, AttnVariantT5PreTrainedModel, T5Stack):
     """`T5Stack` (the encoder or decoder of the models below) with variant attention."""
 
     @property
     def stack_name(self) -> str:
-        """The name of the encoder or decoder in the whole model."""
+        """The name of this encoder or decoder in the complete model."""
         return "decoder" if self.is_decoder else "encoder"
 
 
@@ -78,11 +78,11 @@ class AttnVariantT5EncoderModel(AttnVariantT5PreTrainedModel, T5EncoderModel):
     """`T5EncoderModel` with variant attention."""
 
 
-AttnVariantT5PreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantT5PreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantT5ForConditionalGeneration(
-    BeamsShareMemory, AttnVariantT5PreTrainedModel, T5ForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantT5PreTrainedModel, T5ForConditionalGeneration
 ):
     """`T5ForConditionalGeneration` with variant attention, for T5 and mT5 checkpoints."""
 

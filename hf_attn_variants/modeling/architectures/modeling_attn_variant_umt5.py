@@ -1,19 +1,19 @@
-"""UMT5 models with the attention variants of this package; each layer has its own relative position bias."""
+"""UMT5 models with attention variants. Each layer has its own relative position bias."""
 
 from typing import Any
 
 import torch
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..mechanisms.sinusoidal_positions import AddsSinusoids
+from ..mechanisms.sinusoidal_positions import SinusoidalInputsMixin
 from ..ops.variant_attention import AttentionHeads
-from ..transformers_internals import check_attributes, known_imports, variants_of
+from ..transformers_internals import check_attributes, collect_variant_classes, guarded_imports
 from .configuration_attn_variants import AttnVariantUMT5Config
 from .t5_family import T5_FAMILY_SITES, T5FamilyAttentionMixin
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         UMT5EncoderModel,
         UMT5ForConditionalGeneration,
@@ -42,10 +42,10 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
     roles = ("states", "encoder_outputs", "mask", "cache")
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
-        """Prepare the attention as for T5, and make the self-attention of the decoder causal."""
+        """Prepare the module as in T5, and make the decoder's self-attention causal."""
         check_attributes(self, ("is_decoder", "has_relative_attention_bias"))
-        # Transformers 5.15 and 5.17 leave this False. With sdpa and without padding, their decoders attend to later
-        # tokens.
+        # In Transformers 5.15 and 5.17, this is False, so that decoders attend to later tokens with sdpa and without
+        # padding.
         self.is_causal = self.is_decoder and self.has_relative_attention_bias
         super().install_variant(config, heads, query_dim, key_input_dim)
 
@@ -57,18 +57,18 @@ class AttnVariantUMT5Attention(T5FamilyAttentionMixin, UMT5Attention):
 
 
 class AttnVariantUMT5PreTrainedModel(AttnVariantModelMixin, UMT5PreTrainedModel):
-    """Base class of the UMT5 models with variant attention; Transformers documents the original models."""
+    """Base class of the UMT5 models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantUMT5Config
     attention_sites = T5_FAMILY_SITES
 
 
-class AttnVariantUMT5Stack(AddsSinusoids, MakesCrossLatent, AttnVariantUMT5PreTrainedModel, UMT5Stack):
+class AttnVariantUMT5Stack(SinusoidalInputsMixin, CrossLatentMixin, AttnVariantUMT5PreTrainedModel, UMT5Stack):
     """`UMT5Stack` (the encoder or decoder of the models below) with variant attention."""
 
     @property
     def stack_name(self) -> str:
-        """The name of the encoder or decoder in the whole model."""
+        """The name of this encoder or decoder in the complete model."""
         return "decoder" if self.is_decoder else "encoder"
 
 
@@ -80,18 +80,18 @@ class AttnVariantUMT5EncoderModel(AttnVariantUMT5PreTrainedModel, UMT5EncoderMod
     """`UMT5EncoderModel` with variant attention."""
 
 
-AttnVariantUMT5PreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantUMT5PreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantUMT5ForConditionalGeneration(
-    BeamsShareMemory, AttnVariantUMT5PreTrainedModel, UMT5ForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantUMT5PreTrainedModel, UMT5ForConditionalGeneration
 ):
     """`UMT5ForConditionalGeneration` with variant attention."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         if not config.scale_decoder_outputs:
-            # Transformers multiplies the outputs by model_dim ** -0.5, and always does so before version 5.24.
+            # Transformers multiplies the outputs by model_dim ** -0.5, and did so unconditionally before version 5.24.
             self.model_dim = 1
 
 

@@ -1,15 +1,20 @@
-"""Whisper models with the attention variants of this package."""
+"""Whisper models with attention variants."""
 
 from typing import Any
 
-from ..attention.latent_attention import MakesCrossLatent
-from ..attention.shared_rows import BeamsShareMemory
+from ..attention.latent_attention import CrossLatentMixin
+from ..attention.shared_rows import SharedEncoderOutputsMixin
 from ..attention.variant_mixins import AttnVariantModelMixin
-from ..transformers_internals import Arguments, check_attention_function, known_imports, variants_of
+from ..transformers_internals import (
+    MethodArguments,
+    check_attention_function,
+    collect_variant_classes,
+    guarded_imports,
+)
 from .bart_family import BART_FAMILY_SITES, BartFamilyAttentionMixin
 from .configuration_attn_variants import AttnVariantWhisperConfig
 
-with known_imports():
+with guarded_imports():
     from transformers import (
         WhisperForAudioClassification,
         WhisperForCausalLM,
@@ -35,33 +40,33 @@ __all__ = [
 ]
 
 
-class CountsHeadsByProjection:
-    """Mixin that gives the keys and values of `WhisperAttention` as many heads as their projections have.
+class BartForwardMixin:
+    """Mixin that lets `WhisperAttention` have fewer key/value heads than query heads.
 
-    `WhisperAttention.forward` assumes the number of query heads. `BartAttention` computes the same attention without
-    this assumption. It scales the dot products, whereas Whisper scales the queries.
+    `WhisperAttention.forward` assumes that these numbers are the same. `BartAttention` computes the same attention
+    without this assumption. It scales the dot products, whereas Whisper scales the queries.
     """
 
-    arguments: Arguments
+    arguments: MethodArguments
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Attend as `BartAttention` does; the arguments are those of `WhisperAttention.forward`."""
+        """Attend as in `BartAttention`. See `WhisperAttention.forward` for the arguments."""
         values, others = self.arguments.split(args, kwargs)
         return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, values, strict=True)), **others)
 
 
-class AttnVariantWhisperAttention(BartFamilyAttentionMixin, CountsHeadsByProjection, WhisperAttention):
+class AttnVariantWhisperAttention(BartFamilyAttentionMixin, BartForwardMixin, WhisperAttention):
     """`WhisperAttention` with k key/value heads and, if configured, a latent or talking heads."""
 
-    upstream_attributes = (*BartFamilyAttentionMixin.upstream_attributes, "head_dim")
+    transformers_attributes = (*BartFamilyAttentionMixin.transformers_attributes, "head_dim")
 
 
-BART_ARGUMENTS = Arguments(BartAttention, AttnVariantWhisperAttention.roles, returns=2)
+BART_ARGUMENTS = MethodArguments(BartAttention, AttnVariantWhisperAttention.roles, returns=2)
 check_attention_function(BartAttention)
 
 
 class AttnVariantWhisperPreTrainedModel(AttnVariantModelMixin, WhisperPreTrainedModel):
-    """Base class of the Whisper models with variant attention; Transformers documents the original models."""
+    """Base class of the Whisper models with variant attention. See Transformers for the original models."""
 
     config_class = AttnVariantWhisperConfig
     attention_sites = BART_FAMILY_SITES
@@ -73,7 +78,7 @@ class AttnVariantWhisperEncoder(AttnVariantWhisperPreTrainedModel, WhisperEncode
     stack_name = "encoder"
 
 
-class AttnVariantWhisperDecoder(MakesCrossLatent, AttnVariantWhisperPreTrainedModel, WhisperDecoder):
+class AttnVariantWhisperDecoder(CrossLatentMixin, AttnVariantWhisperPreTrainedModel, WhisperDecoder):
     """`WhisperDecoder` with variant attention."""
 
     stack_name = "decoder"
@@ -84,14 +89,14 @@ class AttnVariantWhisperModel(AttnVariantWhisperPreTrainedModel, WhisperModel):
 
 
 class AttnVariantWhisperDecoderWrapper(AttnVariantWhisperPreTrainedModel, WhisperDecoderWrapper):
-    """The wrapper of the decoder in `WhisperForCausalLM`, with variant attention."""
+    """The decoder wrapper in `WhisperForCausalLM`, with variant attention."""
 
 
-AttnVariantWhisperPreTrainedModel.variant_classes = variants_of(globals())
+AttnVariantWhisperPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantWhisperForConditionalGeneration(
-    BeamsShareMemory, AttnVariantWhisperPreTrainedModel, WhisperForConditionalGeneration
+    SharedEncoderOutputsMixin, AttnVariantWhisperPreTrainedModel, WhisperForConditionalGeneration
 ):
     """`WhisperForConditionalGeneration` with variant attention."""
 
@@ -104,5 +109,5 @@ class AttnVariantWhisperForAudioClassification(AttnVariantWhisperPreTrainedModel
     """`WhisperForAudioClassification` (encoder only) with variant attention."""
 
 
-# The Trainer of Transformers shifts the labels of the model classes in this table.
+# With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[AttnVariantWhisperConfig.model_type] = AttnVariantWhisperForCausalLM.__name__

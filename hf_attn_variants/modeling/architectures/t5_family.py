@@ -1,28 +1,28 @@
-"""Shared attention code of T5 and UMT5: one attention class at three places, with a relative position bias."""
+"""Shared attention code for T5 and UMT5, with a relative position bias."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..attention.attention_interface import attention_function
+from ..attention.attention_interface import get_attention_function
 from ..attention.attention_mixin import AttentionVariantMixin
 from ..attention.attention_sites import AttentionSite, Projections
 from ..attention.latent_attention import attend_to_latent
-from ..attention.shared_rows import rows_of_sentences
+from ..attention.shared_rows import get_sentence_rows
 from ..mechanisms.patterns.transient_global import (
-    SummingAttention,
+    SummarizingAttention,
     TransientPattern,
     add_summary_parameters,
     attend_with_summaries,
-    summary_table,
+    compute_summary_bias,
 )
 from ..mechanisms.sinusoidal_positions import has_sinusoids
 from ..ops.key_ranges import TransientGlobal
 from ..ops.variant_attention import AttentionHeads
-from ..transformers_internals import check_attributes, check_method, known_imports, upstream_class
+from ..transformers_internals import check_attributes, check_method, get_transformers_class, guarded_imports
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
 __all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
@@ -59,10 +59,10 @@ T5_FAMILY_SITES = (
 )
 
 
-# The base is for the type checker, as in `attention_mixin`.
+# The base class is only for type checkers, as in `attention_mixin`.
 if TYPE_CHECKING:
 
-    class _Attention(SummingAttention):
+    class _Attention(SummarizingAttention):
         compute_bias: Any
         is_decoder: bool
         q: nn.Linear
@@ -72,12 +72,12 @@ else:
 
 
 class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
-    """Mixin for the attention class of T5 or UMT5; list it before the Transformers class among the bases.
+    """Mixin for attention in T5 and UMT5. It must precede the Transformers class in the bases.
 
     The relative position bias has one column per softmax head and is added after P_l (arXiv 2003.02436, section 3).
     """
 
-    upstream_attributes = (
+    transformers_attributes = (
         "dropout",
         "has_relative_attention_bias",
         "is_causal",
@@ -90,11 +90,11 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        owner = upstream_class(cls, AttentionVariantMixin)
+        owner = get_transformers_class(cls, AttentionVariantMixin)
         check_method(owner, "compute_bias", ("query_length", "key_length", "device", "past_seen_tokens"))
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
-        """Set the head counts, add the talking-heads parameters and resize the position bias to the softmax heads.
+        """Set the head counts, add the talking-heads parameters and resize the position bias for the softmax heads.
 
         With sinusoidal positions, the position bias is removed.
         """
@@ -112,10 +112,10 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             )
 
     def init_projections(self) -> None:
-        """Initialize the talking-heads parameters and, as Transformers does for tokens, the bias of summaries.
+        """Initialize the talking-heads parameters and the bias for summaries.
 
-        If values and keys have different sizes, the output projection is drawn by the rule of Transformers for its
-        input size.
+        The bias for summaries is initialized like the token bias in Transformers. If value heads and key heads have
+        different sizes, the output projection is initialized as in Transformers for its input size.
         """
         super().init_projections()
         if self.heads.value_dim != self.heads.head_dim:
@@ -136,39 +136,41 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         """Attend within `states` [b, n, d_model], or from them to `encoder_outputs` [b, m, d_model].
 
         Args:
-            position_bias: [1, h, n, m], from an earlier layer. If it is None, an attention with relative positions
-                computes it. If the attention has a pattern, the bias is a table by distance.
+            position_bias: the position bias from an earlier layer, [1, h, n, m]. If it is None, modules with relative
+                positions compute it. If the module has a pattern, the bias is a table by distance.
             kwargs: further arguments of the attention function.
 
         Returns:
             The outputs [b, n, d_model], the position bias or None, and the weights or None.
         """
         if encoder_outputs is not None and self.heads.rank is None:
-            encoder_outputs = rows_of_sentences(encoder_outputs, (self.k, self.v))
-        dynamic = self.variant_inputs(states, encoder_outputs, cache, kwargs)
+            encoder_outputs = get_sentence_rows(encoder_outputs, (self.k, self.v))
+        dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
         makes_bias = position_bias is None and self.has_relative_attention_bias
         past_length: Any = _past_length(cache, self.layer_idx) if makes_bias else 0  # an integer, or a tensor
         query = self.q(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         if self.heads.rank is None:
-            key, value = self.keys_and_values_of((self.k, self.v), states, encoder_outputs, cache)
+            key, value = self.get_keys_and_values((self.k, self.v), states, encoder_outputs, cache)
             key_length = key.shape[2]
         else:
-            latent, layer = self.latent_of(states, encoder_outputs, cache)  # [b, 1, m, r]
+            latent, layer = self.get_latent(states, encoder_outputs, cache)  # [b, 1, m, r]
             key_length = latent.shape[2]
         if makes_bias:
             length = query.shape[2]
             if self.key_range is not None:  # by distance, for one query in the middle (`relative_bias`)
                 length, past_length = 1, past_length + length - 1
                 key_length = 2 * past_length + 1
-            # The heads are the last axis in memory. Fused CUDA kernels require the keys there, and all layers share
-            # the bias.
+            # The heads are the last axis in memory. Fused CUDA kernels require the keys there, and the bias is shared
+            # by all layers.
             position_bias = self.compute_bias(length, key_length, query.device, past_length).contiguous()
             if isinstance(self.key_range, TransientGlobal):
-                position_bias = torch.cat([position_bias, summary_table(self, query.shape[2], query.device)], -1)
+                position_bias = torch.cat(
+                    [position_bias, compute_summary_bias(self, query.shape[2], query.device)], -1
+                )
         bias = position_bias
         if bias is not None and not self.is_own:
-            # The flex attention of Transformers indexes the bias by the batch, so that a bias of one row is read out
-            # of bounds.
+            # FlexAttention in Transformers indexes the bias by batch row, so that a bias with a single row would be
+            # read out of bounds.
             bias = bias.expand(query.shape[0], -1, -1, -1)
         options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
         options |= kwargs | dynamic
@@ -176,7 +178,7 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             operands = (query, key, value)
             output, weights = attend_with_summaries(self, states, operands, mask, bias, options["dropout"], kwargs)
         elif self.heads.rank is None:
-            attend = attention_function(self.implementation)
+            attend = get_attention_function(self.implementation)
             output, weights = attend(self, query, key, value, mask, **options)
         else:
             output, weights = attend_to_latent(self, query, latent, mask, (self.k, self.v), layer, **options)
@@ -187,5 +189,5 @@ def _past_length(cache: Any, layer: int) -> int | torch.Tensor:
     if cache is None:
         return 0
     length = cache.get_seq_length(layer)
-    # A static cache updates its length in place, and the bias is computed after the update.
+    # A static cache updates its length in place before the bias is computed.
     return length.clone() if isinstance(length, torch.Tensor) else length

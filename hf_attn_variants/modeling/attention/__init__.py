@@ -1,1 +1,1 @@
-"""The integration of the attention mechanisms into the attention modules and the models of Transformers."""
+"""Integration of the attention mechanisms into the attention modules and models of Transformers."""

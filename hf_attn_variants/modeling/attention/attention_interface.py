@@ -1,7 +1,7 @@
-"""The attention functions and mask functions that this package registers with Transformers.
+"""Attention functions and mask functions that this package registers with Transformers.
 
-A module without a mechanism other than grouped heads (`is_plain`) is computed here. All others go to
-`mechanism_attention`.
+Attention modules without mechanisms other than grouped heads (`is_plain`) are computed here. All others are computed
+in `mechanism_attention`.
 """
 
 from collections.abc import Callable
@@ -10,41 +10,41 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fields.mechanism_fields import asks_for_padding_alone
+from ..fields.mechanism_fields import needs_only_padding_mask
 from ..ops.softmax_attention import attention_with_weights, fused_attention
-from ..ops.variant_attention import VariantAttention, call_options, is_traced, wants_weights
-from ..transformers_internals import check_mask_functions, known_imports, refuse_unknown
+from ..ops.variant_attention import VariantAttention, get_call_options, is_traced, should_return_weights
+from ..transformers_internals import check_known_arguments, check_mask_functions, guarded_imports
 from ..variant_names import EAGER, SDPA
 from .mechanism_attention import attend_with_mechanisms
 
-with known_imports():
+with guarded_imports():
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = [
-    "attention_function",
     "eager_attention_forward",
-    "mask_of_padding",
+    "get_attention_function",
     "sdpa_attention_forward",
+    "with_padding_mask_only",
 ]
 
 
-def mask_of_padding(upstream: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-    """Return a mask function that covers only padding if the attention has a pattern or a kernel.
+def with_padding_mask_only(mask_function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
+    """Wrap a mask function, so that masks only cover padding if the attention has a pattern or a kernel.
 
-    In other cases, it calls the mask function of Transformers. A padding mask is [b, 1, 1, m]. The attention applies
-    the causal rule and the window itself, because a mask [n, m] would be larger than all of its other tensors. The
-    mask of a decoder covers all tokens seen, even if the cache of a layer stores fewer.
+    In other cases, the Transformers mask function is called. A padding mask has the shape [b, 1, 1, m]. Causality and
+    windows are handled by the attention module, because a mask [n, m] would be larger than all of its other tensors. A
+    decoder mask covers all tokens seen so far, even if a layer's cache stores fewer.
     """
 
     def mask(**options: Any) -> torch.Tensor | None:
         function, padding = options.get("mask_function", causal_mask_function), options.get("attention_mask")
         is_causal = function is causal_mask_function
         if function not in (causal_mask_function, bidirectional_mask_function):
-            return upstream(**options)
-        if not asks_for_padding_alone(options.get("config"), True if is_causal else None):
-            return upstream(**options)
+            return mask_function(**options)
+        if not needs_only_padding_mask(options.get("config"), True if is_causal else None):
+            return mask_function(**options)
         if padding is None:
             return None
         if not is_causal:
@@ -71,7 +71,7 @@ def eager_attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionResult:
-    """Attention that computes its weights ("eager").
+    """Compute attention with explicit weights ("eager").
 
     Args:
         module: the attention module.
@@ -79,10 +79,10 @@ def eager_attention_forward(
         key: [b, k, m, d].
         value: [b, k, m, d_v].
         attention_mask: as in `attention_with_weights`.
-        scaling: the factor of the dot products; None = d^-1/2.
-        dropout: the probability that a weight is dropped.
-        is_causal: whether query i reads keys 0 to i only; None = as the module does.
-        position_bias: added to the logits, broadcastable to [b, h, n, m].
+        scaling: the factor of the dot products (default: d^-1/2).
+        dropout: the dropout probability.
+        is_causal: if True, query i only attends to keys 0 to i. By default, this is determined by the module.
+        position_bias: a bias that is added to the logits, broadcastable to [b, h, n, m].
         kwargs: further arguments of the call.
 
     Returns:
@@ -94,8 +94,8 @@ def eager_attention_forward(
     if not getattr(module, "is_plain", False):
         call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
         return attend_with_mechanisms("eager", module, *call, **kwargs)
-    refuse_unknown(kwargs)
-    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
+    check_known_arguments(kwargs)
+    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
     return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
 
 
@@ -111,23 +111,24 @@ def sdpa_attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionResult:
-    """Attention by the fused kernels of torch ("sdpa"); arguments and results as for `eager_attention_forward`.
+    """Compute attention with the fused kernels in torch ("sdpa").
 
-    The weights are None unless the call asks for them.
+    The arguments and results are the same as in `eager_attention_forward`, but the weights are None unless they are
+    requested.
     """
     if not getattr(module, "is_plain", False):
         call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
         return attend_with_mechanisms("sdpa", module, *call, **kwargs)
-    refuse_unknown(kwargs)
-    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
-    if wants_weights(module, kwargs):
+    check_known_arguments(kwargs)
+    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
+    if should_return_weights(module, kwargs):
         return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 
-def attention_function(name: str) -> Callable[..., AttentionResult]:
-    """Return the attention function that is registered under a name."""
-    function = OWN_FUNCTIONS.get(name)  # a dictionary is faster than the interface, in each layer and step
+def get_attention_function(name: str) -> Callable[..., AttentionResult]:
+    """Return the attention function with a registered name."""
+    function = OWN_FUNCTIONS.get(name)  # in each layer and step, a dictionary is faster than the interface
     return function if function is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 
@@ -135,6 +136,6 @@ OWN_FUNCTIONS: dict[str, Callable[..., Any]] = {EAGER: eager_attention_forward, 
 for _name, _function in OWN_FUNCTIONS.items():
     AttentionInterface.register(_name, _function)
 check_mask_functions(eager_mask, sdpa_mask)
-# Without a mask function of the same name Transformers would pass no mask, and padding would be ignored.
-AttentionMaskInterface.register(EAGER, mask_of_padding(eager_mask))
-AttentionMaskInterface.register(SDPA, mask_of_padding(sdpa_mask))
+# Without a mask function of the same name, Transformers would not pass a mask, and padding would be ignored.
+AttentionMaskInterface.register(EAGER, with_padding_mask_only(eager_mask))
+AttentionMaskInterface.register(SDPA, with_padding_mask_only(sdpa_mask))

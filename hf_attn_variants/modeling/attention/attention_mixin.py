@@ -1,6 +1,6 @@
-"""A mixin that turns an attention class of Transformers into a variant.
+"""A mixin that turns Transformers attention classes into variants.
 
-The letters for the sizes are those of `softmax_attention`.
+The symbols for tensor sizes are defined in `softmax_attention`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -10,29 +10,29 @@ from torch import nn
 
 from ..fields.composition import check_implementation
 from ..mechanisms.patterns.window_pattern import check_global_mask
-from ..mechanisms.talking_heads import projection_shapes, projection_std
-from ..ops.variant_attention import AttentionHeads, VariantAttention, implementation_of, wants_weights
+from ..mechanisms.talking_heads import get_projection_shapes, get_projection_std
+from ..ops.variant_attention import AttentionHeads, VariantAttention, get_attn_implementation, should_return_weights
 from ..transformers_internals import (
-    Arguments,
+    MethodArguments,
     check_attention_function,
     check_attributes,
-    known_imports,
-    upstream_class,
+    get_transformers_class,
+    guarded_imports,
 )
 from ..variant_names import EAGER, SDPA
-from .attention_interface import attention_function
+from .attention_interface import get_attention_function
 from .decoder_caches import prepare_cache
-from .latent_attention import attend_to_latent, keys_and_values, shared_latent
-from .shared_rows import note_beams
+from .latent_attention import attend_to_latent, compute_keys_and_values, get_shared_latent
+from .shared_rows import store_num_beams
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
     from transformers.cache_utils import EncoderDecoderCache
 
 __all__ = ["AttentionVariantMixin"]
 
 
-# The mixin becomes a module only together with a class of Transformers. Only the type checker sees it as one here.
+# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a module.
 if TYPE_CHECKING:
     _Attention = VariantAttention
 else:
@@ -40,68 +40,68 @@ else:
 
 
 class AttentionVariantMixin(_Attention):
-    """A mixin with the additions of a variant to an attention class of Transformers.
+    """A mixin that adds the attention variants to a Transformers attention class.
 
-    It comes before the class of Transformers in the list of base classes.
+    It must precede the Transformers class in the list of base classes.
 
     Class attributes:
-        roles: the arguments of the original `forward` that the variant reads (`transformers_internals.ROLES`).
+        roles: the arguments of the original `forward` that the variant uses (see `transformers_internals.ROLES`).
         returns: the number of values that `forward` returns.
-        upstream_attributes: the attributes of the original module that the variant reads, except its linear layers.
-        arguments: the arguments of the original `forward` by role. Each class gets its own.
+        transformers_attributes: the attributes of the original module that the variant uses, except the linear layers.
+        arguments: the arguments of the original `forward` by role. They are set separately for each class.
     """
 
     roles: tuple[str, ...] = ()
     returns = 2
-    upstream_attributes: tuple[str, ...] = ()
-    arguments: Arguments
+    transformers_attributes: tuple[str, ...] = ()
+    arguments: MethodArguments
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if issubclass(cls, nn.Module):
-            owner = upstream_class(cls, AttentionVariantMixin)
+            owner = get_transformers_class(cls, AttentionVariantMixin)
             check_attention_function(owner)
-            cls.arguments = Arguments(owner, cls.roles, returns=cls.returns)
+            cls.arguments = MethodArguments(owner, cls.roles, returns=cls.returns)
 
     def install_variant(self, config: Any, heads: AttentionHeads, query_dim: int, key_input_dim: int) -> None:
-        """Store the head counts and add the talking-heads parameters. The model initializes them later.
+        """Store the head counts and add the talking-heads parameters, which the model initializes later.
 
         Args:
-            config: the configuration of the model.
-            heads: the head counts, the rank of the latent and the talking-heads settings of the attention.
+            config: the model configuration.
+            heads: the head counts, latent rank and talking-heads settings of the attention module.
             query_dim: the size of the inputs of the query projection.
-            key_input_dim: the size of the inputs on the key side, as the attention receives them.
+            key_input_dim: the size of the inputs on the key side, as passed to the attention module.
         """
-        check_attributes(self, ("config", *self.upstream_attributes))
+        check_attributes(self, ("config", *self.transformers_attributes))
         self.heads = heads
         self.num_key_value_groups = heads.query // heads.key
-        # Transformers assumes that values are as wide as keys.
+        # Transformers assumes that value heads are as wide as key heads.
         self.owns_projections = heads.rank is not None or heads.value_dim != heads.head_dim
         like = next(self.parameters())
-        shapes = projection_shapes(heads, query_dim, key_input_dim) if heads.talking is not None else {}
+        shapes = get_projection_shapes(heads, query_dim, key_input_dim) if heads.talking is not None else {}
         self.projection_names = tuple(shapes)
         self.dynamic_names = heads.dynamic
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device)))
         if shapes:
-            # Transformers has already initialized this module, but not the new parameters.
+            # Transformers has already initialized this module, but without the new parameters.
             self._is_hf_initialized = False
         self.resolve_attn_implementation()
 
     def resolve_attn_implementation(self) -> None:
-        """Check and store the attention implementation that the configuration names.
+        """Check and store the attention implementation in the configuration.
 
-        `variant_inputs` repeats the check only if the name in the configuration has changed.
+        `prepare_variant_inputs` only repeats this check if the implementation in the configuration has changed.
 
         Raises:
-            ValueError: if the implementation cannot compute talking heads or a pattern.
+            ValueError: if the implementation does not support the mechanisms of the module.
         """
-        implementation = implementation_of(self)
+        implementation = get_attn_implementation(self)
         check_implementation(self.config, implementation)
         self.implementation, self.is_own = implementation, implementation in (EAGER, SDPA)
 
     def extra_repr(self) -> str:
-        """Return the text that a printed model shows for this attention: its heads and its mechanisms."""
+        """Describe the heads and mechanisms of this attention module for a printed model."""
         heads, pattern = self.heads, getattr(self.key_range, "kind", self.key_range)
         shown: dict[str, Any] = {"heads": heads.query, "key_value_heads": heads.key, "kv_lora_rank": heads.rank}
         shown |= {"talking_heads": heads.talking, "kernel": getattr(self.kernel, "name", None)}
@@ -109,37 +109,37 @@ class AttentionVariantMixin(_Attention):
         return ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None)
 
     def init_projections(self) -> None:
-        """Initialize the talking-heads parameters by the rule in `talking_heads_init`."""
+        """Initialize the talking-heads parameters according to `talking_heads_init`."""
         for name in self.projection_names:
             parameter = getattr(self, name)
-            std = projection_std(name, parameter.shape, self.heads.talking_init)
+            std = get_projection_std(name, parameter.shape, self.heads.talking_init)
             if std is None:
                 init.copy_(parameter, torch.eye(*parameter.shape, dtype=parameter.dtype, device=parameter.device))
             else:
                 init.normal_(parameter, mean=0.0, std=std)
 
-    def variant_inputs(
+    def prepare_variant_inputs(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """Check one call and return the additional keyword arguments for the attention function.
+        """Check the inputs of a call and return additional keyword arguments for the attention function.
 
         Args:
             states: the inputs on the query side, x [b, n, query size].
-            encoder_outputs: the inputs on the key side [b, m, key input size]. None for self-attention, which uses
+            encoder_outputs: the inputs on the key side [b, m, key input size], or None for self-attention, which uses
                 `states`.
             cache: the cache that this call reads and writes, if any.
-            kwargs: the other arguments of the call.
+            kwargs: the remaining arguments of the call.
 
         Returns:
-            The terms of P_l and P_w as a dictionary of tensors [b, n or m, heads in, heads out]. For a kernel, the
-            cache of its states.
+            A dictionary with the input-dependent terms of P_l and P_w [b, n or m, heads in, heads out], or with the
+            cache for kernel states.
 
         Raises:
             ValueError: if the attention implementation or the cache does not support the variant.
         """
-        if implementation_of(self) != self.implementation:
+        if get_attn_implementation(self) != self.implementation:
             self.resolve_attn_implementation()
-        if not self.is_own and wants_weights(self, kwargs):
+        if not self.is_own and should_return_weights(self, kwargs):
             raise ValueError(
                 '`attn_implementation` must be "sdpa" or "eager" with `output_attentions=True`, got '
                 f'"{self.implementation}". Other implementations do not return attention weights.'
@@ -147,7 +147,7 @@ class AttentionVariantMixin(_Attention):
         if cache is not None:
             prepare_cache(self, cache, encoder_outputs)
             if encoder_outputs is not None and self.heads.rank is None:
-                note_beams(cache, self.layer_idx, states, encoder_outputs)
+                store_num_beams(cache, self.layer_idx, states, encoder_outputs)
         if self.key_range is not None:
             check_global_mask(self, states, kwargs)
         if self.kernel is not None and cache is not None:
@@ -161,9 +161,9 @@ class AttentionVariantMixin(_Attention):
             for name in self.dynamic_names
         }
 
-    def attend_by_maps(
+    def attend_with_projections(
         self,
-        maps: tuple[nn.Linear, nn.Linear, nn.Linear],
+        linears: tuple[nn.Linear, nn.Linear, nn.Linear],
         states: torch.Tensor,
         mask: torch.Tensor | None,
         dropout: float,
@@ -171,38 +171,43 @@ class AttentionVariantMixin(_Attention):
         cache: Any = None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the outputs of all heads [b, n, h_v d_v], and the weights if the call requests them.
+        """Compute the outputs of all heads [b, n, h_v d_v], and the weights if they are requested.
 
-        This method replaces the original `forward` if `owns_projections` is true. The attention then has a latent, or
-        its values and keys differ in size.
+        This method replaces the original `forward` if `owns_projections` is True, which means that there is a latent
+        or that value heads and key heads have different sizes.
 
         Args:
-            maps: the linear layers of the queries, keys and values.
+            linears: the linear layers of the queries, keys and values.
             mask: as in `attention_with_weights`.
-            dropout: the probability that a weight is dropped in training.
-            states, encoder_outputs, cache: as for `latent_of` and `keys_and_values_of`.
+            dropout: the dropout probability during training.
+            states, encoder_outputs, cache: see `get_latent` and `get_keys_and_values`.
             options: further arguments of the attention function.
         """
-        query_map, key_map, value_map = maps
-        query = query_map(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
+        query_linear, key_linear, value_linear = linears
+        query = query_linear(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
         options |= {"dropout": dropout if self.training else 0.0, "scaling": self.scaling}
         if self.heads.rank is None:
-            key, value = self.keys_and_values_of((key_map, value_map), states, encoder_outputs, cache)
-            output, weights = attention_function(self.implementation)(self, query, key, value, mask, **options)
+            key, value = self.get_keys_and_values((key_linear, value_linear), states, encoder_outputs, cache)
+            output, weights = get_attention_function(self.implementation)(self, query, key, value, mask, **options)
         else:
-            latent, layer = self.latent_of(states, encoder_outputs, cache)
-            output, weights = attend_to_latent(self, query, latent, mask, (key_map, value_map), layer, **options)
+            latent, layer = self.get_latent(states, encoder_outputs, cache)
+            output, weights = attend_to_latent(self, query, latent, mask, (key_linear, value_linear), layer, **options)
         return output.flatten(2), weights
 
-    def keys_and_values_of(
-        self, maps: tuple[nn.Module, nn.Module], states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
+    def get_keys_and_values(
+        self,
+        linears: tuple[nn.Module, nn.Module],
+        states: torch.Tensor,
+        encoder_outputs: torch.Tensor | None,
+        cache: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys [b, k, m, d] and values [b, k, m, d_v]: first those in the cache, then those of this call.
+        """Return the keys [b, k, m, d] and values [b, k, m, d_v], starting with those in the cache.
 
         Args:
-            maps: the linear layers of the keys and of the values.
+            linears: the linear layers of the keys and of the values.
             states: the inputs of self-attention [b, n, D].
-            encoder_outputs: the inputs of cross-attention, or None. Their keys and values are computed once.
+            encoder_outputs: the inputs of cross-attention, whose keys and values are only computed once, or None for
+                self-attention.
             cache: the cache that this call reads and writes, if any.
         """
         is_cross_attention = encoder_outputs is not None
@@ -214,34 +219,34 @@ class AttentionVariantMixin(_Attention):
             # The encoder outputs do not change between decoding steps.
             return cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         encoder_outputs = states if encoder_outputs is None else encoder_outputs
-        key, value = keys_and_values(encoder_outputs, maps, self.heads.head_dim, self.heads.value_dim)
+        key, value = compute_keys_and_values(encoder_outputs, linears, self.heads.head_dim, self.heads.value_dim)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
             seen[self.layer_idx] = True
         return key, value
 
-    def latent_of(
+    def get_latent(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor | None, cache: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Return the latent c [b, 1, m, r] and, in cross-attention, the cache layer that holds it.
+        """Return the latent c [b, 1, m, r] and, in cross-attention, the cache layer that stores it.
 
         Args:
             states: the inputs of self-attention [b, n, D].
-            encoder_outputs: the latent that `MakesCrossLatent` has computed from the encoder outputs. None in
+            encoder_outputs: the latent that `CrossLatentMixin` has computed from the encoder outputs, or None for
                 self-attention.
             cache: the cache that this call reads and writes, if any.
         """
         if encoder_outputs is not None:
-            return shared_latent(cache, encoder_outputs, self.layer_idx, states)
-        return self.own_latent(states, cache), None
+            return get_shared_latent(cache, encoder_outputs, self.layer_idx, states)
+        return self.compute_own_latent(states, cache), None
 
-    def own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Return the latent c [b, 1, m, r] of self-attention: the cached part, then that of the inputs [b, n, D].
+    def compute_own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Return the latent c [b, 1, m, r] in self-attention, with the cached part followed by the part for `states`.
 
         The cache stores c as its keys. Its values have width 0.
 
         Raises:
-            ValueError: if the cache holds anything else, for example the keys and values of a prefix of peft.
+            ValueError: if the cache contains anything else, such as the keys and values of a PEFT prefix.
         """
         latent = self.kv_a_proj(states) if hasattr(self, "kv_a_proj") else states
         latent = latent[:, None]
@@ -252,6 +257,6 @@ class AttentionVariantMixin(_Attention):
         if past is not None and past.shape[1::2] != latent.shape[1::2]:
             raise ValueError(
                 f"The cache must have latents of dimension {latent.shape[-1]} (`kv_lora_rank`), got "
-                f"{past.shape[1]} heads of size {past.shape[-1]}. Use a cache that this model made."
+                f"{past.shape[1]} heads of size {past.shape[-1]}. Use a cache that was created by this model."
             )
         return cache.update(latent, latent[..., :0], self.layer_idx)[0]

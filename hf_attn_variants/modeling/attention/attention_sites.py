@@ -1,4 +1,4 @@
-"""Declarations of the attention modules of an architecture: their paths, their kinds and their numbers of heads."""
+"""Declarations of the attention modules in an architecture, with their paths, kinds and head counts."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -10,16 +10,16 @@ from transformers import PreTrainedModel
 
 from ..mechanisms.head_sharing import HeadSharing
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
-from ..mechanisms.kernels.kernel_table import kernel_of
-from ..mechanisms.patterns.pattern_table import pattern_class
+from ..mechanisms.kernels.kernel_table import create_kernel
+from ..mechanisms.patterns.pattern_table import get_pattern_class
 from ..ops.key_ranges import KeyRange
 from ..ops.variant_attention import AttentionHeads
 
-__all__ = ["AttentionSite", "Projections", "named_attentions", "sites_root"]
+__all__ = ["AttentionSite", "Projections", "get_sites_root", "named_attentions"]
 
 
 class Projections(TypedDict):
-    """The paths of the linear layers of an attention, relative to its module."""
+    """The paths of the linear layers in an attention module, relative to the module."""
 
     query: str
     key: str
@@ -29,23 +29,24 @@ class Projections(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One kind of attention module of an architecture, with the names of its projections.
+    """One kind of attention module in an architecture, with the names of its projections.
 
     Args:
-        name: the name in reports: "self", "cross", "encoder" or "decoder".
-        module: a regular expression for the path of the attention module inside the base model. Its groups capture
-            the layer numbers.
+        name: the name of the attention in reports: "self", "cross", "encoder" or "decoder".
+        module: a regular expression that matches the path of the attention module inside the base model. Its groups
+            capture the layer numbers.
         query, key, value, output: the paths of the linear layers, relative to the attention module.
-        core: the relative path of the submodule that calls the attention function and holds the talking-heads
+        core: the relative path of the submodule that calls the attention function and contains the talking-heads
             projections ("" = the attention module itself).
-        stack: "encoder" or "decoder" in an encoder-decoder. None = the only stack of the model, which is a decoder if
-            `is_decoder` of the configuration is true.
+        stack: "encoder" or "decoder" in an encoder-decoder, or None if the model has only one of them. It is then a
+            decoder if `is_decoder` is set in the configuration.
         is_cross_attention: True if the keys and values are computed from the encoder outputs.
         kv_heads_field: the configuration field with the number of key/value heads.
-        rank_field: the configuration field with the rank of the latent. None = the attention does not support latents.
-        latent: the path of the linear layer that computes the latent, relative to the attention module. It is
-            relative to the base model if `shares_latent` is true.
-        shares_latent: True if the attention modules of all layers share one latent.
+        rank_field: the configuration field with the rank of the latent, or None if the attention does not support
+            latents.
+        latent: the path of the linear layer that computes the latent, relative to the attention module. If
+            `shares_latent` is True, it is relative to the base model instead.
+        shares_latent: True if the attention modules in all layers share one latent.
     """
 
     name: str
@@ -64,86 +65,93 @@ class AttentionSite:
 
     @property
     def projections(self) -> dict[str, str]:
-        """The paths of the linear layers by their role: "query", "key", "value" and "output"."""
+        """The paths of the linear layers by role: "query", "key", "value" and "output"."""
         return {role: getattr(self, role) for role in ("query", "key", "value", "output")}
 
     @property
     def stack_prefix(self) -> str:
-        """The prefix of the fields of the stack: "encoder_" in the encoder of an encoder-decoder, otherwise ""."""
+        """The prefix of encoder or decoder fields: "encoder_" for the encoder in an encoder-decoder, else ""."""
         return "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
 
     @property
     def place_prefix(self) -> str:
-        """The prefix of the per-place fields: "cross_" for cross-attention, otherwise the prefix of the stack."""
+        """The prefix of the per-place fields: "cross_" for cross-attention, otherwise `stack_prefix`."""
         return "cross_" if self.is_cross_attention else self.stack_prefix
 
-    def stack_of(self, config: Any) -> str:
-        """Return the stack that contains the attention in a model of this configuration, "encoder" or "decoder"."""
+    def get_stack_name(self, config: Any) -> str:
+        """Return the part of the model that contains the attention module, "encoder" or "decoder"."""
         return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
 
-    def heads(self, config: Any, path: str) -> AttentionHeads:
-        """Return the head counts, the rank and the talking-heads settings of the attention at this path."""
-        layer = self.layer(config, path)
+    def get_heads(self, config: Any, path: str) -> AttentionHeads:
+        """Return the head counts, the rank and the talking-heads settings of the attention module at a path."""
+        layer = self.get_layer_index(config, path)
         query, key = config.query_heads(self.kv_heads_field), config.layer_value(self.kv_heads_field, layer)
-        talking = config.talking_heads_of(self.place_prefix, layer)
+        talking = config.get_talking_heads(self.place_prefix, layer)
         value = talking.output if key == query else key
         rank = None if self.rank_field is None else config.layer_value(self.rank_field, layer)
         sizes = (config.attention_head_dim(self.kv_heads_field), config.attention_value_dim(self.kv_heads_field))
         counts = (query, key, value, talking.softmax, talking.output, *sizes, rank)
         return AttentionHeads(*counts, talking.kind, talking.init, talking.dynamic)
 
-    def key_range(self, config: Any, path: str, is_causal: bool) -> Any:
-        """Return the key range of the attention at this path, or None if it has no pattern and reads all keys.
+    def get_key_range(self, config: Any, path: str, is_causal: bool) -> Any:
+        """Return the key range of the attention module at a path, or None if it attends to all keys.
 
         Args:
             config: a variant configuration.
             path: the path of the attention module.
-            is_causal: True if the queries do not read later keys.
+            is_causal: True if queries do not attend to later keys.
         """
-        prefix, layer = self.stack_prefix, self.layer(config, path)
+        prefix, layer = self.stack_prefix, self.get_layer_index(config, path)
         pattern = getattr(config, f"{prefix}attention_pattern")
         if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
-            # This is a softmax layer in a stack with kernels. Masks cover only padding there, so the layer itself
-            # must leave out later keys.
-            return None if self.kernel(config, path, is_causal) is not None else KeyRange.of(None, 1, 0, is_causal)
+            # This is a softmax layer in a decoder with kernels. Masks only cover padding in this case, so the layer
+            # itself must exclude later keys.
+            return (
+                None
+                if self.get_kernel(config, path, is_causal) is not None
+                else KeyRange.from_window(None, 1, 0, is_causal)
+            )
         if self.is_cross_attention or pattern is None:
             return None
-        return pattern_class(pattern).key_range(config, prefix, self.heads(config, path).softmax, layer, is_causal)
+        return get_pattern_class(pattern).get_key_range(
+            config, prefix, self.get_heads(config, path).softmax, layer, is_causal
+        )
 
-    def kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
-        """Return the kernel of the attention at this path, or None for a softmax.
+    def get_kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
+        """Create the kernel of the attention module at a path, or return None for a softmax.
 
-        The arguments are those of `key_range`.
+        See `get_key_range` for the arguments.
         """
         head_dim = config.attention_head_dim(self.kv_heads_field)
         is_causal = is_causal and not self.is_cross_attention
-        return kernel_of(config, self.place_prefix, head_dim, path, is_causal, self.layer(config, path))
+        return create_kernel(config, self.place_prefix, head_dim, path, is_causal, self.get_layer_index(config, path))
 
-    def layer(self, config: Any, path: str) -> int:
-        """Return the number of the layer that contains the attention at this path.
+    def get_layer_index(self, config: Any, path: str) -> int:
+        """Return the index of the layer that contains the attention module at a path.
 
-        The groups of `module` capture it. ALBERT has two numbers: a group of layers, and a layer inside this group.
+        It is captured by the groups of `module`. ALBERT has two indices, one for the group of layers and one for the
+        layer inside the group.
         """
-        match: Any = re.fullmatch(self.module, path)  # callers pass only paths that match
+        match: Any = re.fullmatch(self.module, path)  # callers only pass matching paths
         outer, *inner = map(int, match.groups())
         return outer * config.inner_group_num + inner[0] if inner else outer
 
-    def latent_path(self, path: str) -> str:
-        """Return the path, inside the base model, of the linear layer that computes the latent of this attention."""
+    def get_latent_path(self, path: str) -> str:
+        """Return the path inside the base model of the linear layer that computes the module's latent."""
         return self.latent if self.shares_latent else f"{path}.{self.latent}"
 
-    def latent_map(self, base_model: nn.Module, path: str) -> nn.Module | None:
-        """Return the linear layer that computes the latent of the attention at this path, or None without a latent."""
+    def get_latent_projection(self, base_model: nn.Module, path: str) -> nn.Module | None:
+        """Return the linear layer that computes the latent of the module at a path, if there is a latent."""
         if self.rank_field is None:
             return None
-        owner, _, name = self.latent_path(path).rpartition(".")
+        owner, _, name = self.get_latent_path(path).rpartition(".")
         return getattr(base_model.get_submodule(owner), name, None)
 
 
-def sites_root(model: PreTrainedModel) -> nn.Module:
-    """Return the module that the paths of attention modules start from: the base model.
+def get_sites_root(model: PreTrainedModel) -> nn.Module:
+    """Return the module to which the paths of attention modules are relative, which is the base model.
 
-    For an encoder or decoder that is built by itself, return a new module that holds it under its `stack_name`.
+    If only an encoder or a decoder was built, return a new module that contains it under its `stack_name`.
     """
     name = getattr(model, "stack_name", None)
     if name is None or model.base_model is not model:
@@ -156,11 +164,11 @@ def sites_root(model: PreTrainedModel) -> nn.Module:
 def named_attentions(
     model: PreTrainedModel, sites: Iterable[AttentionSite]
 ) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Yield the site, the path inside the base model and the module of each attention.
+    """Yield the declaration, the path inside the base model and the module of each attention.
 
-    The model is a variant or a model of Transformers.
+    The model can be a variant or a Transformers model.
     """
-    for path, module in sites_root(model).named_modules():
+    for path, module in get_sites_root(model).named_modules():
         for site in sites:
             if re.fullmatch(site.module, path):
                 yield site, path, module

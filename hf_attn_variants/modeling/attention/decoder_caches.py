@@ -1,4 +1,4 @@
-"""Caches of variant attention: the check that a module can use a cache, and the layers that it needs in it."""
+"""Cache checks and cache layers for variant attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,16 +7,16 @@ import torch
 
 from ..ops.key_ranges import MAX_SIZE
 from ..ops.variant_attention import VariantAttention
-from ..transformers_internals import known_imports
+from ..transformers_internals import guarded_imports
 
-with known_imports():
+with guarded_imports():
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-__all__ = ["KernelStateLayer", "keep_window", "prepare_cache"]
+__all__ = ["KernelStateLayer", "limit_cache_to_window", "prepare_cache"]
 
 
 class KernelStateLayer(DynamicLayer):
-    """A layer of a dynamic cache with the state of causal linear attention, which has a constant size."""
+    """A layer of a dynamic cache that stores the state of causal linear attention, which has a constant size."""
 
     is_croppable = False
 
@@ -27,32 +27,32 @@ class KernelStateLayer(DynamicLayer):
 
     @property
     def state(self) -> Any:
-        """The state of `AttentionKernel.attend` after the tokens seen, a named tuple, or None before them."""
+        """The state from `AttentionKernel.attend`, a named tuple, or None if no tokens have been seen."""
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
         self._state = state
-        # The generation of Whisper splits and joins the keys and values of every layer to return them. No attention
-        # module of this package reads them.
+        # Generation with Whisper splits and joins the keys and values of all layers in order to return them. No
+        # attention module in this package uses them.
         self.keys = None if state is None else state[0]
         self.values = None if state is None else state[0][..., :0]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count the new tokens and return only their keys and values, which the attention adds to the state."""
+        """Count the new tokens and return their keys and values, which the attention module adds to the state."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.tokens_seen += key_states.shape[-2]
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen."""
+        """Return the number of tokens seen so far."""
         return self.tokens_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that a mask covers, all tokens, and the position of the first one."""
+        """Return the number of keys that a mask covers, which is the number of all tokens, and the first position."""
         return self.tokens_seen + query_length, 0
 
     def reset(self) -> None:
@@ -60,7 +60,7 @@ class KernelStateLayer(DynamicLayer):
         self.state, self.tokens_seen = None, 0
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Raise an error, because sums over tokens cannot remove the last tokens.
+        """Raise an error, because tokens cannot be removed from sums over tokens.
 
         Raises:
             ValueError: always.
@@ -71,42 +71,42 @@ class KernelStateLayer(DynamicLayer):
         )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Select the rows of other beams."""
-        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        """Reorder the rows for beam search."""
+        self._apply(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._apply(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only these rows."""
-        self._change(lambda tensor: tensor[indices])
+        """Keep only the selected rows."""
+        self._apply(lambda tensor: tensor[indices])
 
-    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def _apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.state is not None:
-            changed = (None if tensor is None else change(tensor) for tensor in self.state)
-            self.state = type(self.state)._make(changed)
+            build_change_error = (None if tensor is None else change(tensor) for tensor in self.state)
+            self.state = type(self.state)._make(build_change_error)
 
 
 def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: torch.Tensor | None) -> None:
-    """Check that a variant attention module can use a cache, and prepare the layer of the cache.
+    """Check that a variant attention module supports a cache, and prepare its cache layer.
 
     Args:
         module: the attention module.
-        cache: the cache that its call reads and writes.
+        cache: the cache that is passed to the module.
         encoder_outputs: the encoder outputs [b, m, size], or None for self-attention.
 
     Raises:
-        ValueError: if the cache is static and the module has unequal heads, a window or linear attention, if the cache
-            has keys and values but linear attention keeps sums, or if the module supports no cache.
+        ValueError: if the cache is static and the module has different numbers of key and value heads, a window or
+            linear attention, if the cache contains keys and values but linear attention stores sums, or if the module
+            does not support a cache.
     """
     heads, is_static = module.heads, getattr(cache, "is_compileable", False)
     has_window = encoder_outputs is None and module.key_range is not None
     if is_static and (has_window or module.kernel is not None or (heads.rank is None and heads.key != heads.value)):
         raise ValueError(
-            "The cache must be dynamic with `attention_pattern`, with `attention_kernel`, and if "
-            f"`num_value_heads` differs from the number of key heads, got {type(cache).__name__}. Use a "
-            "`DynamicCache`."
+            "The cache must be dynamic with `attention_pattern`, with `attention_kernel`, or if `num_value_heads` "
+            f"differs from the number of key heads, got {type(cache).__name__}. Use a `DynamicCache`."
         )
     if not module.supports_cache:
         name = "talking_heads_dynamic" if encoder_outputs is None else "cross_talking_heads_dynamic"
@@ -117,13 +117,13 @@ def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: torch.T
     if encoder_outputs is not None:
         return
     if module.kernel is not None:
-        _keep_state(cache, module.layer_idx)
+        _prepare_state_layer(cache, module.layer_idx)
     if has_window:
-        keep_window(module, cache)
+        limit_cache_to_window(module, cache)
 
 
-def _keep_state(cache: Any, layer: int) -> None:
-    layers = layers_up_to(cache, layer)
+def _prepare_state_layer(cache: Any, layer: int) -> None:
+    layers = get_layers_up_to(cache, layer)
     if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
         layers[layer] = KernelStateLayer()
     if not isinstance(layers[layer], KernelStateLayer):
@@ -134,21 +134,21 @@ def _keep_state(cache: Any, layer: int) -> None:
         )
 
 
-def keep_window(module: VariantAttention, cache: Any) -> None:
-    """Limit an empty layer of a cache to the keys that the next token reads through the window of self-attention.
+def limit_cache_to_window(module: VariantAttention, cache: Any) -> None:
+    """Limit an empty cache layer to the keys in the self-attention window of the next token.
 
-    Layers of cross-attention are unchanged. The field `sliding_window` of Transformers would shorten them too.
+    Cross-attention layers are not changed. The Transformers field `sliding_window` would shorten them too.
     """
     key_range, layer = module.key_range, module.layer_idx
     if module.kernel is not None or key_range is None or key_range.before >= MAX_SIZE:
         return
-    layers = layers_up_to(cache, layer)
+    layers = get_layers_up_to(cache, layer)
     if type(layers[layer]) is DynamicLayer and not layers[layer].is_initialized:
         layers[layer] = DynamicSlidingWindowLayer(key_range.before + 1)
 
 
-def layers_up_to(cache: Any, layer: int) -> list[Any]:
-    """Return the self-attention layers of a cache, extended up to this layer."""
+def get_layers_up_to(cache: Any, layer: int) -> list[Any]:
+    """Return the self-attention layers of a cache, after adding missing layers up to the given index."""
     layers = getattr(cache, "self_attention_cache", cache).layers
     while len(layers) <= layer:
         layers.append(DynamicLayer())

@@ -1,16 +1,18 @@
-"""Latent attention: the keys and values are computed from a latent per token, and the cache stores only the latent.
+"""Latent attention, which computes keys and values from one latent per token and only caches the latents.
 
-The latent of the inputs y [b, m, D] is c = A y [b, m, r]. If r = D, the latent is y itself and A does not exist. The
-attention has two equal forms. W_k,i and W_v,i are the projections of head i, q_i its queries and P_i its weights:
+The latent of the inputs y [b, m, D] is c = A y [b, m, r]. If r = D, the latent is y itself, and there is no A.
+Attention can be computed in two equivalent forms, where W_k,i and W_v,i are the projections of head i, q_i its queries
+and P_i its attention weights:
 
     expanded:  K_i = c W_k,i^T + b_k,i,  V_i = c W_v,i^T + b_v,i,  then standard attention
     absorbed:  logits_i = (q_i W_k,i) c^T,  outputs_i = (P_i c) W_v,i^T + (row sums of P_i) b_v,i
 
-The absorbed form is multi-query attention with c as its only key and value head. It projects nothing of length m. The
-bias b_k,i adds the same number to all logits of a query, and a softmax does not change with it.
+The absorbed form is multi-query attention with c as the only key/value head. It requires no projections of tensors of
+length m. The bias b_k,i is omitted, because it adds the same number to all logits of a query and therefore does not
+change the softmax.
 
 Sources: MLA (arXiv 2405.04434, section 2.1.2 and appendix C), and slim attention for r = D (arXiv 2503.05840). The
-letters are those of `softmax_attention`.
+symbols are defined in `softmax_attention`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,40 +21,40 @@ import torch
 from torch import nn
 
 from ..mechanisms.talking_heads import M2L
-from ..ops.beams import beams_in_cache, repeat_for_beams
-from ..ops.variant_attention import VariantAttention, is_exporting, wants_weights
-from ..transformers_internals import Arguments, check_caches, known_imports, upstream_class
+from ..ops.beams import count_beams_in_cache, repeat_for_beams
+from ..ops.variant_attention import VariantAttention, is_exporting, should_return_weights
+from ..transformers_internals import MethodArguments, check_caches, get_transformers_class, guarded_imports
 from ..variant_names import EAGER
-from .attention_interface import attention_function
-from .shared_rows import SharedRows, has_hooks, mark_repeated, note_beams, rows_of_sentences
+from .attention_interface import get_attention_function
+from .shared_rows import SharedRows, get_sentence_rows, has_hooks, mark_repeated, store_num_beams
 
-with known_imports():
+with guarded_imports():
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 check_caches()
 
 __all__ = [
     "EXPANDED",
-    "MakesCrossLatent",
-    "absorbs",
+    "CrossLatentMixin",
     "attend_to_latent",
-    "by_head",
-    "holds_latent",
-    "is_plain",
-    "is_short",
-    "keys_and_values",
-    "latent_flops",
-    "shared_latent",
+    "compute_keys_and_values",
+    "count_latent_flops",
+    "get_shared_latent",
+    "has_cached_latent",
+    "is_plain_linear",
+    "is_short_latent",
+    "multiply_by_head",
+    "should_absorb_projections",
 ]
 
-# The attribute of a cache layer with the keys and values of a short latent: {layer: (c, K, V, version of c)}.
+# The attribute of a cache layer that stores the keys and values of a short latent: {layer: (c, K, V, version of c)}.
 EXPANDED = "_expanded_latents"
-# The bias of the values is multiplied by the row sums of the weights. The absorbed form computes the weights for these
-# sums only if there are at most this many queries.
+# The bias of the values is multiplied by the row sums of the weights. The absorbed form is only used with these sums
+# if there are at most this many queries.
 MAX_ROWS_WITH_WEIGHTS = 16
 
 
-# A mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
+# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
 if TYPE_CHECKING:
     _Stack = nn.Module
 else:
@@ -60,9 +62,9 @@ else:
 
 
 class LatentLayer(SharedRows, DynamicLayer):
-    """A layer of a dynamic cache that stores a latent [b, 1, m, r] without the copy that `update` makes.
+    """A layer of a dynamic cache that stores a latent [b, 1, m, r] without copying it.
 
-    The latent may be the encoder outputs themselves. Nothing may write into it, because other callers read it too.
+    The latent may be the encoder outputs themselves, which other callers also read, so it must not be modified.
     """
 
     def __init__(self, latent: torch.Tensor, beams: int = 1) -> None:
@@ -72,17 +74,17 @@ class LatentLayer(SharedRows, DynamicLayer):
         self.keys, self.values = latent, latent[..., :0]
 
     def reset(self) -> None:
-        """Release the latent. The method of Transformers before 5.23 would overwrite it with zeros."""
+        """Release the latent. Before Transformers 5.23, the original method would overwrite it with zeros."""
         self.keys = self.values = None
         self.is_initialized, self.beams = False, 1
         vars(self).pop(EXPANDED, None)
 
 
 class SharedLatentLayer(DynamicLayer):
-    """A cache layer that refers to the latent of the first layer. Beam search thus reorders the latent only once."""
+    """A cache layer that refers to the first layer's latent, so that beam search reorders the latent only once."""
 
     def __init__(self, first: Any) -> None:
-        self.first = first  # the original constructor would set the attributes that the properties read
+        self.first = first  # the original constructor would set attributes that are properties here
 
     keys = property(lambda self: self.first.keys)
     values = property(lambda self: self.first.values)
@@ -92,38 +94,38 @@ class SharedLatentLayer(DynamicLayer):
     device = property(lambda self: self.first.device)
 
     def get_seq_length(self) -> int:
-        """Return the sequence length of the first layer."""
+        """Return the sequence length in the first layer."""
         return self.first.get_seq_length()
 
-    def _left_to_the_first(self, *args: Any, **kwargs: Any) -> None:
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    reset = reorder_cache = batch_repeat_interleave = batch_select_indices = crop = offload = prefetch = (
-        _left_to_the_first
-    )
+    reset = reorder_cache = batch_repeat_interleave = batch_select_indices = crop = offload = prefetch = _do_nothing
 
 
-class MakesCrossLatent(_Stack):
-    """A mixin for decoders that computes the latent of the encoder outputs once for all layers."""
+class CrossLatentMixin(_Stack):
+    """A mixin for decoders that computes the latent of the encoder outputs only once for all layers."""
 
-    call_arguments: Arguments
+    call_arguments: MethodArguments
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.call_arguments = Arguments(upstream_class(cls, MakesCrossLatent), ("encoder_outputs", "cache"))
+        cls.call_arguments = MethodArguments(
+            get_transformers_class(cls, CrossLatentMixin), ("encoder_outputs", "cache")
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the decoder as in Transformers, with the latent instead of the encoder outputs."""
+        """Run the Transformers decoder with the latent instead of the encoder outputs."""
         encoder_outputs, cache = self.call_arguments.read(args, kwargs)
         makes_latent = getattr(self, "cross_kv_a_proj", None)
-        if makes_latent is None or encoder_outputs is None or holds_latent(cache):
+        if makes_latent is None or encoder_outputs is None or has_cached_latent(cache):
             return super().forward(*args, **kwargs)
-        rows = rows_of_sentences(encoder_outputs, (makes_latent,))
+        rows = get_sentence_rows(encoder_outputs, (makes_latent,))
         latent = made = makes_latent(rows)
         if rows is not encoder_outputs:
             made = repeat_for_beams(latent, len(encoder_outputs))
             mark_repeated(made, latent)
-        return super().forward(**self.call_arguments.by_name(args, kwargs, encoder_outputs=made))
+        return super().forward(**self.call_arguments.to_keywords(args, kwargs, encoder_outputs=made))
 
 
 def attend_to_latent(
@@ -131,77 +133,77 @@ def attend_to_latent(
     query: torch.Tensor,
     latent: torch.Tensor,
     mask: torch.Tensor | None,
-    maps: tuple[nn.Linear, nn.Linear],
+    linears: tuple[nn.Linear, nn.Linear],
     layer: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to the keys and values of a latent, in the cheaper of the two forms.
+    """Attend to the keys and values of a latent in the cheaper of the two forms.
 
     Args:
         module: the attention module, with its `implementation` and `layer_idx`.
-        query: [b, h_k, n, d]. If several beams share encoder outputs, the beams of a sentence are adjacent.
+        query: [b, h_k, n, d]. If beams share encoder outputs, the beams of a sentence are adjacent.
         latent: c, [b, 1, m, r].
         mask: as in `attention_with_weights`.
-        maps: the linear layers W_k [k d, r] and W_v [k d_v, r] with their biases.
-        layer: the cache layer that holds this latent in all steps (cross-attention). It may also store the keys and
-            values of a short latent.
-        options: the further arguments of the attention function. The scaling is that of queries of size d.
+        linears: the linear layers with W_k [k d, r] and W_v [k d_v, r] and their biases.
+        layer: the cache layer that stores this latent in all steps (only in cross-attention). The keys and values of a
+            short latent may be stored in it too.
+        options: further arguments of the attention function. `scaling` refers to queries of size d.
 
     Returns:
         The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] if the implementation returns them.
     """
-    attend = attention_function(module.implementation)
-    # Hooks may expect one row per beam. The test for hooks comes first, because an exported graph must not depend on
-    # the number of rows.
-    if layer is not None and any(has_hooks(linear) for linear in maps) and 0 < len(latent) < len(query):
+    attend = get_attention_function(module.implementation)
+    # Hooks may expect one row per beam. Hooks are checked first, because an exported graph must not depend on the
+    # number of rows.
+    if layer is not None and any(has_hooks(linear) for linear in linears) and 0 < len(latent) < len(query):
         latent, layer = repeat_for_beams(latent, len(query)), None
-    # Tensors of the inference mode have no version counter that shows writes in place.
+    # Inference-mode tensors have no version counter that detects in-place changes.
     can_store = layer is not None and not getattr(layer, "is_compileable", False) and not latent.is_inference()
-    if can_store and is_short(latent):
-        key, value = _kept_expanded(module, latent, maps, layer)
-    elif module.is_own and absorbs(module, query, latent, maps, options):
-        return _absorbed(module, query, latent, mask, maps, **options)
+    if can_store and is_short_latent(latent):
+        key, value = _get_expanded_latent(module, latent, linears, layer)
+    elif module.is_own and should_absorb_projections(module, query, latent, linears, options):
+        return _attend_in_absorbed_form(module, query, latent, mask, linears, **options)
     else:
-        key, value = keys_and_values(latent[:, 0], maps, module.heads.head_dim, module.heads.value_dim)
+        key, value = compute_keys_and_values(latent[:, 0], linears, module.heads.head_dim, module.heads.value_dim)
     return attend(module, query, key, value, mask, **options)
 
 
-def is_short(latent: torch.Tensor) -> bool:
-    """Return True if the keys and values of a latent [b, 1, m, r] are not larger than the weights that compute them.
+def is_short_latent(latent: torch.Tensor) -> bool:
+    """Return True if the keys and values of a latent [b, 1, m, r] are at most as large as their projection weights.
 
-    In this case it costs more to read the weights in every step than to store the keys and values.
+    Reading the weights in every step is then more expensive than storing the keys and values.
     """
     batch, _, length, rank = latent.shape
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
 
 
-def shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Return the latent that all cross-attention modules share, and store it in the cache in the first call.
+def get_shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Return the latent that all cross-attention modules share. The first call stores it in the cache.
 
-    The first layer of the cache holds the latent, and the other layers refer to it. Beam search thus reorders, repeats
-    and selects only one tensor. The keys of the layer are c, and its values have width 0.
+    The first cache layer stores the latent, and the other layers refer to it, so that beam search only has to reorder,
+    repeat and select one tensor. The keys in the layer are c, and the values have width 0.
 
     Args:
-        cache: the cache of the decoder, if any. A cache without a cross-attention part does not store the latent.
-        latents: c [b, m, r]. It is ignored if the cache already holds the latent.
-        layer: the layer number of the calling attention module.
+        cache: the cache of the decoder, if any. A cache without a cross-attention cache does not store the latent.
+        latents: c [b, m, r], which is ignored if the cache already contains the latent.
+        layer: the layer index of the calling attention module.
         states: the hidden states of the decoder [b B, n, D], with B beams per sentence.
 
     Returns:
-        The latent c [b, 1, m, r], and the cache layer that holds it if there is a cache.
+        The latent c [b, 1, m, r], and the cache layer that stores it if there is a cache.
     """
     if not isinstance(cache, EncoderDecoderCache):
-        return rows_of_sentences(latents)[:, None], None
+        return get_sentence_rows(latents)[:, None], None
     cross = cache.cross_attention_cache
-    if not holds_latent(cache):
-        latents = rows_of_sentences(latents)
+    if not has_cached_latent(cache):
+        latents = get_sentence_rows(latents)
         latent = latents[:, None]
         if cross.is_compileable:
-            note_beams(cache, 0, states, latents)
+            store_num_beams(cache, 0, states, latents)
             cross.update(latent, latent[..., :0], 0)
             del cross.layers[1:]
         else:
-            cross.layers[:] = [LatentLayer(latent, beams_in_cache(states, latents))]
+            cross.layers[:] = [LatentLayer(latent, count_beams_in_cache(states, latents))]
     first: Any = cross.layers[0]
     while len(cross.layers) <= layer:
         cross.layers.append(SharedLatentLayer(first))
@@ -209,96 +211,96 @@ def shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.T
     return first.keys, first
 
 
-def holds_latent(cache: Any) -> bool:
-    """Return True if the cache of a decoder already holds the latent of the cross-attention modules."""
+def has_cached_latent(cache: Any) -> bool:
+    """Return True if a decoder's cache already contains the latent of the cross-attention modules."""
     return isinstance(cache, EncoderDecoderCache) and bool(cache.is_updated.get(0))
 
 
-def keys_and_values(
-    inputs: torch.Tensor, maps: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
+def compute_keys_and_values(
+    inputs: torch.Tensor, linears: tuple[nn.Module, nn.Module], head_dim: int, value_dim: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys [b, k, m, d] and values [b, k, m, d_v] of a latent or of other inputs.
+    """Compute the keys [b, k, m, d] and values [b, k, m, d_v] from a latent or from other inputs.
 
     Args:
         inputs: the inputs of the projections [b, m, r].
-        maps: the projections of the keys and of the values.
+        linears: the projections of the keys and of the values.
         head_dim: d.
-        value_dim: d_v. None = d.
+        value_dim: d_v (default: d).
     """
     sizes = (head_dim, head_dim if value_dim is None else value_dim)
     key, value = (
-        states(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for states, size in zip(maps, sizes, strict=True)
+        states(inputs).unflatten(-1, (-1, size)).transpose(1, 2) for states, size in zip(linears, sizes, strict=True)
     )
     return key, value
 
 
-def _kept_expanded(
-    module: VariantAttention, latent: torch.Tensor, maps: tuple[nn.Linear, nn.Linear], layer: Any
+def _get_expanded_latent(
+    module: VariantAttention, latent: torch.Tensor, linears: tuple[nn.Linear, nn.Linear], layer: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     by_layer = vars(layer).setdefault(EXPANDED, {})
     expanded = by_layer.get(module.layer_idx)
-    # Reordering or repeating the beams creates another tensor, and writing in place changes its version.
+    # Reordering or repeating the beams creates another tensor, and in-place changes increase the version.
     if expanded is None or expanded[0] is not latent or expanded[3] != latent._version:
         sizes = (module.heads.head_dim, module.heads.value_dim)
-        made = keys_and_values(latent[:, 0], maps, *sizes)
+        made = compute_keys_and_values(latent[:, 0], linears, *sizes)
         expanded = by_layer[module.layer_idx] = (latent, *made, latent._version)
     return expanded[1:3]
 
 
-def absorbs(
+def should_absorb_projections(
     module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
-    maps: tuple[nn.Linear, nn.Linear],
+    linears: tuple[nn.Linear, nn.Linear],
     options: dict[str, Any],
 ) -> bool:
-    """Return True if the absorbed form supports a call and needs fewer multiplications.
+    """Return True if the absorbed form supports a call and requires fewer multiplications.
 
-    The arguments are those of `attend_to_latent`.
+    See `attend_to_latent` for the arguments.
     """
-    if module.score is not None:  # the score is defined for keys, not for latents
+    if module.score is not None:  # additive scores are defined for keys, not for latents
         return False
-    # With m2l, the bias of the keys changes the outputs. A projection changed by a quantizer, LoRA or an offloader
-    # cannot be replaced by its weight.
-    if M2L in module.dynamic_names or not all(is_plain(linear, latent) for linear in maps):
+    # With m2l, the bias of the keys affects the outputs. A projection that was changed by quantization, LoRA or
+    # offloading cannot be replaced by its weight.
+    if M2L in module.dynamic_names or not all(is_plain_linear(linear, latent) for linear in linears):
         return False
     batch, heads, length, head_dim = query.shape
     if torch.compiler.is_compiling() or is_exporting():
-        return length == 1  # one graph should support every length m
+        return length == 1  # one graph should support all lengths m
     sentences, _, key_length, rank = latent.shape
-    if _sums_weights(module, maps[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
+    if _needs_weight_sums(module, linears[1], options) and length > MAX_ROWS_WITH_WEIGHTS:
         return False
     numbers = heads * head_dim + module.heads.output * module.heads.value_dim  # size of all query and all value heads
     heads += module.heads.output
-    kv_size = maps[0].out_features + maps[1].out_features
+    kv_size = linears[0].out_features + linears[1].out_features
     rows = batch * length
-    read = key_length if module.key_range is None else module.key_range.keys_read(key_length)
+    read = key_length if module.key_range is None else module.key_range.num_attended_keys(key_length)
     absorbed = rows * rank * (numbers + heads * read)
     expanded = sentences * key_length * rank * kv_size + rows * read * numbers
     return absorbed < expanded
 
 
-def latent_flops(
+def count_latent_flops(
     module: VariantAttention,
-    maps: tuple[nn.Linear, nn.Linear],
+    linears: tuple[nn.Linear, nn.Linear],
     attended: int,
     batch_size: int,
     is_step: bool,
     is_latent_cached: bool,
 ) -> tuple[int, int]:
-    """Return the floating-point operations per key token and per query token in the cheaper form.
+    """Return the number of floating-point operations per key token and per query token in the cheaper form.
 
-    The projection that computes the latent is not counted.
+    The projection that computes the latent is not included.
 
     Args:
         module: the attention module.
-        maps: the projections of the keys and of the values. They may be on the meta device.
-        attended: m, the number of tokens that a query reads.
+        linears: the projections of the keys and of the values. They may be on the meta device.
+        attended: m, the number of tokens that a query attends to.
         batch_size: b.
-        is_step: True if a decoder computes one token, False if a model reads a whole text at once.
-        is_latent_cached: True if all steps read the same latent, as in cross-attention.
+        is_step: True if a decoder computes one token, or False if a model processes a whole text at once.
+        is_latent_cached: True if the same latent is used in all steps, as in cross-attention.
     """
-    heads, (key, value) = module.heads, maps
+    heads, (key, value) = module.heads, linears
     query = torch.empty(batch_size, heads.query, 1 if is_step else attended, heads.head_dim, device="meta")
     latent = torch.empty(batch_size, 1, attended, key.in_features, device="meta")
     plain = (
@@ -306,17 +308,17 @@ def latent_flops(
         for linear in (key, value)
     )
     numbers = heads.query * heads.head_dim + heads.output * heads.value_dim  # size of all query and all value heads
-    is_stored = is_latent_cached and is_short(latent)
-    if not is_stored and absorbs(module, query, latent, (next(plain), next(plain)), {}):
+    is_stored = is_latent_cached and is_short_latent(latent)
+    if not is_stored and should_absorb_projections(module, query, latent, (next(plain), next(plain)), {}):
         return 0, 2 * key.in_features * (numbers + (heads.query + heads.output) * attended)
     expanded, attends = 2 * (key.weight.numel() + value.weight.numel()), 2 * attended * numbers
-    # Stored keys and values, or those of a single pass, are computed once per token. Otherwise each step of a decoder
-    # computes them again.
+    # If keys and values are stored, or if there is only one pass, they are computed once per token. Otherwise, each
+    # step recomputes them.
     return (0, attends + attended * expanded) if is_step and not is_stored else (expanded, attends)
 
 
-def is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
-    """Return True if a multiplication by the weight and bias of a linear layer can replace a call of the layer."""
+def is_plain_linear(linear: nn.Module, latent: torch.Tensor) -> bool:
+    """Return True if calling a linear layer is equivalent to multiplying by its weight and adding its bias."""
     if type(linear) is not nn.Linear:
         return False
     weight = linear.weight
@@ -324,42 +326,44 @@ def is_plain(linear: nn.Module, latent: torch.Tensor) -> bool:
     return is_whole and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
-def _absorbed(
+def _attend_in_absorbed_form(
     module: VariantAttention,
     query: torch.Tensor,
     latent: torch.Tensor,
     mask: torch.Tensor | None,
-    maps: tuple[nn.Linear, nn.Linear],
+    linears: tuple[nn.Linear, nn.Linear],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    (key_map, value_map), value_dim = maps, module.heads.value_dim
-    query = by_head(query, key_map.weight, query.shape[-1])
-    if key_map.bias is not None and torch.is_grad_enabled() and key_map.bias.requires_grad:
+    (key_linear, value_linear), value_dim = linears, module.heads.value_dim
+    query = multiply_by_head(query, key_linear.weight, query.shape[-1])
+    if key_linear.bias is not None and torch.is_grad_enabled() and key_linear.bias.requires_grad:
         # The bias of the keys adds the same number to all logits of a query and does not change the softmax. However,
-        # training on several processes (DDP) waits for a gradient of every parameter.
-        query = query + 0 * key_map.bias.sum()
-    bias: torch.Tensor | None = value_map.bias
-    sums_weights = _sums_weights(module, value_map, options)
+        # distributed training (DDP) waits for a gradient of every parameter.
+        query = query + 0 * key_linear.bias.sum()
+    bias: torch.Tensor | None = value_linear.bias
+    sums_weights = _needs_weight_sums(module, value_linear, options)
     implementation = EAGER if sums_weights else module.implementation
-    output, weights = attention_function(implementation)(module, query, latent, latent, mask, **options)
-    output = by_head(output.transpose(1, 2), value_map.weight, value_dim, transposed=True).transpose(1, 2)
+    output, weights = get_attention_function(implementation)(module, query, latent, latent, mask, **options)
+    output = multiply_by_head(output.transpose(1, 2), value_linear.weight, value_dim, transposed=True).transpose(1, 2)
     if bias is not None:
         bias = bias.view(-1, value_dim).repeat_interleave(output.shape[2] * value_dim // bias.shape[0], dim=0)
         by_weights = weights if sums_weights else None  # [b, h_v, n, m]
-        sums = _reads_anything(mask, query.shape[0]) if by_weights is None else by_weights.sum(-1)  # [b, h_v, n]
+        sums = (
+            _find_queries_with_keys(mask, query.shape[0]) if by_weights is None else by_weights.sum(-1)
+        )  # [b, h_v, n]
         output = output + (bias if sums is None else sums.transpose(1, 2)[..., None] * bias)
-    return output, weights if wants_weights(module, options) else None
+    return output, weights if should_return_weights(module, options) else None
 
 
-def _sums_weights(module: VariantAttention, value_map: nn.Linear, options: dict[str, Any]) -> bool:
-    """Return True if the row sums of the weights, which multiply the bias of the values, can differ from 0 and 1."""
-    return value_map.bias is not None and bool(options.get("dropout") or module.projection_names)
+def _needs_weight_sums(module: VariantAttention, value_linear: nn.Linear, options: dict[str, Any]) -> bool:
+    """Return True if the weights, whose row sums multiply the bias of the values, can have sums other than 0 and 1."""
+    return value_linear.bias is not None and bool(options.get("dropout") or module.projection_names)
 
 
-def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Return a mask [b, 1 or h, 1 or n] of the queries that can read at least one key. None = all queries.
+def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """Return a mask [b, 1 or h, 1 or n] of the queries with at least one allowed key, or None for all queries.
 
-    The weights of the other queries are zeros.
+    The weights of all other queries are zero.
     """
     if mask is None:
         return None
@@ -367,10 +371,12 @@ def _reads_anything(mask: torch.Tensor | None, batch: int) -> torch.Tensor | Non
     return reads if reads.shape[0] in (1, batch) else repeat_for_beams(reads, batch)
 
 
-def by_head(states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False) -> torch.Tensor:
-    """Multiply each head of the states [b, k g, n, x] by the part of a weight [k d, r] that belongs to its group.
+def multiply_by_head(
+    states: torch.Tensor, weight: torch.Tensor, head_dim: int, transposed: bool = False
+) -> torch.Tensor:
+    """Multiply each head in states [b, k g, n, x] by its group's part of a weight [k d, r].
 
-    The size x changes from d to r, or from r to d if `transposed` is true.
+    The head size x changes from d to r, or from r to d if `transposed` is True.
     """
     weight = weight.view(-1, head_dim, weight.shape[1])  # [k, d, r]
     weight = weight.mT if transposed else weight

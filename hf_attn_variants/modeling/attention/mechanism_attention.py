@@ -1,6 +1,6 @@
-"""Attention of modules with mechanisms other than grouped heads, as `attention_interface` calls it.
+"""Attention functions for modules with mechanisms other than grouped heads, called by `attention_interface`.
 
-Linear attention has its own masks, weights and cache. All other mechanisms share the functions of `ops`.
+Linear attention has its own masks, weights and cache. All other mechanisms share the functions in `ops`.
 """
 
 from collections.abc import Callable
@@ -10,32 +10,32 @@ from typing import Any
 import torch
 
 from ..mechanisms.kernels.attention_kernel import AttentionKernel
-from ..mechanisms.patterns.block_patterns import attend_in_blocks, gathers
-from ..mechanisms.patterns.compressed_pattern import compressing
-from ..mechanisms.patterns.window_pattern import global_tokens_of, with_global_tokens_first
+from ..mechanisms.patterns.block_patterns import attend_in_blocks, should_gather_keys
+from ..mechanisms.patterns.compressed_pattern import compress_keys_and_values
+from ..mechanisms.patterns.window_pattern import attend_with_global_tokens_first, get_global_tokens
 from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, PROJECTIONS
-from ..ops.beams import first_beams, repeat_for_beams
+from ..ops.beams import repeat_for_beams, select_first_beams
 from ..ops.flex_windows import attention_in_windows
-from ..ops.key_ranges import as_full_attention, fills_blocks
+from ..ops.key_ranges import key_range_to_mask_and_bias, should_compute_in_blocks
 from ..ops.memory_efficient_attention import talking_heads_attention
-from ..ops.padded_rows import from_first_token
+from ..ops.padded_rows import roll_padded_rows
 from ..ops.softmax_attention import attention_with_weights, fused_attention
-from ..ops.variant_attention import VariantAttention, call_options, is_exporting, wants_weights
-from ..transformers_internals import refuse_unknown
+from ..ops.variant_attention import VariantAttention, get_call_options, is_exporting, should_return_weights
+from ..transformers_internals import check_known_arguments
 
 __all__ = [
-    "attend_by_kernel",
+    "attend_with_kernel",
     "attend_with_mechanisms",
+    "compute_kernel_weights",
     "kernel_attention_forward",
-    "keys_read",
-    "weights_of_kernel",
+    "mask_to_allowed_keys",
 ]
 
-# The attribute of a cache layer with the state of cross-attention, and the keys and the mask that it was made from.
+# The attribute of a cache layer with the state of cross-attention and the keys and mask from which it was computed.
 MEMORY_STATE = "_memory_state"
 
 
-def attend_by_kernel(
+def attend_with_kernel(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -44,30 +44,31 @@ def attend_by_kernel(
     scaling: float,
     state: Any = None,
 ) -> tuple[torch.Tensor, Any]:
-    """Compute linear attention with the kernel of a module, in memory and time linear in n and m.
+    """Compute linear attention with a module's kernel, with memory and time that are linear in n and m.
 
     Args:
-        module: the attention module, with its `kernel` and the parameters of the kernel.
-        mask: boolean or additive, the same for all queries, broadcastable to [b, 1, 1, m]. The last m keys count.
-        query, key, value, scaling, state: as for `AttentionKernel.attend`, which describes the result.
+        module: the attention module with its `kernel` and the kernel's parameters.
+        mask: a boolean or additive mask that is the same for all queries, broadcastable to [b, 1, 1, m]. Its last m
+            keys are used.
+        query, key, value, scaling, state: see `AttentionKernel.attend`, which also describes the result.
 
     Raises:
         ValueError: if the mask differs between queries.
     """
     kernel: AttentionKernel = module.kernel
-    return kernel.attend(module, query, key, value, keys_read(mask, key), scaling, state)
+    return kernel.attend(module, query, key, value, mask_to_allowed_keys(mask, key), scaling, state)
 
 
-def weights_of_kernel(
+def compute_kernel_weights(
     module: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return the weights [b, h, n, m] that linear attention corresponds to; arguments as for `attend_by_kernel`."""
+    """Return the weights [b, h, n, m] of linear attention. See `attend_with_kernel` for the arguments."""
     kernel: AttentionKernel = module.kernel
-    return kernel.weights(module, query, key, keys_read(mask, key), scaling)
+    return kernel.weights(module, query, key, mask_to_allowed_keys(mask, key), scaling)
 
 
-def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """Return the keys that a mask allows, boolean [b or 1, 1, m, 1], or None for all keys.
+def mask_to_allowed_keys(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+    """Convert a mask to a boolean mask [b or 1, 1, m, 1] of the allowed keys, or None for all keys.
 
     Raises:
         ValueError: if the mask differs between queries or heads.
@@ -81,8 +82,8 @@ def keys_read(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | No
             f"{list(mask.shape)}. Pass a padding mask [b, m] to the model."
         )
     read = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # the mask of a decoder covers all tokens seen
-    return first_beams(read, read.shape[0] // key.shape[0])
+    read = read[:, :1, :1, -key.shape[2] :].transpose(-1, -2)  # a decoder mask covers all tokens seen so far
+    return select_first_beams(read, read.shape[0] // key.shape[0])
 
 
 def kernel_attention_forward(
@@ -95,48 +96,49 @@ def kernel_attention_forward(
     with_weights: bool,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute linear attention for the attention interface of Transformers, for each implementation.
+    """Compute linear attention with the interface of an attention function.
 
     Args:
-        module, query, key, value, mask: as in `attend_by_kernel`.
-        scaling: the factor of the dot products; None = d^-1/2.
-        with_weights: whether to return the weights, which have n m entries.
-        options: the other arguments of the call. The states are stored in the cache "kernel_cache", if it is given.
+        module, query, key, value, mask: see `attend_with_kernel`.
+        scaling: the factor of the dot products (default: d^-1/2).
+        with_weights: whether to return the weights [b, h, n, m].
+        options: the remaining arguments of the call. States are stored in "kernel_cache", if it is among them.
 
     Returns:
         The outputs [b, n, h, d] and, if requested, the weights [b, h, n, m].
 
     Raises:
-        ValueError: if the mask differs between queries, or if the weights are requested but the cache has only sums.
+        ValueError: if the mask differs between queries, or if the weights are requested but the cache contains only
+            sums.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     cache = options.get("kernel_cache")
     if with_weights and cache is not None and module.kernel.is_causal:
         raise ValueError(
             "`use_cache` must be False with `output_attentions=True` and `attention_kernel`, got a "
-            "cache. The weights need the keys of all tokens, and the cache stores only their sums."
+            "cache. The weights require the keys of all tokens, but the cache stores only their sums."
         )
     kernel: Any = module.kernel
     if with_weights or (is_exporting() and kernel.is_exported_as_weights and cache is None):
-        weights = weights_of_kernel(module, query, key, mask, scaling).to(value.dtype)
+        weights = compute_kernel_weights(module, query, key, mask, scaling).to(value.dtype)
         values = repeat_for_beams(value, query.shape[0])[:, :, None]
         output = weights.unflatten(1, (value.shape[1], -1)) @ values
         return output.flatten(1, 2).transpose(1, 2), weights if with_weights else None
     call = (module, query, key, value, mask, scaling)
     if cache is None:
-        return attend_by_kernel(*call)[0], None
+        return attend_with_kernel(*call)[0], None
     layer = cache.layers[module.layer_idx]
     if kernel.is_causal:
-        output, layer.state = attend_by_kernel(*call, layer.state)
+        output, layer.state = attend_with_kernel(*call, layer.state)
         return output, None
     # In cross-attention, the encoder outputs and their mask do not change between decoding steps.
-    stored, read = vars(layer).get(MEMORY_STATE), keys_read(mask, key)
+    stored, read = vars(layer).get(MEMORY_STATE), mask_to_allowed_keys(mask, key)
     if stored is None or stored[0] is not key or not _are_equal(stored[1], read):
-        output, state = attend_by_kernel(*call)
+        output, state = attend_with_kernel(*call)
         if state is not None:
             setattr(layer, MEMORY_STATE, (key, read, state))
         return output, None
-    return kernel.read_state(module, query, stored[2], scaling), None
+    return kernel.attend_to_state(module, query, stored[2], scaling), None
 
 
 def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -155,17 +157,17 @@ def eager_with_mechanisms(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention and its weights ("eager"); arguments as for `eager_attention_forward`."""
-    refuse_unknown(kwargs)
+    """Compute attention with explicit weights ("eager"). See `eager_attention_forward` for the arguments."""
+    check_known_arguments(kwargs)
     if module.kernel is not None:
-        call = (module, query, key, value, attention_mask, scaling, wants_weights(module, kwargs))
+        call = (module, query, key, value, attention_mask, scaling, should_return_weights(module, kwargs))
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
-    if (key_range := kwargs.get("key_range", module.key_range)) is not None:  # the key range of padded rows may differ
-        is_global = global_tokens_of(key_range, kwargs)
-        attention_mask, position_bias = as_full_attention(
+    if (key_range := kwargs.get("key_range", module.key_range)) is not None:  # it may differ for padded rows
+        is_global = get_global_tokens(key_range, kwargs)
+        attention_mask, position_bias = key_range_to_mask_and_bias(
             key_range, query, key, attention_mask, position_bias, is_global
         )
-    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
+    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
     options |= _projections(module) | {name: kwargs.get(name) for name in DYNAMIC_PROJECTIONS}
     options["score"] = module.score
     return attention_with_weights(query, key, value, attention_mask, position_bias, **options)
@@ -183,23 +185,25 @@ def sdpa_with_mechanisms(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention by the fastest exact function ("sdpa"); arguments as for `eager_attention_forward`.
+    """Compute attention with the fastest exact function ("sdpa"). See `eager_attention_forward` for the arguments.
 
-    Talking heads and windows use functions whose memory is linear in n and m. `attention_with_weights` is used if the
-    call requests the weights, if scores are additive, if the projections depend on the input, if the mask has a
-    gradient, or if there is only one query.
+    Talking heads and windows use functions with memory that is linear in n and m. `attention_with_weights` is used if
+    weights are requested, if scores are additive, if projections are input-dependent, if the mask requires a gradient,
+    or if there is only one query.
     """
-    refuse_unknown(kwargs)
-    returns_weights = wants_weights(module, kwargs)
+    check_known_arguments(kwargs)
+    returns_weights = should_return_weights(module, kwargs)
     if module.kernel is not None:
         call = (module, query, key, value, attention_mask, scaling, returns_weights)
         return kernel_attention_forward(*call, kwargs | {"position_bias": position_bias})
     with_weights = returns_weights or module.score is not None
     talking_heads, key_range = bool(module.projection_names), kwargs.get("key_range", module.key_range)
-    in_blocks = key_range is not None and not with_weights and fills_blocks(key_range, query, key, attention_mask)
-    is_global = global_tokens_of(key_range, kwargs)
-    if not returns_weights and is_global is None and gathers(key_range, query, key, attention_mask):
-        options = call_options(module, query, None, scaling, dropout, False)
+    in_blocks = (
+        key_range is not None and not with_weights and should_compute_in_blocks(key_range, query, key, attention_mask)
+    )
+    is_global = get_global_tokens(key_range, kwargs)
+    if not returns_weights and is_global is None and should_gather_keys(key_range, query, key, attention_mask):
+        options = get_call_options(module, query, None, scaling, dropout, False)
         attend: Callable[..., Any] = partial(fused_attention, **options)
         if talking_heads or with_weights:
             attend = partial(attention_with_weights, **options, **_projections(module), score=module.score)
@@ -210,19 +214,19 @@ def sdpa_with_mechanisms(
         )
         return output, weights if returns_weights else None
     if key_range is not None and not in_blocks:
-        attention_mask, position_bias = as_full_attention(
+        attention_mask, position_bias = key_range_to_mask_and_bias(
             key_range, query, key, attention_mask, position_bias, is_global
         )
-    options = call_options(module, query, attention_mask, scaling, dropout, is_causal)
+    options = get_call_options(module, query, attention_mask, scaling, dropout, is_causal)
     if talking_heads or in_blocks:
         options |= _projections(module)
         if not in_blocks:
             return talking_heads_attention(query, key, value, attention_mask, position_bias, **options), None
-        options |= {"is_causal": False, "position_bias": position_bias}  # the key range is causal or not
+        options |= {"is_causal": False, "position_bias": position_bias}  # causality is part of the key range
         if is_global is None:
             return attention_in_windows(query, key, value, attention_mask, key_range=key_range, **options), None
         attend = partial(attention_in_windows, **options)
-        return with_global_tokens_first(attend, key_range, (query, key, value), attention_mask, is_global), None
+        return attend_with_global_tokens_first(attend, key_range, (query, key, value), attention_mask, is_global), None
     return fused_attention(query, key, value, attention_mask, position_bias, **options), None
 
 
@@ -232,21 +236,21 @@ def _projections(module: VariantAttention) -> dict[str, Any]:
 
 
 def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Return whether talking heads are computed with their weights."""
-    # The weights of one query are small and faster to compute. The custom operator must not be in an exported graph,
-    # and it has no gradient for masks.
+    """Return True if talking-heads attention must be computed with explicit weights."""
+    # For a single query, the weights are small and faster to compute. The custom operator must not be in exported
+    # graphs, and it computes no gradient for masks.
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         return True
     return query.shape[2] == 1 or bool(module.dynamic_names) or is_exporting()
 
 
-# Rows with padding are aligned first, then keys are compressed.
+# Padded rows are rolled before keys are compressed.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "eager": from_first_token(compressing(eager_with_mechanisms)),
-    "sdpa": from_first_token(compressing(sdpa_with_mechanisms)),
+    "eager": roll_padded_rows(compress_keys_and_values(eager_with_mechanisms)),
+    "sdpa": roll_padded_rows(compress_keys_and_values(sdpa_with_mechanisms)),
 }
 
 
 def attend_with_mechanisms(implementation: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the outputs and weights by an implementation, "eager" or "sdpa"; arguments as for its function."""
+    """Compute the outputs and weights with an implementation, "eager" or "sdpa", and the arguments of its function."""
     return FUNCTIONS[implementation](*args, **kwargs)

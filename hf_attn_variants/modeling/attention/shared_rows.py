@@ -1,8 +1,8 @@
-"""Cross-attention with one row per sentence, which all beams of the sentence read.
+"""Cross-attention in which all beams of a sentence share one row of keys and values.
 
 encoder outputs    [b, m, D]        one row per sentence
 expanded           [b B, m, D]      `generate` repeats each row B times; `mark_repeated` marks the result
-attention          [b, m, D]        `rows_of_sentences` returns the rows before the repetition
+attention          [b, m, D]        `get_sentence_rows` returns the rows before the repetition
 cache              [b, k, m, d]     `SharedRows` keeps one row per sentence when beams are reordered
 """
 
@@ -13,39 +13,39 @@ import torch
 from torch import nn
 
 from ..mechanisms.talking_heads import has_talking_heads
-from ..ops.beams import beams_in_cache, repeat_for_beams, sentences_of
+from ..ops.beams import count_beams_in_cache, get_sentence_indices, repeat_for_beams
 from ..ops.variant_attention import is_exporting
-from ..transformers_internals import check_caches, check_called, check_method, known_imports
+from ..transformers_internals import check_caches, check_called, check_method, guarded_imports
 from ..variant_names import EAGER, SDPA
 
-with known_imports():
+with guarded_imports():
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicLayer, EncoderDecoderCache, StaticLayer
 
 __all__ = [
-    "BeamsShareMemory",
     "SharedDynamicLayer",
+    "SharedEncoderOutputsMixin",
     "SharedRows",
     "SharedStaticLayer",
     "expand_and_mark",
+    "get_empty_layer",
+    "get_sentence_rows",
     "has_hooks",
-    "layer_at",
     "mark_repeated",
-    "note_beams",
-    "rows_of_sentences",
     "share_rows",
+    "store_num_beams",
 ]
 
 check_caches()
 
 
-# An attribute of encoder outputs whose rows are repeated for beams. It holds the tensor with one row per sentence, and
-# the version of the repeated tensor at that time.
+# An attribute of encoder outputs whose rows have been repeated for beams. It contains the tensor with one row per
+# sentence, and the version of the repeated tensor at that time.
 REPEATED = "_attn_variants_repeated"
 
 
 class SharedRows:
-    """Common base of cache layers with one row per sentence.
+    """The base class of cache layers with one row per sentence.
 
     Attributes:
         beams: the number of decoder rows that read one row of the layer.
@@ -54,42 +54,42 @@ class SharedRows:
     beams = 1
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Select the rows of other beams. Nothing changes if beams move only within their sentences."""
+        """Reorder the rows for beam search. Nothing is changed if beams only move within their sentences."""
         rows = self._rows()
         stays = self.beams > 1 and len(beam_idx) == rows * self.beams and _stay_with_sentence(beam_idx, self.beams)
         if rows and not stays:
-            self._take(beam_idx)
+            self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows that these decoder rows read."""
+        """Keep only the rows for the given decoder rows."""
         if self._rows():
-            self._take(indices)
+            self._select_rows(indices)
 
     def reset(self) -> None:
-        """Remove the contents and the number of beams."""
-        upstreams: Any = super()
-        upstreams.reset()
+        """Clear the contents and the number of beams."""
+        parent: Any = super()
+        parent.reset()
         self.beams = 1
 
-    def _take(self, indices: torch.Tensor) -> None:
+    def _select_rows(self, indices: torch.Tensor) -> None:
         if self.beams > 1 and indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
-        chosen = sentences_of(indices, self.beams) if self.beams > 1 else indices
-        self._change(lambda states: states[chosen.to(states.device)])
+        chosen = get_sentence_indices(indices, self.beams) if self.beams > 1 else indices
+        self._apply(lambda states: states[chosen.to(states.device)])
         self.beams = 1
 
     def _rows(self) -> int:
         layer: Any = self
         return 0 if layer.keys is None else layer.keys.shape[0]
 
-    def _change(self, rows: Any) -> None:
+    def _apply(self, rows: Any) -> None:
         layer: Any = self
         layer.keys, layer.values = rows(layer.keys), rows(layer.values)
 
 
 def _stay_with_sentence(beam_idx: torch.Tensor, beams: int) -> bool:
     rows = torch.arange(len(beam_idx), dtype=beam_idx.dtype, device=beam_idx.device)
-    return torch.equal(sentences_of(beam_idx, beams), sentences_of(rows, beams))
+    return torch.equal(get_sentence_indices(beam_idx, beams), get_sentence_indices(rows, beams))
 
 
 class SharedDynamicLayer(SharedRows, DynamicLayer):
@@ -100,7 +100,7 @@ class SharedStaticLayer(SharedRows, StaticLayer):
     """A layer of a static cache with one row of keys and values per sentence."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Store keys and values. If the number of rows differs from that of the last search, allocate new tensors."""
+        """Store keys and values. New tensors are allocated if the number of rows differs from the previous search."""
         if self._rows() != key_states.shape[0]:
             self.is_initialized = False
         return super().update(key_states, value_states, *args, **kwargs)
@@ -110,7 +110,7 @@ _SHARED: dict[type, type] = {DynamicLayer: SharedDynamicLayer, StaticLayer: Shar
 
 
 def share_rows(cache: Any, index: int, beams: int) -> bool:
-    """Make an empty layer keep one row per sentence. Return False if it cannot, for example because of a window.
+    """Let an empty layer store one row per sentence, and return False if this is not possible, as with a window.
 
     Args:
         cache: the cache of an encoder-decoder.
@@ -118,7 +118,7 @@ def share_rows(cache: Any, index: int, beams: int) -> bool:
         beams: the number of decoder rows that read one row of the layer.
     """
     cross = cache.cross_attention_cache
-    layer = layer_at(cross, index)
+    layer = get_empty_layer(cross, index)
     if type(layer) in _SHARED:
         shared: Any = _SHARED[type(layer)]
         cross.layers[index] = shared.__new__(shared)
@@ -129,8 +129,8 @@ def share_rows(cache: Any, index: int, beams: int) -> bool:
     return True
 
 
-def layer_at(cross: Any, index: int) -> Any:
-    """Return a layer of a cross-attention cache if it is empty, otherwise None."""
+def get_empty_layer(cross: Any, index: int) -> Any:
+    """Return a layer of a cross-attention cache if it is empty, and None otherwise."""
     layers = cross.layers
     if len(layers) <= index and getattr(cross, "layer_class_to_replicate", None) is DynamicLayer:
         layers.extend(DynamicLayer() for _ in range(index + 1 - len(layers)))
@@ -138,9 +138,9 @@ def layer_at(cross: Any, index: int) -> Any:
         return None
     if (
         layers[index].is_initialized and type(layers[index]) is not SharedStaticLayer
-    ):  # a static layer keeps its tensors after a reset
+    ):  # static layers keep their tensors after a reset
         return None
-    if isinstance(layers[index], SharedDynamicLayer):  # it was reset
+    if isinstance(layers[index], SharedDynamicLayer):  # the layer was reset
         layers[index] = DynamicLayer()
     return layers[index]
 
@@ -148,25 +148,25 @@ def layer_at(cross: Any, index: int) -> Any:
 def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
     """Mark encoder outputs [b B, m, D] that contain each row of `states` [b, m, D] B times.
 
-    All other code sees one row per beam. Only attention modules of this package read the mark, and a tensor that is
-    computed from the marked one does not have it.
+    For all other code, the tensor has one row per beam. Only attention modules in this package read the mark, and
+    tensors that are computed from the marked tensor do not have it.
     """
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
 
-def rows_of_sentences(encoder_outputs: torch.Tensor, maps: Iterable[nn.Module] = ()) -> torch.Tensor:
-    """Return encoder outputs [b B, m, D] with one row per sentence if they are marked, otherwise unchanged.
+def get_sentence_rows(encoder_outputs: torch.Tensor, linears: Iterable[nn.Module] = ()) -> torch.Tensor:
+    """Return marked encoder outputs [b B, m, D] with one row per sentence, and other encoder outputs unchanged.
 
     Args:
-        encoder_outputs: encoder outputs, or a latent of them.
-        maps: the linear layers that read them. A layer with a hook may expect one row per beam, for example if peft
-            selects an adapter per row (`adapter_names`).
+        encoder_outputs: encoder outputs or their latent.
+        linears: the linear layers that are applied to them. A layer with a hook may expect one row per beam, for
+            example if PEFT selects an adapter per row (`adapter_names`).
     """
     mark = None if is_exporting() or torch.jit.is_tracing() else getattr(encoder_outputs, REPEATED, None)
-    if mark is None or any(has_hooks(linear) for linear in maps):
+    if mark is None or any(has_hooks(linear) for linear in linears):
         return encoder_outputs
     states, version = mark
-    if version is None:  # a tensor of the inference mode has no version
+    if version is None:  # inference-mode tensors have no version
         is_same = torch.equal(encoder_outputs, repeat_for_beams(states, len(encoder_outputs)))
     else:
         is_same = encoder_outputs._version == version
@@ -174,28 +174,28 @@ def rows_of_sentences(encoder_outputs: torch.Tensor, maps: Iterable[nn.Module] =
 
 
 def has_hooks(linear: nn.Module) -> bool:
-    """Return whether a call of a linear layer runs forward hooks."""
+    """Return True if calling a linear layer runs forward hooks."""
     return any(module._forward_pre_hooks or module._forward_hooks for module in linear.modules())
 
 
-def note_beams(cache: Any, index: int, states: torch.Tensor, encoder_outputs: torch.Tensor) -> None:
-    """Store the number of decoder rows per row of a cross-attention layer before it is filled.
+def store_num_beams(cache: Any, index: int, states: torch.Tensor, encoder_outputs: torch.Tensor) -> None:
+    """Set the number of decoder rows per row of a cross-attention cache layer before it is filled.
 
     Args:
-        cache: the cache of the decoder. A cache without cross-attention is ignored.
+        cache: the cache of the decoder. Caches without cross-attention are ignored.
         index: the index of the layer.
-        states, encoder_outputs: as for `beams_in_cache`.
+        states, encoder_outputs: see `count_beams_in_cache`.
     """
     if isinstance(cache, EncoderDecoderCache) and not cache.is_updated.get(index):
-        beams = beams_in_cache(states, encoder_outputs)
+        beams = count_beams_in_cache(states, encoder_outputs)
         if beams > 1:
             share_rows(cache, index, beams)
 
 
-# A mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
+# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
 if TYPE_CHECKING:
 
-    class _Generation(nn.Module):  # hides the methods of Transformers, some of which were static in older releases
+    class _Generation(nn.Module):  # hides Transformers methods, some of which were static in older releases
         config: Any
 else:
     _Generation = object
@@ -207,16 +207,16 @@ def expand_and_mark(
     """Repeat the inputs of `generate` for each beam or sample, and mark encoder outputs with repeated rows.
 
     Args:
-        expand: the method `_expand_inputs_for_generation` of Transformers, which takes the following arguments.
-        shares: True if all beams of a sentence can read the same row of encoder outputs.
+        expand: the Transformers method `_expand_inputs_for_generation`, which takes the following arguments.
+        shares: True if all beams of a sentence can share a row of encoder outputs.
         expand_size: the number of beams or samples per sentence.
-        is_encoder_decoder: the value that Transformers passes.
+        is_encoder_decoder: the value that is passed by Transformers.
         input_ids: the input ids of the decoder.
-        kwargs: the other inputs of the model.
+        kwargs: the other model inputs.
     """
     outputs = kwargs.get("encoder_outputs")
     if shares and expand_size > 1 and outputs is not None:
-        kwargs["encoder_outputs"] = type(outputs)(**outputs)  # a copy, because Transformers changes it
+        kwargs["encoder_outputs"] = type(outputs)(**outputs)  # a copy, because Transformers modifies it
     input_ids, kwargs = expand(
         expand_size=expand_size, is_encoder_decoder=is_encoder_decoder, input_ids=input_ids, **kwargs
     )
@@ -225,8 +225,8 @@ def expand_and_mark(
     return input_ids, kwargs
 
 
-class BeamsShareMemory(_Generation):
-    """A mixin for generation in which all beams or samples of a sentence read the same row of encoder outputs."""
+class SharedEncoderOutputsMixin(_Generation):
+    """A mixin for generation in which all beams or samples of a sentence share a row of encoder outputs."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -239,11 +239,12 @@ class BeamsShareMemory(_Generation):
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        # Only the functions of this package can share encoder outputs, and only without talking-heads projections.
+        # Only attention functions in this package can share encoder outputs, and only without talking-heads
+        # projections.
         implementation = self.config._attn_implementation_internal
         folds = implementation in (EAGER, SDPA) and not has_talking_heads(self.config, "cross_")
-        upstreams: Any = super()
-        expand = upstreams._expand_inputs_for_generation
+        parent: Any = super()
+        expand = parent._expand_inputs_for_generation
         return expand_and_mark(expand, folds, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _reorder_cache(self, cache: Any, beams: torch.Tensor) -> Any:

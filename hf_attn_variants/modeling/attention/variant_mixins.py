@@ -1,4 +1,4 @@
-"""A mixin that turns a model class of Transformers into a variant by changing the modules that Transformers builds."""
+"""A mixin that turns Transformers model classes into variants by changing the modules that Transformers builds."""
 
 import re
 from collections.abc import Iterator
@@ -12,30 +12,30 @@ from transformers.utils import logging
 
 from ..fields.composition import check_implementation, used_mechanisms
 from ..fields.mechanism_fields import has_kernel
-from ..fields.saving_and_loading import adds_talking_heads, warn_of_positions
-from ..fields.variant_config import can_cache
-from ..mechanisms.additive_score import score_of
+from ..fields.saving_and_loading import find_added_talking_heads, warn_about_replaced_positions
+from ..fields.variant_config import supports_decoder_cache
+from ..mechanisms.additive_score import create_additive_score
 from ..mechanisms.kernels.attention_kernel import init_kernel, install_kernel
-from ..mechanisms.kernels.kernel_table import drawn_names
-from ..mechanisms.latents import add_latent_map
-from ..mechanisms.patterns.compressed_pattern import compression_of
-from ..mechanisms.sinusoidal_positions import EmbeddingsMixin
+from ..mechanisms.kernels.kernel_table import get_random_buffer_names
+from ..mechanisms.latents import add_latent_projection
+from ..mechanisms.patterns.compressed_pattern import create_compression
+from ..mechanisms.sinusoidal_positions import PositionEmbeddingsMixin
 from ..mechanisms.talking_heads import DYNAMIC, PROJECTION_KEYS, describe_initialization, supports_cache
-from ..ops.padded_rows import settle_padding
+from ..ops.padded_rows import set_padding_rule
 from ..remote_code import is_package_class
 from ..transformers_internals import (
-    cache_name,
-    changed,
+    build_change_error,
     check_attributes,
     check_models,
     check_paths,
-    refuse_two_caches,
+    check_single_cache,
+    get_cache_name,
 )
 from ..transformers_trial import compare_with_transformers
 from ..variant_names import EAGER, SDPA
 from .attention_mixin import AttentionVariantMixin
-from .attention_sites import AttentionSite, named_attentions, sites_root
-from .decoder_caches import keep_window
+from .attention_sites import AttentionSite, get_sites_root, named_attentions
+from .decoder_caches import limit_cache_to_window
 
 __all__ = [
     "AttnVariantModelMixin",
@@ -43,14 +43,14 @@ __all__ = [
 
 check_models()
 
-# A child of the logger of Transformers, so that the verbosity of Transformers also controls these messages.
+# This is a child of the Transformers logger, so that the Transformers verbosity level also controls these messages.
 logger = logging.get_logger(f"transformers.{__name__}")
 
-# The places (prefix and layer) at which the model being loaded adds talking heads to a checkpoint without them.
+# The places (prefix and layer) at which talking heads are added to the checkpoint that is being loaded.
 _added_heads: ContextVar[frozenset[tuple[str, int]]] = ContextVar("added_heads", default=frozenset())
 
 
-# The mixin becomes a model only together with a class of Transformers. Only the type checker sees it as one here.
+# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a model class.
 if TYPE_CHECKING:
     _Model = PreTrainedModel
 else:
@@ -58,15 +58,16 @@ else:
 
 
 class AttnVariantModelMixin(_Model):
-    """A mixin with the additions of a variant to a model class of Transformers.
+    """A mixin that adds the attention variants to a Transformers model class.
 
-    It comes before the class of Transformers in the list of base classes. First, the original constructor builds the
-    model. Then the classes of the attention modules, and of a base model inside a head, change in place, as in
-    `fully_shard` of torch. No module is built twice, and no constructor of Transformers is copied.
+    It must precede the Transformers class in the list of base classes. After the original constructor has built the
+    model, the classes of the attention modules, and of a base model inside a model with a head, are changed in place,
+    as torch does in `fully_shard`. No module is built twice, and no Transformers constructor is copied.
 
     Class attributes:
-        attention_sites: every kind of attention of the architecture. Conversion and inspection also read them.
-        variant_classes: a dictionary from each class of Transformers inside the model to its variant class.
+        attention_sites: the declarations of all attention modules in the architecture. Conversion and inspection also
+            use them.
+        variant_classes: a dictionary from each Transformers class inside the model to its variant class.
     """
 
     attention_sites: tuple[AttentionSite, ...] = ()
@@ -74,8 +75,8 @@ class AttnVariantModelMixin(_Model):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # Saving reads the Auto class of each class, including subclasses that users define. The configuration has the
-        # list of Auto classes.
+        # Saving requires the Auto class of each model class, including user-defined subclasses. The configuration
+        # contains the list of Auto classes.
         names = {base.__name__ for base in cls.__mro__}
         auto_classes = getattr(cls.config_class, "auto_classes", {})
         auto_class = next((auto_name for auto_name, name in auto_classes.items() if name in names), None)
@@ -84,27 +85,27 @@ class AttnVariantModelMixin(_Model):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Register a class as in Transformers, except the classes of this package, which writes its code itself."""
+        """Register a class as in Transformers, except classes in this package, which saves its own code."""
         if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if not hasattr(config, DYNAMIC):
-            wanted: Any = self.config_class
+            expected_class: Any = self.config_class
             raise ValueError(
                 f"The configuration of {type(self).__name__} must be a variant configuration, got "
-                f"{type(config).__name__}. Use `{wanted.__name__}.from_upstream(config, "
+                f"{type(config).__name__}. Use `{expected_class.__name__}.from_upstream(config, "
                 "num_key_value_heads=...)`."
             )
         config.check_variant()
         compare_with_transformers(type(self))
         super().__init__(config, *args, **kwargs)
-        self._generate_as_configured()
+        self._update_generation_settings()
 
     def post_init(self) -> None:
-        """Turn the modules that the original constructor built into variants, then call the original `post_init`.
+        """Turn the modules that the original constructor built into variants, and call the original `post_init`.
 
-        Constructors of Transformers call this method last.
+        Transformers constructors call this method last.
         """
         for module in self.modules():
             if type(module) in self.variant_classes:
@@ -113,54 +114,55 @@ class AttnVariantModelMixin(_Model):
         for site, path, module in list(self.named_attentions()):
             _install_variant(site, path, module, self, used)
         _check_installed(self)
-        # `from_pretrained` does not report these as missing, because it logs one line about their initialization.
+        # `from_pretrained` logs a single line about the initialization of these keys instead of reporting them as
+        # missing.
         new = list(_added_keys(self, _added_heads.get()))
-        # Random numbers that are not in the checkpoint are drawn again with the seed of the configuration.
-        drawn = [rf"\.{name}$" for name in drawn_names()] if has_kernel(self.config) else []
+        # Random vectors that are not in the checkpoint are drawn again with the seed in the configuration.
+        drawn = [rf"\.{name}$" for name in get_random_buffer_names()] if has_kernel(self.config) else []
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
         super().post_init()
-        # A device map finds the modules that it must not split by their class names, some of which have changed.
+        # Device maps identify modules that must not be split by their class names, some of which have changed.
         ours = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
         self._no_split_modules = {ours.get(name, name) for name in self._no_split_modules or ()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model as in Transformers, and check that the call has only one cache."""
-        refuse_two_caches(kwargs)
+        """Call the model as in Transformers, after checking that only one cache was passed."""
+        check_single_cache(kwargs)
         return super().__call__(*args, **kwargs)
 
-    def _generate_as_configured(self) -> None:
-        # Transformers then rejects methods that remove tokens, such as assisted generation.
+    def _update_generation_settings(self) -> None:
+        # For stateful models, Transformers rejects methods that remove tokens, such as assisted generation.
         self._is_stateful = has_kernel(self.config, is_causal=True)
-        if getattr(self, "generation_config", None) is not None and not can_cache(self.config):
+        if getattr(self, "generation_config", None) is not None and not supports_decoder_cache(self.config):
             self.generation_config.use_cache = False
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
-        """Create a cache as in Transformers, and add the window layers before a search prepares to remove tokens."""
-        upstreams: Any = super()
-        result = upstreams._prepare_cache_for_generation(generation_config, model_kwargs, *args)
-        cache = model_kwargs.get(cache_name())
+        """Create a cache as in Transformers, and add window layers before the search prepares to remove tokens."""
+        parent: Any = super()
+        result = parent._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cache = model_kwargs.get(get_cache_name())
         if cache is not None and not getattr(cache, "is_compileable", False):
             for site, _, module in self.named_attentions():
                 attention: Any = module.get_submodule(site.core)
-                if site.stack_of(self.config) == "decoder" and not site.is_cross_attention:
+                if site.get_stack_name(self.config) == "decoder" and not site.is_cross_attention:
                     if attention.key_range is not None:
-                        keep_window(attention, cache)
+                        limit_cache_to_window(attention, cache)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
         return result
 
     @property
     def stack_name(self) -> str | None:
-        """The attribute name of this class in the complete model if it is an encoder or a decoder, otherwise None."""
+        """The name of this encoder or decoder in the complete model, or None if this class is neither of them."""
         return None
 
     @classmethod
-    def module_runs(cls, config: Any, path: str) -> int:
-        """Return how often one forward pass runs the module at this path inside the base model."""
+    def count_module_runs(cls, config: Any, path: str) -> int:
+        """Return how often a forward pass runs the module at a path inside the base model."""
         return 1
 
     def named_attentions(self) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-        """Yield each attention with its site and its path inside the base model."""
+        """Yield the declaration, the path inside the base model and the module of each attention."""
         return named_attentions(self, self.attention_sites)
 
     @torch.no_grad()
@@ -172,11 +174,11 @@ class AttnVariantModelMixin(_Model):
             init_kernel(module)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # For custom code, Transformers skips each module whose own parameters are loaded, because its rule might
-        # overwrite them. Transformers also skips modules without parameters of their own. It would thus skip the
-        # rules of T5's attentions, feed-forward layers and heads for the linear layers inside them. The rules of
-        # Transformers and of this package do not change loaded weights, but the rules of a subclass may. For a
-        # subclass, modules that contain a loaded weight are therefore skipped.
+        # For custom code, Transformers skips modules whose own parameters were loaded, because custom initialization
+        # might overwrite them. It also skips modules without parameters of their own. T5's attention modules,
+        # feed-forward layers and heads, which initialize the linear layers inside them, would therefore be skipped.
+        # The initialization in Transformers and in this package does not change loaded weights, but the initialization
+        # in a subclass may. For subclasses, modules that contain loaded weights are therefore skipped.
         guarded = is_custom_code and type(self)._init_weights is not AttnVariantModelMixin._init_weights
         super()._initialize_weights(
             module, guarded and any(getattr(weight, "_is_hf_initialized", False) for weight in module.parameters())
@@ -186,27 +188,27 @@ class AttnVariantModelMixin(_Model):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
     ) -> Self:
-        """Load a checkpoint of a variant or of Transformers, as `PreTrainedModel.from_pretrained` does.
+        """Load a variant checkpoint or a Transformers checkpoint, as `PreTrainedModel.from_pretrained` does.
 
         Raises:
-            ValueError: if the head counts of the configuration and of the checkpoint differ. A conversion is then
-                necessary.
+            ValueError: if the configuration and the checkpoint have different head counts, because the checkpoint must
+                then be converted first.
         """
         source = pretrained_model_name_or_path
-        compare_with_transformers(cls)  # before Transformers switches to the meta device
-        adds = frozenset() if source is None else adds_talking_heads(cls.config_class, source, config, kwargs)
+        compare_with_transformers(cls)  # must run before Transformers switches to the meta device
+        adds = frozenset() if source is None else find_added_talking_heads(cls.config_class, source, config, kwargs)
         token = _added_heads.set(adds)
         try:
             loaded: Any = super().from_pretrained(source, *model_args, config=config, **kwargs)
         finally:
             _added_heads.reset(token)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        # At this point, the generation_config.json of the checkpoint has been read.
-        model._generate_as_configured()
+        # At this point, the checkpoint's generation_config.json has been loaded.
+        model._update_generation_settings()
         if adds:
-            begin = describe_initialization(model.config)
-            logger.warning(f"{source} has no talking heads. {cls.__name__} adds them: {begin}.")
-        warn_of_positions(model.config, source, kwargs)
+            description = describe_initialization(model.config)
+            logger.warning(f"{source} has no talking heads. {cls.__name__} adds them. {description}.")
+        warn_about_replaced_positions(model.config, source, kwargs)
         return loaded
 
     @classmethod
@@ -217,82 +219,85 @@ class AttnVariantModelMixin(_Model):
         """Set the attention implementation of the model and of the encoder and decoder inside it."""
         super().set_attn_implementation(*args, **kwargs)
         for module in self.modules():
-            # Some releases (5.15, 5.17) do not change the configurations of the encoder and decoder, which are copies.
+            # Some Transformers releases (5.15 and 5.17) do not update the configurations of the encoder and decoder,
+            # which are copies.
             if isinstance(module, AttnVariantModelMixin):
                 module.config._attn_implementation = self.config._attn_implementation
             if isinstance(module, AttentionVariantMixin):
                 module.resolve_attn_implementation()
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        # This check runs before Transformers searches for a kernel that the variant could not use.
+        # This check must run before Transformers looks for a kernel that the variant does not support.
         check_implementation(self.config, attn_implementation)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Replace "eager" and "sdpa" (the default) by the functions of this package. Other names do not change."""
-        upstreams: dict[str | None, str] = {EAGER: "eager", SDPA: "sdpa"}
-        requested = upstreams.get(requested_attention, requested_attention)
+        """Replace "eager" and "sdpa" (the default) by the functions in this package. Other names are not changed."""
+        plain_names: dict[str | None, str] = {EAGER: "eager", SDPA: "sdpa"}
+        requested = plain_names.get(requested_attention, requested_attention)
         implementation = super().get_correct_attn_implementation(requested, is_init_check)
         return {"eager": EAGER, "sdpa": SDPA}.get(implementation, implementation)
 
 
 def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]]) -> Iterator[str]:
-    """Yield a regular expression per attention module for its talking-heads parameters that are added on loading."""
+    """Yield a regular expression for the talking-heads parameters that are added to each module on loading."""
     for site, path, _ in model.named_attentions() if added else ():
-        if (site.place_prefix, site.layer(model.config, path)) in added:
+        if (site.place_prefix, site.get_layer_index(model.config, path)) in added:
             yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
 
 
 def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
     """Turn a module that Transformers built into an instance of its variant class.
 
-    Assigning `__class__` changes the methods of the object and nothing else. Its parameters, hooks and attributes, and
-    all references to it, do not change:
+    Assigning `__class__` only changes the methods of the object. Its parameters, hooks and attributes, and all
+    references to it, stay the same:
 
         before   BertSelfAttention              query, key, value, dropout
         after    AttnVariantBertSelfAttention   the same query, key, value and dropout, with the methods of the variant
 
-    A variant class only adds methods and has the Transformers class as its last base, so that both classes have the
-    same layout. The constructor of the variant class does not run. `_install_variant` adds the attributes instead.
+    A variant class only adds methods and has the Transformers class as its last base class, so that both classes have
+    the same layout. The constructor of the variant class is not called. `_install_variant` adds the attributes
+    instead.
     """
     module.__class__ = variant
     if not isinstance(module, AttentionVariantMixin):  # `install_variant` checks attention modules
-        check_attributes(module, getattr(variant, "upstream_attributes", ()))
-    if isinstance(module, EmbeddingsMixin):
+        check_attributes(module, getattr(variant, "transformers_attributes", ()))
+    if isinstance(module, PositionEmbeddingsMixin):
         module.install_positions(config)
     if isinstance(module, PreTrainedModel):
-        # The original constructor stores values by class name, such as the recorded outputs. Run it for the new class.
+        # The original constructor stores values by class name, such as the recorded outputs, so it is also run for the
+        # new class.
         PreTrainedModel.__init__(variant.__new__(variant), module.config)
 
 
 def _check_installed(model: PreTrainedModel) -> None:
-    """Check that the declared paths cover each attention module of this package.
+    """Check that the declared paths match all attention modules of this package.
 
     Raises:
-        UpstreamChanged: if an attention module is at another path.
+        TransformersChangedError: if an attention module is at an undeclared path.
     """
     for path, module in model.named_modules():
         if isinstance(module, AttentionVariantMixin) and not hasattr(module, "projection_names"):
-            raise changed(f"`{type(module).__name__}` is at `{path}` of `{type(model).__name__}`")
+            raise build_change_error(f"`{type(module).__name__}` is at `{path}` of `{type(model).__name__}`")
 
 
 def _install_variant(
     site: AttentionSite, path: str, module: nn.Module, model: PreTrainedModel, used: frozenset[str]
 ) -> None:
-    """Install the heads and the new parameters of an attention module.
+    """Set the head counts of an attention module and add its new parameters.
 
-    A second call has no effect, because a model inside another model may already have installed them.
+    A second call has no effect, because a model inside another model may already have called this function.
     """
     check_paths(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)
     if not isinstance(core, AttentionVariantMixin):
-        raise changed(f"`{type(core).__name__}` is at `{path}` of `{type(model).__name__}`")
+        raise build_change_error(f"`{type(core).__name__}` is at `{path}` of `{type(model).__name__}`")
     if hasattr(core, "projection_names"):
         return
     check_paths(module, site.projections.values())
-    key_map: Any = module.get_submodule(site.key)
-    query_map: Any = module.get_submodule(site.query)
-    heads, width = site.heads(model.config, path), key_map.in_features
+    key_linear: Any = module.get_submodule(site.key)
+    query_linear: Any = module.get_submodule(site.query)
+    heads, width = site.get_heads(model.config, path), key_linear.in_features
     rank = width if heads.rank is None else heads.rank
     resized = [
         _resize(module, site.key, rank, heads.key * heads.head_dim),
@@ -300,26 +305,28 @@ def _install_variant(
         _resize(module, site.output, in_features=heads.output * heads.value_dim),
     ]
     if any(resized):
-        # In T5, the rule of the attention module initializes the projections inside it.
+        # In T5, the projections are initialized by the attention module that contains them.
         vars(module)["_is_hf_initialized"] = False
-    root = sites_root(model)
-    if rank < width and site.latent_map(root, path) is None:  # the first module adds a shared layer
-        add_latent_map(root, site.latent_path(path), width, rank)
-    core.install_variant(model.config, heads, query_map.in_features, rank if site.shares_latent else width)
-    # Cross-attention computes its terms from the encoder outputs, which are available in each step. With a smaller
-    # latent, it computes them from the latent, which is only in the cache after the first step.
+    root = get_sites_root(model)
+    if rank < width and site.get_latent_projection(root, path) is None:  # shared by all layers
+        add_latent_projection(root, site.get_latent_path(path), width, rank)
+    core.install_variant(model.config, heads, query_linear.in_features, rank if site.shares_latent else width)
+    # Cross-attention computes its dynamic terms from the encoder outputs, which are available in each step. With a
+    # smaller latent, the terms are computed from the latent, which is only in the cache after the first step.
     core.supports_cache = supports_cache(heads.dynamic) or (site.is_cross_attention and rank == width)
-    core.score = score_of(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
-    core.compression = compression_of(core, heads, site, model.config) if "patterns" in used else None
+    core.score = (
+        create_additive_score(core, heads, model.config, site.place_prefix) if "additive_score" in used else None
+    )
+    core.compression = create_compression(core, heads, site, model.config) if "patterns" in used else None
     is_causal = getattr(core, "is_causal", False)
-    core.key_range = site.key_range(model.config, path, is_causal)
+    core.key_range = site.get_key_range(model.config, path, is_causal)
     core.kernel = None
     if "linear_attention" in used:
-        install_kernel(core, site.kernel(model.config, path, is_causal))
+        install_kernel(core, site.get_kernel(model.config, path, is_causal))
     others = (heads.talking, core.score, core.compression, core.key_range, core.kernel)
     core.is_plain = all(mechanism is None for mechanism in others)
     if not core.is_plain:
-        settle_padding(core)
+        set_padding_rule(core)
 
 
 def _resize(module: nn.Module, path: str, in_features: int | None = None, out_features: int | None = None) -> bool:

@@ -1,1 +1,1 @@
-"""The fields of a configuration, and their checks."""
+"""Configuration fields and their checks."""

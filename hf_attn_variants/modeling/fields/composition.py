@@ -1,7 +1,8 @@
-"""The mechanisms that a configuration uses, and the pairs of mechanisms that cannot be combined.
+"""The mechanisms that a configuration uses, and pairs of mechanisms that cannot be combined.
 
-`REFUSED` lists the pairs with their error messages. All other pairs combine. The `check` method of a mechanism
-contains its requirements for the architecture, for the encoder or decoder and for its own fields.
+`UNSUPPORTED_PAIRS` lists these pairs with their error messages. All other mechanisms can be combined. The `check`
+method of a mechanism contains its requirements for the architecture, for the encoder or decoder, and for its own
+fields.
 """
 
 from collections.abc import Mapping
@@ -15,15 +16,15 @@ from ..mechanisms.patterns.attention_pattern import AttentionPattern
 from ..mechanisms.patterns.compressed_pattern import MemoryCompressed
 from ..mechanisms.patterns.transient_global import TransientPattern
 from ..mechanisms.sinusoidal_positions import DistanceBias
-from ..mechanisms.talking_heads import DynamicTerms, TalkingHeads
-from ..variant_names import EAGER, INCLUDED, RECORDING, SDPA
+from ..mechanisms.talking_heads import DynamicTerms, TalkingHeadsSettings
+from ..variant_names import EAGER, INCLUDED_MECHANISMS, RECORDING, SDPA
 
 __all__ = [
-    "REFUSED",
-    "Refusal",
+    "UNSUPPORTED_PAIRS",
+    "UnsupportedPair",
+    "check_combinations",
     "check_implementation",
     "check_included",
-    "check_together",
     "used_mechanisms",
 ]
 
@@ -37,14 +38,14 @@ MECHANISMS = {
     "score_function": "additive_score",
     "talking_heads": "talking_heads",
 }
-# Values that select no mechanism: "absolute" selects the positions of the architecture.
+# Values that select no mechanism. "absolute" selects the default positions of the architecture.
 IDLE = (None, NONE, "absolute")
 
 
 def used_mechanisms(config: Any) -> frozenset[str]:
-    """Return the mechanisms that attention modules of a configuration use.
+    """Return the mechanisms that attention modules with a configuration use.
 
-    Grouped heads are not in the result, because every repository includes them.
+    Grouped heads are not included in the result, because all repositories support them.
 
     Example:
         >>> used_mechanisms(AttnVariantBertConfig(attention_pattern="sliding_window", attention_window=64))
@@ -65,9 +66,9 @@ def check_included(used: frozenset[str]) -> None:
     """Check that the code of this repository includes the mechanisms that a configuration uses.
 
     Raises:
-        ValueError: if it was saved without one of them.
+        ValueError: if the code was saved without one of them.
     """
-    missing = [] if INCLUDED is None else sorted(used - {*INCLUDED})
+    missing = [] if INCLUDED_MECHANISMS is None else sorted(used - {*INCLUDED_MECHANISMS})
     if missing:
         raise ValueError(
             f"The code of this repository does not include {', '.join(missing)}, because the saved model "
@@ -75,13 +76,13 @@ def check_included(used: frozenset[str]) -> None:
         )
 
 
-class Refusal(NamedTuple):
-    """Two mechanisms that the same attention cannot have.
+class UnsupportedPair(NamedTuple):
+    """Two mechanisms that cannot be combined in the same attention module.
 
     Args:
         one, other: classes of the mechanisms. A base class (`AttentionKernel`, `AttentionPattern`) includes all of its
             subclasses.
-        reason: the reason, as the second sentence of the error message.
+        reason: the reason, which is the second sentence of the error message.
     """
 
     one: type[Mechanism]
@@ -89,43 +90,50 @@ class Refusal(NamedTuple):
     reason: str
 
     def message(self, one: tuple[str, Any], other: tuple[str, Any]) -> str:
-        """Return the error message for the fields and the values of both mechanisms."""
+        """Return the error message for the fields and values of both mechanisms."""
         return f"`{one[0]}` and `{other[0]}` cannot be combined, got {one[1]!r} and {other[1]!r}. {self.reason}"
 
 
-REFUSED = (
-    Refusal(AttentionPattern, DynamicTerms, "Patterns do not support input-dependent projections."),
-    Refusal(
+UNSUPPORTED_PAIRS = (
+    UnsupportedPair(AttentionPattern, DynamicTerms, "Patterns do not support input-dependent projections."),
+    UnsupportedPair(
         MemoryCompressed,
         DistanceBias,
-        "A key that is computed from several tokens has no distance. "
-        'Use `position_embedding_type="sinusoidal"`, which adds no bias by distance.',
+        "Keys that are computed from several tokens have no distance. "
+        'Use `position_embedding_type="sinusoidal"`, which adds no relative position bias.',
     ),
-    Refusal(MemoryCompressed, Latent, "Keys are compressed, but latent attention does not compute them."),
-    Refusal(TransientPattern, Latent, "Summaries need keys and values, which latent attention does not compute."),
-    Refusal(AdditiveScore, AttentionKernel, "A kernel does not compute scores."),
-    Refusal(AttentionKernel, TalkingHeads, "Talking heads are projections before or after a softmax."),
-    Refusal(AttentionKernel, AttentionPattern, "A pattern selects the keys of a softmax."),
-    Refusal(AttentionKernel, Latent, "The cache stores the sums of a kernel instead of latents."),
-    Refusal(
+    UnsupportedPair(MemoryCompressed, Latent, "Latent attention does not compute the keys that would be compressed."),
+    UnsupportedPair(
+        TransientPattern, Latent, "Summaries require keys and values, which latent attention does not compute."
+    ),
+    UnsupportedPair(AdditiveScore, AttentionKernel, "A kernel does not compute scores."),
+    UnsupportedPair(AttentionKernel, TalkingHeadsSettings, "Talking heads are projections before or after a softmax."),
+    UnsupportedPair(AttentionKernel, AttentionPattern, "A pattern selects the keys of a softmax."),
+    UnsupportedPair(AttentionKernel, Latent, "The cache stores the sums of a kernel instead of latents."),
+    UnsupportedPair(
         AttentionKernel,
         DistanceBias,
-        "A bias by distance is not a product of features. "
+        "A relative position bias is not a product of features. "
         'Use `position_embedding_type="sinusoidal"`, or only `cross_attention_kernel`.',
     ),
 )
-# Mechanisms that the attention functions of other packages would ignore, in the order of the checks.
-IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (TalkingHeads, AdditiveScore, AttentionKernel, AttentionPattern)
+# Mechanisms that attention functions from other packages would ignore, in the order of the checks.
+IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (
+    TalkingHeadsSettings,
+    AdditiveScore,
+    AttentionKernel,
+    AttentionPattern,
+)
 
 
-def check_together(config: Any) -> None:
-    """Check that no attention of a configuration has both mechanisms of a row of `REFUSED`.
+def check_combinations(config: Any) -> None:
+    """Check that no attention module combines the mechanisms in a row of `UNSUPPORTED_PAIRS`.
 
     Raises:
-        ValueError: if an attention has both, with the message of the row.
+        ValueError: if an attention module has both, with the message of the row.
     """
     for prefix in PREFIXES:
-        for row in REFUSED:
+        for row in UNSUPPORTED_PAIRS:
             one = row.one.requested_in(config, prefix)
             other = None if one is None else row.other.requested_in(config, prefix)
             if one is not None and other is not None:
@@ -133,19 +141,19 @@ def check_together(config: Any) -> None:
 
 
 def check_implementation(config: Any, implementation: Any) -> None:
-    """Check that an attention implementation can compute the mechanisms of a configuration.
+    """Check that an attention implementation supports the mechanisms in a configuration.
 
     Raises:
         ValueError: if the implementation would ignore talking heads, a pattern, a score function or a kernel, or if it
-            requires value heads of the size of the key heads.
+            requires value heads and key heads to have the same size.
     """
     if implementation in (None, "eager", "sdpa", EAGER, SDPA, RECORDING):
         return
     if config.value_head_dim is not None:
         raise ValueError(
             '`attn_implementation` must be "sdpa" or "eager" with '
-            f'value_head_dim={config.value_head_dim}, got "{implementation}". Its kernels require values '
-            "of the size of keys."
+            f'value_head_dim={config.value_head_dim}, got "{implementation}". Its kernels require value '
+            "heads and key heads of the same size."
         )
     if used_mechanisms(config):
         _check_not_ignored(config, implementation)

@@ -1,4 +1,4 @@
-"""Checks of single fields of a configuration: head counts, ranks, sizes and misspelled names."""
+"""Checks for individual configuration fields, such as head counts, ranks, sizes and misspelled names."""
 
 import difflib
 import re
@@ -18,25 +18,25 @@ __all__ = [
     "check_position_type",
     "check_size",
     "check_value_groups",
-    "checked_count",
-    "checked_kv_heads",
-    "checked_rank",
-    "checked_value_head_dim",
-    "nearest",
-    "without_prefix",
-    "wrong_kinds_explained",
+    "explain_type_errors",
+    "find_closest_match",
+    "remove_place_prefix",
+    "validate_count",
+    "validate_kv_heads",
+    "validate_rank",
+    "validate_value_head_dim",
 ]
 
-# These limits are far above any model. Without them, reading a malicious configuration could take hours.
+# These limits are far above the sizes of any model. Without them, loading a malicious configuration could take hours.
 MAX_HEADS, MAX_HEAD_DIM, MAX_LAYERS, MAX_LABELS = 2**16, 2**16, 10_000, 2**16
 
-# Words of other configurations that mean the same as words of the fields, and the smallest similarity of two names.
+# Words in other configurations that correspond to words in field names, and the minimum similarity of two names.
 OTHER_WORDS, ALIKE = {"kv": "key_value", "groups": "heads", "initialization": "init"}, 0.82
 
 
-@lru_cache(maxsize=4096)  # each new configuration looks up all of its keywords
-def _nearest(name: str, known: tuple[str, ...]) -> str | None:
-    if (bare := without_prefix(name)) in known:
+@lru_cache(maxsize=4096)  # all keywords of each new configuration are looked up
+def _find_closest_match(name: str, known: tuple[str, ...]) -> str | None:
+    if (bare := remove_place_prefix(name)) in known:
         return bare
     spelled = {spelling: candidate for candidate in known for spelling in (_sorted_words(candidate), candidate)}
     for spelling in (name, _sorted_words(name), bare, _sorted_words(bare)):
@@ -45,16 +45,16 @@ def _nearest(name: str, known: tuple[str, ...]) -> str | None:
     return None
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most similar to a name, or None if none is similar.
+def find_closest_match(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most similar to a name, or None if no name is similar.
 
-    The order of words and the prefix of a place (`decoder_num_kv_heads`) are ignored.
+    The order of words and place prefixes, as in `decoder_num_kv_heads`, are ignored.
     """
-    return _nearest(name.lower(), tuple(known))
+    return _find_closest_match(name.lower(), tuple(known))
 
 
-def without_prefix(name: str) -> str:
-    """Return a name without the prefixes of the encoder, the decoder and cross-attention."""
+def remove_place_prefix(name: str) -> str:
+    """Remove the prefixes for the encoder, the decoder and cross-attention from a name."""
     return re.sub("^((encoder|decoder|cross)_)+", "", name)
 
 
@@ -63,44 +63,44 @@ def _sorted_words(name: str) -> str:
     return "_".join(sorted(words))
 
 
-def checked_kv_heads(field: str, value: int | None, heads: int) -> int:
-    """Return a number of key/value heads.
+def validate_kv_heads(field: str, value: int | None, heads: int) -> int:
+    """Check a number of key/value heads and return it.
 
     Args:
         field: the name of the field.
-        value: its value. None = one key/value head per query head.
+        value: the value of the field, or None for one key/value head per query head.
         heads: the number of query heads.
 
     Raises:
-        ValueError: if it is not a whole number of at least 1 that divides `heads`.
+        ValueError: if it is not an integer of at least 1 that divides `heads`.
     """
-    count = checked_count(field, value, heads)
+    count = validate_count(field, value, heads)
     if heads % count:
         raise ValueError(f"`{field}` must divide `num_attention_heads`, got {count} for {heads} heads.")
     return count
 
 
-def checked_rank(field: str, value: int | None, width: int) -> int | None:
-    """Return the rank of a latent whose input has this width, or None without a latent.
+def validate_rank(field: str, value: int | None, width: int) -> int | None:
+    """Check the rank of a latent whose input has this width and return it. None means that there is no latent.
 
     Raises:
-        ValueError: if it is not a whole number from 1 to the width.
+        ValueError: if it is not an integer from 1 to the width.
     """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= width:
         raise ValueError(
-            f"`{field}` must be a whole number from 1 to {width}, the size of the inputs of keys and "
-            f"values, got {value!r}. Use None for no latent."
+            f"`{field}` must be an integer from 1 to {width}, the input size of the key and value projections, got "
+            f"{value!r}. Use None for no latent."
         )
     return value
 
 
-def checked_count(field: str, value: int | None, default: int | None = None) -> int:
-    """Return a number of heads, or `default` if the value is None.
+def validate_count(field: str, value: int | None, default: int | None = None) -> int:
+    """Check a number of heads and return it, or return `default` if it is None.
 
     Raises:
-        ValueError: if it is not a whole number from 1 to `MAX_HEADS`.
+        ValueError: if it is not an integer from 1 to `MAX_HEADS`.
     """
     if value is None:
         value = default
@@ -112,10 +112,10 @@ def checked_count(field: str, value: int | None, default: int | None = None) -> 
 
 
 def check_size(field: str, value: int, least: int, most: int | None = None) -> None:
-    """Check a size of the model.
+    """Check a model size.
 
     Raises:
-        ValueError: if it is not a whole number from `least` to `most`.
+        ValueError: if it is not an integer from `least` to `most`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -135,15 +135,15 @@ def check_head_size(heads: int, hidden_size: int) -> None:
 
 
 def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int, prefix: str = "") -> None:
-    """Check that all key/value heads have the same number of value heads.
+    """Check that the value heads can be divided equally among the key/value heads.
 
     Args:
         field: the name of the key/value heads field.
-        kv_heads, heads, value_heads: the numbers of key/value heads, query heads and value heads.
-        prefix: the prefix of the field with the number of value heads.
+        kv_heads, heads, value_heads: the number of key/value heads, query heads and value heads.
+        prefix: the prefix of the value heads field.
 
     Raises:
-        ValueError: if grouped key/value heads do not divide the value heads.
+        ValueError: if the number of grouped key/value heads does not divide the number of value heads.
     """
     if kv_heads != heads and value_heads % kv_heads:
         raise ValueError(
@@ -151,15 +151,15 @@ def check_value_groups(field: str, kv_heads: int, heads: int, value_heads: int, 
         )
 
 
-def checked_value_head_dim(value: int | None, head_dims: Iterable[int]) -> int | None:
-    """Return the size of a value head, or None if it equals the size of the query and key heads.
+def validate_value_head_dim(value: int | None, head_dims: Iterable[int]) -> int | None:
+    """Check the size of a value head and return it, or None if it is the same as the size of query and key heads.
 
     Args:
         value: the value of the field.
         head_dims: d in the encoder and in the decoder.
 
     Raises:
-        ValueError: if it is not a whole number from 1 to `MAX_HEAD_DIM`.
+        ValueError: if it is not an integer from 1 to `MAX_HEAD_DIM`.
     """
     if value is None:
         return None
@@ -178,13 +178,14 @@ def check_position_type(value: str | None, known: Sequence[str | None], model_ty
 
 
 def check_buckets(config: Any) -> None:
-    """Check the buckets of the relative position bias of T5, in a configuration of Transformers or of a variant.
+    """Check the buckets of the relative position bias in a T5 configuration.
 
     Raises:
-        ValueError: if there are too few buckets, or if the largest distance has a bucket of its own.
+        ValueError: if there are too few buckets, or if the largest distance has its own bucket.
     """
     buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
-    # An encoder has half of the buckets for each side. Half of these contain one distance, and the others a range.
+    # An encoder uses half of the buckets for each side. Half of these contain a single distance, and the others
+    # contain a range.
     if buckets < 4 or distance <= buckets // 2:
         raise ValueError(
             "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` "
@@ -193,7 +194,7 @@ def check_buckets(config: Any) -> None:
 
 
 def check_format(value: Any) -> None:
-    """Check the format number of the fields of a configuration.
+    """Check the format number of a configuration's fields.
 
     Raises:
         ValueError: if it is not the format of this version.
@@ -206,8 +207,8 @@ def check_format(value: Any) -> None:
 
 
 @contextmanager
-def wrong_kinds_explained() -> Iterator[None]:
-    """Convert errors of Transformers, which does not check the types of most fields, into `ValueError`.
+def explain_type_errors() -> Iterator[None]:
+    """Convert errors from Transformers, which does not check the types of most fields, into `ValueError`.
 
     Raises:
         ValueError: if a field has a value of the wrong type.
@@ -217,5 +218,5 @@ def wrong_kinds_explained() -> Iterator[None]:
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"Every field of the configuration must have a value of its type, got a value that raises {reason}."
+            f"All configuration fields must have values of the correct type, got a value that raises {reason}."
         ) from error

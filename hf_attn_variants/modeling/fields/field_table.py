@@ -1,8 +1,8 @@
-"""The table of the fields that variants add to a configuration, and their descriptions.
+"""The table of configuration fields for the attention variants, with their descriptions.
 
-The per-place fields of an encoder-decoder (`encoder_...`, `cross_...`) share the row of the field without a prefix.
-The descriptions are for `--help`, model cards and messages; the code of a repository does not include them. This
-module does not import torch, because the flags of the commands are made from it.
+The per-place fields of encoder-decoders (`encoder_...`, `cross_...`) share a row with the field without a prefix. The
+descriptions are used in help texts, model cards and messages, and are not included in repositories. This module does
+not import torch, because the commands create flags from it.
 """
 
 from dataclasses import field as dataclass_field
@@ -19,30 +19,30 @@ __all__ = [
     "OPTIONAL_FIELDS",
     "PLACES",
     "Field",
-    "FieldText",
-    "card_text",
+    "FieldDescriptions",
     "check_choice",
     "describe_field",
-    "row_of",
+    "describe_value_on_card",
+    "get_field_row",
     "variant_field",
 ]
 
 
 class Field(NamedTuple):
-    """A row of the table.
+    """A row in the table of fields.
 
     Args:
-        name: name of the field without a prefix.
-        kind: type of the value: int, str, bool, list or dict.
-        default: value of the field if it is not set.
-        prefixes: prefixes of the field and of its per-place fields.
-        choices: allowed values.
-        default_names: further values that name the default of Transformers.
-        facts: properties of the field: "by_layer" (it may differ between layers), "latent" (it is a rank), "talking"
-            (it belongs to talking heads), "pattern" (it selects keys), "kernel" (it belongs to linear attention),
-            "from_scratch" (a conversion cannot set it) or "not_in_transformers" (it changes what a model computes).
-        query_heads: for key/value heads, the field with the number of query heads.
-        one_for_all: prefixes whose field has the same value in all layers, regardless of `facts`.
+        name: the name of the field without a prefix.
+        kind: the type of the value: int, str, bool, list or dict.
+        default: the value of the field if it is not set.
+        prefixes: the prefixes of the field and of its per-place fields.
+        choices: the allowed values.
+        default_names: additional values that select the Transformers default.
+        facts: the properties of the field: "by_layer" (may differ between layers), "latent" (a rank), "talking" (for
+            talking heads), "pattern" (selects keys), "kernel" (for linear attention), "from_scratch" (not supported by
+            conversion) or "not_in_transformers" (changes the computation).
+        query_heads: for key/value heads, the name of the field with the number of query heads.
+        one_for_all: the prefixes whose fields have the same value in all layers, regardless of `facts`.
         inherits: whether a per-place field that is None uses the value of the field without a prefix.
     """
 
@@ -63,13 +63,14 @@ class Field(NamedTuple):
         return tuple(prefix + self.name for prefix in self.prefixes)
 
     def default_of(self, prefix: str = "") -> Any:
-        """Return the value of the field with this prefix if it is not set."""
+        """Return the default value of the field with a prefix."""
         return None if prefix and self.inherits else self.default
 
     def choices_of(self, prefix: str = "") -> tuple[str, ...]:
-        """Return the allowed values of the field with this prefix; () = any value of its type.
+        """Return the allowed values of the field with a prefix, or () if all values of its type are allowed.
 
-        A per-place field that inherits its value has the choice "none", because None selects the inherited value.
+        A per-place field that can inherit its value has the additional choice "none", because None selects the
+        inherited value.
         """
         has_none = prefix and self.inherits and self.default is None
         return (*self.choices, NONE) if has_none and self.choices else tuple(self.choices)
@@ -139,25 +140,25 @@ FIELDS = (
 )
 
 _ROWS = {prefix + row.name: (prefix, row) for row in FIELDS for prefix in row.prefixes}
-# Fields that are stored only if they are set.
+# Fields that are only saved if they are set.
 OPTIONAL_FIELDS = (
     "value_head_dim",
     *(prefix + row.name for row in FIELDS for prefix in row.prefixes[1:] if row.inherits),
 )
 
 
-def row_of(name: str) -> tuple[str, Field]:
-    """Return the prefix and the row of a field."""
+def get_field_row(name: str) -> tuple[str, Field]:
+    """Return the prefix of a field and its row in the table."""
     return _ROWS[name]
 
 
 def check_choice(name: str, value: Any) -> None:
-    """Check that the value of a field is one of its choices; None is the default.
+    """Check that the value of a field is one of its choices or None.
 
     Raises:
         ValueError: if the value is not one of the choices.
     """
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     known = (*row.choices_of(prefix), *row.default_names)
     for choice in value if row.kind is list and isinstance(value, list | tuple) else (value,):
         if row.choices and choice is not None and choice not in known:
@@ -165,11 +166,11 @@ def check_choice(name: str, value: Any) -> None:
 
 
 def variant_field(name: str) -> Any:
-    """Return the dataclass field of a configuration for a row of the table.
+    """Create the dataclass field of a configuration for a field in the table.
 
-    Its metadata marks it as a field of this package ("variant") and contains the facts of the row.
+    Its metadata marks it as a field from this package ("variant") and contains the facts in its row.
     """
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     facts: dict[str, Any] = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
     if row.query_heads is not None:
         facts["query_heads"] = row.query_heads
@@ -179,17 +180,17 @@ def variant_field(name: str) -> Any:
 
 
 class Place(NamedTuple):
-    """The words for the attentions of a prefix, in descriptions and on model cards."""
+    """The words for a place in descriptions and on model cards."""
 
     attention: str
     layer: str
-    here: str  # on cards, as are the following
+    here: str  # on model cards, like the following words
     whose: str
     softmax: str
     token: str
 
     def words(self) -> dict[str, str]:
-        """Return the words that a text may contain in braces."""
+        """Return the words that descriptions may contain in braces."""
         return self._asdict()
 
 
@@ -221,14 +222,14 @@ PLACES = {
 }
 
 
-class FieldText(NamedTuple):
-    """The descriptions of one field, which may contain the words of a `Place` in braces.
+class FieldDescriptions(NamedTuple):
+    """The descriptions of a field, which may contain the words of a `Place` in braces.
 
     Args:
-        help: description in one line.
-        card: description of the value on a model card.
-        not_in_transformers: property of the model that the classes of Transformers do not support, in the plural.
-        unconvertible: property of a checkpoint that a conversion cannot start from, in the plural.
+        help: the one-line description.
+        card: the description of the value on a model card.
+        not_in_transformers: a property of models that Transformers classes do not support, in the plural.
+        unconvertible: a property of checkpoints that cannot be converted, in the plural.
     """
 
     help: str
@@ -238,63 +239,63 @@ class FieldText(NamedTuple):
 
 
 FIELD_TEXTS = {
-    "num_key_value_heads": FieldText("number of key/value heads in {layer}; 1 = multi-query"),
-    "value_head_dim": FieldText(
+    "num_key_value_heads": FieldDescriptions("number of key/value heads in {layer}; 1 = multi-query"),
+    "value_head_dim": FieldDescriptions(
         "size of a value head in all attention modules, if it differs from the size of a query head",
         card="size of a value head",
         not_in_transformers="value heads whose size differs from the key heads",
         unconvertible="value heads whose size differs from the key heads",
     ),
-    "kv_lora_rank": FieldText(
+    "kv_lora_rank": FieldDescriptions(
         "rank of the latent from which {attention} computes keys and values; the width of the input "
         "caches the input itself, without loss",
         card="latent dimension in {here}",
     ),
-    "per_layer_values": FieldText('values that differ between layers, as JSON: {{"kv_lora_rank": [64, 32]}}'),
-    "talking_heads": FieldText(
+    "per_layer_values": FieldDescriptions('values that differ between layers, as JSON: {{"kv_lora_rank": [64, 32]}}'),
+    "talking_heads": FieldDescriptions(
         "talking-heads projections: of the logits, of the weights or of both", not_in_transformers="talking heads"
     ),
-    "num_softmax_heads": FieldText("talking heads: number of softmax heads"),
-    "num_value_heads": FieldText(
+    "num_softmax_heads": FieldDescriptions("talking heads: number of softmax heads"),
+    "num_value_heads": FieldDescriptions(
         "talking heads: number of value heads; differs from the softmax heads only with a weights projection"
     ),
-    "talking_heads_init": FieldText("talking heads: initialization of new projections"),
-    "talking_heads_dynamic": FieldText("talking heads: input-dependent projections to add"),
-    "attention_pattern": FieldText(
+    "talking_heads_init": FieldDescriptions("talking heads: initialization of new projections"),
+    "talking_heads_dynamic": FieldDescriptions("talking heads: input-dependent projections to add"),
+    "attention_pattern": FieldDescriptions(
         "pattern that selects the keys of {attention}", not_in_transformers="windows and other patterns"
     ),
-    "attention_window": FieldText(
+    "attention_window": FieldDescriptions(
         "window size in tokens of {attention}, for patterns and hybrid kernels: half on each side, in "
         "decoders the most recent ones",
         card="window size (tokens) in {here}",
     ),
-    "attention_dilation": FieldText("step between the tokens in a window or block of {attention}"),
-    "num_global_tokens": FieldText("number of global tokens at the start of the text (only encoders)"),
-    "attention_block_size": FieldText(
+    "attention_dilation": FieldDescriptions("step between the tokens in a window or block of {attention}"),
+    "num_global_tokens": FieldDescriptions("number of global tokens at the start of the text (only encoders)"),
+    "attention_block_size": FieldDescriptions(
         "block size in tokens of {attention}; for `strided`, the stride", card="block size (tokens) in {here}"
     ),
-    "num_random_blocks": FieldText("`random_blocks`: number of random blocks per block of {attention}"),
-    "attention_seed": FieldText("`random_blocks`: seed of the random blocks of {attention}"),
-    "num_summary_tokens": FieldText(
+    "num_random_blocks": FieldDescriptions("`random_blocks`: number of random blocks per block of {attention}"),
+    "attention_seed": FieldDescriptions("`random_blocks`: seed of the random blocks of {attention}"),
+    "num_summary_tokens": FieldDescriptions(
         "`fixed`: number of tokens at the end of each block of {attention} that all tokens attend to"
     ),
-    "split_attention_heads": FieldText(
+    "split_attention_heads": FieldDescriptions(
         "`strided`, `fixed`: half of the heads of {attention} attend to near tokens, the others to far tokens"
     ),
-    "attention_kernel": FieldText(
+    "attention_kernel": FieldDescriptions(
         "kernel that replaces the softmax of {attention} (linear attention)",
         card="{softmax}",
         not_in_transformers="kernels",
     ),
-    "attention_kernel_features": FieldText(
+    "attention_kernel_features": FieldDescriptions(
         "kernels: width of the learned features, number of random vectors or number of rows"
     ),
-    "attention_kernel_seed": FieldText("kernels: seed of the random vectors"),
-    "position_embedding_type": FieldText(
+    "attention_kernel_seed": FieldDescriptions("kernels: seed of the random vectors"),
+    "position_embedding_type": FieldDescriptions(
         "position embeddings, if they differ from those of the architecture",
         not_in_transformers="sinusoidal positions",
     ),
-    "score_function": FieldText(
+    "score_function": FieldDescriptions(
         "score function, if it differs from the dot product",
         not_in_transformers="additive scores",
         unconvertible="scores other than dot products",
@@ -303,18 +304,18 @@ FIELD_TEXTS = {
 
 
 def describe_field(name: str) -> str:
-    """Return the description of a field in one line.
+    """Return a one-line description of a field.
 
     Example:
         >>> describe_field("cross_kv_lora_rank")
     """
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     text = FIELD_TEXTS[row.name].help.format(**PLACES[prefix].words())
     text += f"; only for {PLACES[prefix].attention}" if prefix and row.inherits else ""
     return f"{text}; the same for all layers" if prefix in row.one_for_all else text
 
 
-def card_text(name: str) -> str:
+def describe_value_on_card(name: str) -> str:
     """Return the description of the value of a field on a model card."""
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     return (FIELD_TEXTS[row.name].card or "").format(**PLACES[prefix].words())

@@ -1,7 +1,7 @@
-"""The fields that differ between layers: `per_layer_values`, {field: [one value per layer]}.
+"""Fields whose values differ between layers: `per_layer_values`, {field: [one value per layer]}.
 
-Transformers has a similar field, `per_layer_config`, {layer: {field: value}}. It does not distinguish the encoder from
-the decoder, and it hides the value for the whole model. This module therefore converts it to lists.
+Transformers has a similar field, `per_layer_config`, {layer: {field: value}}. It does not distinguish between encoder
+and decoder, and it hides the value for the whole model. It is therefore converted to lists here.
 """
 
 from collections.abc import Mapping
@@ -9,11 +9,17 @@ from typing import Any
 
 from ..mechanisms.mechanism import NONE
 from ..mechanisms.talking_heads import BOTH, DYNAMIC_PROJECTIONS
-from .field_checks import checked_kv_heads, checked_rank
-from .field_table import FIELDS, check_choice, row_of
-from .mechanism_fields import checked_pattern_size, checked_talking_value
+from .field_checks import validate_kv_heads, validate_rank
+from .field_table import FIELDS, check_choice, get_field_row
+from .mechanism_fields import validate_pattern_size, validate_talking_heads_value
 
-__all__ = ["LayerValue", "checked_layer_values", "from_per_layer_config", "value_or_list", "without_layer_values"]
+__all__ = [
+    "LayerValue",
+    "drop_replaced_layer_values",
+    "get_value_or_list",
+    "merge_per_layer_config",
+    "validate_layer_values",
+]
 
 LayerValue = int | str | list[str] | None
 
@@ -21,15 +27,15 @@ LayerValue = int | str | list[str] | None
 DIFFERING = tuple(row.name for row in FIELDS if "by_layer" in row.facts)
 
 
-def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
-    """Return the checked `per_layer_values` of a configuration, without fields that are equal in all layers.
+def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
+    """Check the `per_layer_values` of a configuration and return the fields that differ between layers.
 
-    The field of the whole model is set to one value that summarizes its layers. This is the largest number, the only
-    kernel, or all talking-heads projections that any layer has.
+    The field of the whole model is set to a value that summarizes the layers: the largest number, the only kernel, or
+    all talking-heads projections in any layer.
 
     Raises:
-        ValueError: if a field is unknown, a list has the wrong length, a value is invalid, the whole model has a
-            different value, or the layers have several kernels.
+        ValueError: if a field is unknown, a list has the wrong length, a value is invalid, the field is also set for
+            the whole model, or the layers have different kernels.
     """
     lists = config.per_layer_values
     if lists is None:
@@ -42,19 +48,18 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
         layers = config.layer_count(name)
         if not isinstance(values, list | tuple) or len(values) != layers:
             raise ValueError(f"`per_layer_values` must have a list of {layers} values for `{name}`, got {values!r}.")
-        checked = [_checked(config, name, value) for value in values]
+        checked = [_validate_value(config, name, value) for value in values]
         if name in config.kernel_fields() and len({*checked} - {None}) > 1:
             raise ValueError(
-                f"`{name}` must be the same kernel in all layers, or None in some of them, got {checked}."
+                f"`{name}` must be the same kernel in all layers, except layers with None, got {checked}."
             )
-        whole, of_all = _of_all(name, checked), getattr(config, name)
+        whole, of_all = _summarize_layers(name, checked), getattr(config, name)
         of_all = list(of_all) if isinstance(of_all, tuple) else of_all
-        prefix, row = row_of(name)
+        prefix, row = get_field_row(name)
         unsaid = (None, whole, list(row.default) if row.kind is list else row.default_of(prefix))
         if of_all not in unsaid:
             raise ValueError(
-                f"`{name}` must not be given together with its `per_layer_values`, got {of_all} and "
-                f"{checked}. Leave it out."
+                f"`{name}` and its `per_layer_values` must not both be set, got {of_all} and {checked}. Remove one."
             )
         setattr(config, name, whole)
         if any(value != checked[0] for value in checked):
@@ -62,13 +67,13 @@ def checked_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
     return differing or None
 
 
-def from_per_layer_config(
+def merge_per_layer_config(
     config: Any, by_layer: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, list[LayerValue]] | None:
-    """Return `per_layer_values` updated by the `per_layer_config` of Transformers.
+    """Return the `per_layer_values` of a configuration, updated by a `per_layer_config` from Transformers.
 
     Raises:
-        ValueError: if a layer is not a whole number within the model, or if a field cannot differ between layers.
+        ValueError: if a layer index is invalid, or if a field cannot differ between layers.
     """
     if not isinstance(by_layer, Mapping) or not all(isinstance(fields, Mapping) for fields in by_layer.values()):
         raise ValueError(f"`per_layer_config` must be {{layer: {{field: value}}}}, got {by_layer!r}.")
@@ -82,13 +87,13 @@ def from_per_layer_config(
                     f"The layers of `{name}` in `per_layer_config` must be from 0 to {count - 1}, got {layer!r}."
                 )
             lists.setdefault(name, [getattr(config, name)] * count)[int(layer)] = value
-    for name in lists:  # the value of the whole model was that of the unnamed layers
+    for name in lists:  # the value of the whole model has become the value of all other layers
         setattr(config, name, None)
     return lists or None
 
 
-def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration without those that `fields` replaces, as one value or per layer."""
+def drop_replaced_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove values that are replaced by `fields`, for the whole model or per layer, from a configuration's values."""
     by_layer = {name: layers for name, layers in (values.get("per_layer_values") or {}).items() if name not in fields}
     new = fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
@@ -96,8 +101,8 @@ def without_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -
     return {**others, "per_layer_values": by_layer or None}
 
 
-def value_or_list(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field, or a list of values if the layers differ."""
+def get_value_or_list(values: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field, or the list of its values if they differ between layers."""
     of_layers = (values.get("per_layer_values") or {}).get(name)
     if not isinstance(of_layers, list | tuple) or not of_layers:
         return values.get(name)
@@ -107,14 +112,14 @@ def value_or_list(values: Mapping[str, Any], name: str) -> Any:
 def _check_differs_by_layer(config: Any, name: str) -> None:
     if name not in config.by_layer_fields():
         raise ValueError(
-            f"The fields of `per_layer_values` must be among {', '.join(config.by_layer_fields())}, got "
-            f"`{name}`. Set `{name}` for the whole model."
+            f"`per_layer_values` contains the unsupported field `{name}`. Set `{name}` for the whole model. Supported "
+            f"fields: {', '.join(config.by_layer_fields())}."
         )
 
 
-def _of_all(name: str, values: list[Any]) -> LayerValue:
-    """Return the value of a field for the whole model from the values of its layers."""
-    prefix, row = row_of(name)
+def _summarize_layers(name: str, values: list[Any]) -> LayerValue:
+    """Summarize the values of a field in all layers by one value for the whole model."""
+    prefix, row = get_field_row(name)
     known = [value for value in values if value is not None]
     if row.kind is list:
         return [term for term in DYNAMIC_PROJECTIONS if any(term in value for value in known)]
@@ -126,14 +131,14 @@ def _of_all(name: str, values: list[Any]) -> LayerValue:
     return kinds.pop() if len(kinds) == 1 else BOTH
 
 
-def _checked(config: Any, name: str, value: Any) -> LayerValue:
+def _validate_value(config: Any, name: str, value: Any) -> LayerValue:
     check_choice(name, value)
     if name in config.talking_fields():
-        return checked_talking_value(config, name, value)
+        return validate_talking_heads_value(config, name, value)
     if name in config.rank_fields():
-        return checked_rank(name, value, config.hidden_size)
+        return validate_rank(name, value, config.hidden_size)
     if name in config.pattern_fields():
-        return checked_pattern_size(name, value)
+        return validate_pattern_size(name, value)
     if name not in config.kv_heads_fields():
         return value
-    return checked_kv_heads(name, value, config.query_heads(name))
+    return validate_kv_heads(name, value, config.query_heads(name))

@@ -1,17 +1,17 @@
-"""The configuration fields of kernels, patterns and talking heads, and their checks.
+"""Configuration fields for kernels, patterns and talking heads, and their checks.
 
-Fields without a prefix apply to self-attention. In an encoder-decoder this is the self-attention of the decoder.
-Fields with the prefix `encoder_` apply to the encoder, and those with `cross_` to cross-attention. Cross-attention
-does not have a pattern and attends to all encoder outputs.
+Fields without a prefix apply to self-attention, which is the decoder's self-attention in an encoder-decoder. Fields
+with the prefix `encoder_` apply to the encoder, and fields with `cross_` to cross-attention. Cross-attention has no
+pattern and attends to all encoder outputs.
 """
 
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from ..mechanisms.head_sharing import key_value_field
-from ..mechanisms.kernels.kernel_table import kernel_class, kernels_of
+from ..mechanisms.head_sharing import get_kv_heads_field
+from ..mechanisms.kernels.kernel_table import get_kernel_class, get_kernel_names
 from ..mechanisms.mechanism import NONE, PREFIXES
-from ..mechanisms.patterns.pattern_table import has_pattern, pattern_class, pattern_prefixes
+from ..mechanisms.patterns.pattern_table import get_pattern_class, get_pattern_prefixes, has_pattern
 from ..mechanisms.talking_heads import (
     BOTH,
     DYNAMIC,
@@ -24,32 +24,32 @@ from ..mechanisms.talking_heads import (
     SOFTMAX,
     TALKING_FIELDS,
     WEIGHTS,
-    TalkingHeads,
-    listed_by_layer,
-    query_heads_there,
-    talking_group,
-    talking_places,
+    TalkingHeadsSettings,
+    get_per_layer_fields,
+    get_query_heads,
+    get_settings_prefix,
+    get_talking_heads_places,
 )
 from ..ops.key_ranges import MAX_SIZE
-from .field_checks import check_size, check_value_groups, checked_count
-from .field_table import FIELDS, row_of, variant_field
+from .field_checks import check_size, check_value_groups, validate_count
+from .field_table import FIELDS, get_field_row, variant_field
 
 __all__ = [
     "BlockPatternFields",
     "KernelFields",
-    "asks_for_padding_alone",
     "check_kernels",
     "check_patterns",
     "check_talking_heads",
-    "checked_pattern_size",
-    "checked_talking_value",
     "has_kernel",
+    "needs_only_padding_mask",
+    "validate_pattern_size",
+    "validate_talking_heads_value",
 ]
 
 MAX_FEATURES, MAX_SEED = 2**16, 2**31
 
 
-# This class becomes a configuration only with a class of Transformers, so only the type checker sees it as one.
+# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a configuration.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -65,16 +65,16 @@ else:
 
 @dataclass(kw_only=True, repr=False)
 class KernelFields(_Config):
-    """The kernel fields that all configurations of this package have.
+    """The kernel fields of all configurations in this package.
 
     Args:
         attention_kernel: the kernel that replaces the softmax of self-attention, with time and memory linear in the
-            length. In an encoder-decoder, it applies to the decoder. None = softmax; "elu", "relu", "hedgehog",
-            "favor", "rfa"; "hybrid", with a softmax within `attention_window`; "linformer", only for encoders. None
-            in `per_layer_values` = the layer has a softmax.
+            length. In an encoder-decoder, it applies to the decoder. The kernels are "elu", "relu", "hedgehog",
+            "favor", "rfa", "hybrid" (with a softmax within `attention_window`) and "linformer" (encoders only). None
+            means a softmax, also for single layers in `per_layer_values`.
         attention_kernel_features: the width of the learned features ("hedgehog"), the number of random vectors
-            ("favor", "rfa") or the number of rows ("linformer"). None = d, 4 d, 2 d or 4 d, where d is the head
-            size. The default for "linformer" is at most the number of positions.
+            ("favor", "rfa") or the number of rows ("linformer"). The defaults are d, 4 d, 2 d and 4 d, where d is the
+            head size. The default for "linformer" is at most the number of positions.
         attention_kernel_seed: the seed of the random vectors.
     """
 
@@ -84,22 +84,23 @@ class KernelFields(_Config):
 
     @classmethod
     def kernel_fields(cls) -> tuple[str, ...]:
-        """Return the fields that select a kernel instead of a softmax and set its options."""
+        """Return the fields that select a kernel or set its options."""
         return tuple(field.name for field in fields(cls) if "kernel" in field.metadata)
 
 
 def has_kernel(config: Any, is_causal: bool | None = None) -> bool:
-    """Return whether an attention of this configuration has a kernel.
+    """Return True if any attention module with this configuration has a kernel.
 
     Args:
-        config: any configuration.
-        is_causal: True = check only the field without a prefix, the self-attention of a decoder. None = check all.
+        config: a configuration of this package or of Transformers.
+        is_causal: True to check only the field without a prefix, which is for decoder self-attention, or None to check
+            all.
     """
-    return bool(kernels_of(config, PREFIXES[:1] if is_causal else PREFIXES))
+    return bool(get_kernel_names(config, PREFIXES[:1] if is_causal else PREFIXES))
 
 
-def asks_for_padding_alone(config: Any, is_causal: bool | None = None) -> bool:
-    """Return whether an attention of this configuration only needs a padding mask and handles the rest itself."""
+def needs_only_padding_mask(config: Any, is_causal: bool | None = None) -> bool:
+    """Return True if attention modules with this configuration handle everything except the padding mask."""
     return has_pattern(config, is_causal) or has_kernel(config, is_causal)
 
 
@@ -107,32 +108,32 @@ def check_kernels(config: Any) -> None:
     """Check the kernel fields of a configuration.
 
     Raises:
-        ValueError: if a size breaks its rule, or if the model does not support a kernel (`AttentionKernel.check`).
+        ValueError: if a size is invalid, or if the model does not support a kernel (see `AttentionKernel.check`).
     """
     check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
     if config.attention_kernel_features is not None:
         check_size("attention_kernel_features", config.attention_kernel_features, 1, MAX_FEATURES)
-    for field, name in kernels_of(config).items():
-        kernel_class(name).check(config, field)
+    for field, name in get_kernel_names(config).items():
+        get_kernel_class(name).check(config, field)
 
 
-# The sizes of patterns without their prefix, with their defaults.
+# The pattern sizes without prefixes, with their defaults.
 PATTERN_SIZES = {row.name: row.default for row in FIELDS if "pattern" in row.facts and row.name != "attention_pattern"}
 
 
 @dataclass(kw_only=True, repr=False)
 class BlockPatternFields:
-    """The fields of patterns that consist of blocks.
+    """The fields of block patterns.
 
     Args:
-        attention_block_size: l, the number of tokens of a block. For "strided", the stride. For "memory_compressed",
-            the number of tokens that become one key.
-        num_random_blocks: for "random_blocks", the number of random blocks that a block reads in addition to itself
-            and its neighbors.
+        attention_block_size: l, the number of tokens per block. For "strided", this is the stride. For
+            "memory_compressed", it is the number of tokens that are combined into one key.
+        num_random_blocks: for "random_blocks", the number of random blocks that a block attends to in addition to
+            itself and its neighbors.
         attention_seed: for "random_blocks", the seed of the random blocks of each layer.
-        num_summary_tokens: for "fixed", the number of tokens at the end of each block that all tokens read.
-        split_attention_heads: for "strided" and "fixed", whether half of the heads read near tokens and the others far
-            tokens. Otherwise every head reads both.
+        num_summary_tokens: for "fixed", the number of tokens at the end of each block that all tokens attend to.
+        split_attention_heads: for "strided" and "fixed", whether half of the heads attend to near tokens and the
+            others to far tokens. Otherwise, all heads attend to both.
     """
 
     attention_block_size: int | None = variant_field("attention_block_size")
@@ -146,18 +147,18 @@ def check_patterns(config: Any) -> None:
     """Check the pattern fields of the encoder and the decoder.
 
     Raises:
-        ValueError: if a size breaks its rule, if a required size is missing, or if the model does not support the
-            pattern (`AttentionPattern.check`).
+        ValueError: if a size is invalid or missing, or if the model does not support the pattern (see
+            `AttentionPattern.check`).
     """
-    for prefix in pattern_prefixes(config):
+    for prefix in get_pattern_prefixes(config):
         for name in PATTERN_SIZES:
-            checked_pattern_size(prefix + name, getattr(config, prefix + name))
+            validate_pattern_size(prefix + name, getattr(config, prefix + name))
         if (pattern := getattr(config, f"{prefix}attention_pattern")) is None:
             continue
-        for name in pattern_class(pattern).needed:
+        for name in get_pattern_class(pattern).needed:
             if (value := getattr(config, prefix + name)) == PATTERN_SIZES[name]:
                 raise ValueError(
-                    f'`{prefix}{name}` must be given with `{prefix}attention_pattern="{pattern}"`, got {value}.'
+                    f'`{prefix}{name}` must be set with `{prefix}attention_pattern="{pattern}"`, got {value}.'
                 )
         block, summary = (getattr(config, prefix + name) for name in ("attention_block_size", "num_summary_tokens"))
         if summary > (block or summary):
@@ -165,16 +166,16 @@ def check_patterns(config: Any) -> None:
                 f"`{prefix}num_summary_tokens` must be at most `{prefix}attention_block_size`, got {summary} "
                 f"and {block}."
             )
-        pattern_class(pattern).check(config, prefix)
+        get_pattern_class(pattern).check(config, prefix)
 
 
-def checked_pattern_size(field: str, value: Any) -> Any:
-    """Return the value of a pattern field.
+def validate_pattern_size(field: str, value: Any) -> Any:
+    """Check the value of a pattern field and return it.
 
     Raises:
-        ValueError: if the value breaks the rule of its field. A window is an even number of at least 2 or None. A
-            block size is at least 1 or None, and a dilation is at least 1. `split_attention_heads` is a boolean. The
-            other fields are whole numbers of at least 0.
+        ValueError: if the value is invalid. A window must be None or an even number of at least 2, a block size must
+            be None or at least 1, and a dilation must be at least 1. `split_attention_heads` must be a boolean, and
+            the other fields must be integers of at least 0.
     """
     if field.endswith("split_attention_heads"):
         if not isinstance(value, bool):
@@ -193,17 +194,17 @@ def checked_pattern_size(field: str, value: Any) -> Any:
     return value
 
 
-def checked_talking_value(config: Any, name: str, value: Any) -> Any:
-    """Return the value of a talking-heads field in one layer. Its choices must already be checked.
+def validate_talking_heads_value(config: Any, name: str, value: Any) -> Any:
+    """Check the value of a talking-heads field in one layer and return it. Its choices must already be checked.
 
     Raises:
-        ValueError: if it is a head count, but not a whole number of at least 1.
+        ValueError: if a head count is not an integer of at least 1.
     """
-    prefix, row = row_of(name)
+    prefix, row = get_field_row(name)
     if row.name == DYNAMIC:
         return [term for term in DYNAMIC_PROJECTIONS if term in (value or ())]
     if row.name in (SOFTMAX, OUTPUT):
-        return checked_count(name, value, query_heads_there(config, prefix))
+        return validate_count(name, value, get_query_heads(config, prefix))
     return None if value == NONE else value or row.default
 
 
@@ -211,25 +212,25 @@ def check_talking_heads(config: Any) -> None:
     """Check the talking-heads fields of each place and layer, and fill in the default values.
 
     Raises:
-        ValueError: if a field requires a projection that `talking_heads` does not select, if the key/value heads do
-            not divide the value heads, or if an encoder would inherit per-layer values.
+        ValueError: if a field requires a projection that `talking_heads` does not select, if the number of key/value
+            heads does not divide the number of value heads, or if an encoder would inherit per-layer values.
     """
-    for prefix in talking_places(config):
+    for prefix in get_talking_heads_places(config):
         for name in (prefix + field for field in TALKING_FIELDS[1:]):
             if (value := getattr(config, name)) is not None:
-                setattr(config, name, checked_talking_value(config, name, value))
+                setattr(config, name, validate_talking_heads_value(config, name, value))
         _check_kind_is_given(config, prefix)
-        group = talking_group(config, prefix)
-        if prefix == "encoder_" and not group and listed_by_layer(config, ("",)):
+        group = get_settings_prefix(config, prefix)
+        if prefix == "encoder_" and not group and get_per_layer_fields(config, ("",)):
             raise ValueError(
-                f"`encoder_{KIND}` must be given if `per_layer_values` has values of talking heads for the decoder's "
-                f'layers. "{NONE}" means that the encoder has none.'
+                f"`encoder_{KIND}` must be set if `per_layer_values` contains talking-heads fields for the decoder's "
+                f'layers. Use "{NONE}" for an encoder without talking heads.'
             )
         for layer in range(config.layer_count(prefix + KIND)) if config.per_layer_values else (0,):
-            if TalkingHeads.of(config, prefix, layer).kind is not None:
+            if TalkingHeadsSettings.from_config(config, prefix, layer).kind is not None:
                 _check_layer(config, prefix, group, layer)
-    if not listed_by_layer(config, ("",)):
-        talking = TalkingHeads.of(config, "", 0)
+    if not get_per_layer_fields(config, ("",)):
+        talking = TalkingHeadsSettings.from_config(config, "", 0)
         counts = (talking.softmax, talking.output) if talking.kind else (config.num_attention_heads,) * 2
         config.num_softmax_heads, config.num_value_heads = counts
 
@@ -238,18 +239,18 @@ def _check_kind_is_given(config: Any, prefix: str) -> None:
     """Check that `talking_heads` is set at a place whose other talking-heads fields are set."""
     if getattr(config, prefix + KIND) is not None or prefix + KIND in (config.per_layer_values or {}):
         return
-    heads = config.num_attention_heads, query_heads_there(config, prefix)
+    heads = config.num_attention_heads, get_query_heads(config, prefix)
     defaults: dict[str, tuple[Any, ...]] = {SOFTMAX: heads, OUTPUT: heads, INIT: (IDENTITY,), DYNAMIC: ([],)}
     for name in TALKING_FIELDS[1:]:
         value = getattr(config, prefix + name)
         if value is not None and (prefix or value not in defaults[name]):
             raise ValueError(
-                f"`{prefix}{KIND}` must be given with `{prefix}{name}`, got None for `{prefix}{name}` = {value!r}."
+                f"`{prefix}{KIND}` must be set with `{prefix}{name}`, got None and `{prefix}{name}={value!r}`."
             )
 
 
 def _check_layer(config: Any, prefix: str, group: str, layer: int) -> None:
-    talking, heads = TalkingHeads.of(config, prefix, layer), query_heads_there(config, prefix)
+    talking, heads = TalkingHeadsSettings.from_config(config, prefix, layer), get_query_heads(config, prefix)
     needed = {SOFTMAX: LOGITS} if talking.softmax != heads else {}
     needed |= {OUTPUT: WEIGHTS} if talking.output != talking.softmax else {}
     pairs = [*needed.items(), *((DYNAMIC, DYNAMIC_PROJECTIONS[name]) for name in talking.dynamic)]
@@ -265,5 +266,5 @@ def _check_layer(config: Any, prefix: str, group: str, layer: int) -> None:
             f'`{group}{INIT}` must be "random" if the numbers of heads differ, got "{IDENTITY}" for '
             f"{heads} query heads, {talking.softmax} softmax heads and {talking.output} value heads."
         )
-    kv_field = key_value_field(prefix)
+    kv_field = get_kv_heads_field(prefix)
     check_value_groups(kv_field, config.layer_value(kv_field, layer), heads, talking.output, group)

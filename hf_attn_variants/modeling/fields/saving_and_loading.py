@@ -1,8 +1,7 @@
-"""Rules for the names of fields, for saved configurations, and for loading checkpoints with other fields.
+"""Functions for misspelled fields, for saving configurations, and for loading checkpoints with other fields.
 
-The parts are: misspelled names of fields, the fields that a saved configuration stores, the base class of
-configurations that are saved with their code, the error for model classes of Transformers that would ignore a field,
-and the check of whether a checkpoint requires a conversion.
+Configurations are saved together with their modeling code. Errors are raised if a Transformers model class would
+ignore a field, or if a checkpoint must be converted before it can be loaded.
 """
 
 import inspect
@@ -15,56 +14,56 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..mechanisms.kernels.kernel_table import KERNELS, kernel_class
-from ..mechanisms.latents import rank_of_map
+from ..mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
+from ..mechanisms.latents import get_projection_rank
 from ..mechanisms.mechanism import NONE
 from ..mechanisms.sinusoidal_positions import SinusoidalPositions, has_sinusoids
-from ..mechanisms.talking_heads import DYNAMIC, KIND, TalkingHeads, supports_cache, talking_places
+from ..mechanisms.talking_heads import DYNAMIC, KIND, TalkingHeadsSettings, get_talking_heads_places, supports_cache
 from ..remote_code import CONFIGURATIONS, is_package_class, write_code
 from .composition import used_mechanisms
-from .field_checks import checked_rank, nearest, without_prefix
-from .field_table import OPTIONAL_FIELDS, row_of
-from .layer_values import value_or_list, without_layer_values
+from .field_checks import find_closest_match, remove_place_prefix, validate_rank
+from .field_table import OPTIONAL_FIELDS, get_field_row
+from .layer_values import drop_replaced_layer_values, get_value_or_list
 from .mechanism_fields import KernelFields
 
 __all__ = [
     "SavedWithCode",
-    "adds_talking_heads",
-    "check_foreign_class",
-    "fields_in_effect",
-    "foreign_class",
-    "stored_values",
-    "warn_of_positions",
-    "without_replaced",
-    "without_repository",
-    "without_same_size",
-    "wrong_name",
+    "check_transformers_model_class",
+    "describe_misspelled_field",
+    "drop_default_value_head_dim",
+    "drop_replaced_values",
+    "drop_repository_names",
+    "drop_unset_fields",
+    "find_added_talking_heads",
+    "find_transformers_model_class",
+    "get_effective_fields",
+    "warn_about_replaced_positions",
 ]
 
 
-def wrong_name(config_class: Any, name: str) -> str | None:
-    """Return an error message for a name that resembles a variant field.
+def describe_misspelled_field(config_class: Any, name: str) -> str | None:
+    """Return an error message if a name resembles a variant field.
 
-    Transformers accepts every name, so a misspelled field would have no effect and raise no error.
+    Transformers accepts all names, so a misspelled field would silently have no effect.
 
     Args:
         config_class: the class of the configuration.
         name: a keyword argument.
 
     Returns:
-        A message with the field that is probably meant, or None if the name is a field or resembles none.
+        A message with the most similar field, or None if the name is a field or is not similar to any field.
     """
     known = config_class.variant_fields()
-    if hasattr(config_class, name) or {name, without_prefix(name)} & _upstream_names():
+    if hasattr(config_class, name) or {name, remove_place_prefix(name)} & _get_transformers_field_names():
         return None
-    # A field with the prefix of a place that this architecture does not have also resembles a field.
+    # Names with the prefix of a place that this architecture does not have also resemble a field.
     prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
-    meant = nearest(name, known) or prefixed.get(nearest(name, prefixed) or "")
+    meant = find_closest_match(name, known) or prefixed.get(find_closest_match(name, prefixed) or "")
     return None if meant is None else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{meant}`?"
 
 
-def _upstream_names() -> set[str]:
-    """Return the names of all fields of the Transformers configurations of all architectures."""
+def _get_transformers_field_names() -> set[str]:
+    """Return the names of all fields in the Transformers configurations of all architectures."""
     classes, names = [KernelFields], set()
     while classes:
         config_class = classes.pop()
@@ -74,29 +73,31 @@ def _upstream_names() -> set[str]:
     return names
 
 
-def stored_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration without the optional fields that are not set."""
+def drop_unset_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Remove optional fields that are not set from the values of a configuration."""
     return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value is not None}
 
 
-def without_replaced(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration without those that new fields replace."""
-    values = without_layer_values(values, fields)
-    # `use_cache=False` was saved because the old dynamic projections do not support a cache. With other ones, the
-    # default of Transformers applies again.
+def drop_replaced_values(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Remove values that are replaced by new fields from the values of a configuration."""
+    values = drop_replaced_layer_values(values, fields)
+    # `use_cache=False` was saved because the old dynamic projections do not support a cache. With new projections, the
+    # Transformers default applies again.
     named = {*fields, *(fields.get("per_layer_values") or ())}
     if DYNAMIC not in named or supports_cache(values.get(DYNAMIC)):
         return values
     return {name: value for name, value in values.items() if name != "use_cache"}
 
 
-def without_same_size(config_class: Any, values: Mapping[str, Any], new_fields: dict[str, Any]) -> dict[str, Any]:
-    """Return new fields without a `value_head_dim` that equals the size of the query heads.
+def drop_default_value_head_dim(
+    config_class: Any, values: Mapping[str, Any], new_fields: dict[str, Any]
+) -> dict[str, Any]:
+    """Remove a `value_head_dim` that is the same as the size of the query heads from new fields.
 
     Args:
         config_class: the class of the variant configuration.
-        values: the values of a configuration of Transformers or of a variant.
-        new_fields: the fields that update these values.
+        values: the values of a variant configuration or a Transformers configuration.
+        new_fields: the new fields for these values.
 
     Raises:
         ValueError: if the size is invalid.
@@ -108,7 +109,7 @@ def without_same_size(config_class: Any, values: Mapping[str, Any], new_fields: 
     return {name: value for name, value in new_fields.items() if not (is_same and name == "value_head_dim")}
 
 
-# This class becomes a configuration only with a class of Transformers, so only the type checker sees it as one.
+# At runtime, this mixin is combined with a Transformers class. Only type checkers see it as a configuration.
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -118,11 +119,11 @@ else:
 
 
 class SavedWithCode(_Saved):
-    """A configuration that is saved with its code, as a mixin to list before a class of Transformers.
+    """A mixin for configurations that are saved together with the modeling code.
 
     Class attributes:
-        modeling_file: name of the file with the models of the architecture.
-        auto_classes: name of the model in this file for each Auto class.
+        modeling_file: the name of the file with the architecture's models.
+        auto_classes: the name of the model class in this file for each Auto class.
     """
 
     modeling_file: ClassVar[str] = ""
@@ -135,50 +136,51 @@ class SavedWithCode(_Saved):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Register a class that is not part of this package, because Transformers would copy the code of its own."""
+        """Register a class as in Transformers, except classes in this package, which saves its own code."""
         if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
-        """Save the configuration as Transformers does, together with the code that `auto_map` refers to.
+        """Save the configuration as in Transformers, together with the code that `auto_map` refers to.
 
-        The class of the tokenizer is only saved in tokenizer_config.json. Without a saved tokenizer, `AutoTokenizer`
-        would otherwise silently create one of this class with an empty vocabulary.
+        The tokenizer class is only saved in tokenizer_config.json. Otherwise, if no tokenizer was saved,
+        `AutoTokenizer` would silently create a tokenizer of this class with an empty vocabulary.
         """
         names = ("auto_map", "tokenizer_class")
         attributes: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
-        self.auto_map = self.own_auto_map() | without_repository(self.__dict__["auto_map"])
+        self.auto_map = self.own_auto_map() | drop_repository_names(self.__dict__["auto_map"])
         self.__dict__.pop("tokenizer_class", None)
         try:
             super().save_pretrained(save_directory)
             write_code(save_directory, type(self), self.modeling_file, used_mechanisms(self))
         finally:
             self.__dict__.update(attributes)
-        if push_to_hub:  # the Transformers method saves again and uploads all files of the folder
+        if push_to_hub:  # the Transformers method saves again and uploads all files in the folder
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
     def own_auto_map(cls) -> dict[str, str]:
-        """Return the `auto_map` of a saved configuration."""
+        """Return the `auto_map` for saved configurations."""
         auto_map = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
         return auto_map | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
 
 
-def without_repository(auto_map: dict[str, Any]) -> dict[str, Any]:
-    """Return an `auto_map` without the source repository, because newly saved files are not in that repository."""
+def drop_repository_names(auto_map: dict[str, Any]) -> dict[str, Any]:
+    """Remove the source repository from an `auto_map`, because newly saved files are not in that repository."""
     return {key: name.split("--")[-1] if isinstance(name, str) else name for key, name in auto_map.items()}
 
 
 LIBRARY = "transformers.models."
 
 
-def foreign_class() -> type | None:
-    """Return the model class of Transformers whose constructor is running, unless a class of this package runs it.
+def find_transformers_model_class() -> type | None:
+    """Return the Transformers model class whose constructor is running, unless it was called by this package.
 
-    A class that only contains other models does not count, because these models have their own constructors.
+    Classes that only contain other models are ignored, because these models have their own constructors.
 
-    The function searches the call stack, because Transformers does not pass the model class to the configuration. A
-    variable of this module would not work: remote code may load a configuration and its model from two copies of it.
+    The call stack is searched, because Transformers does not pass the model class to the configuration. A module
+    variable would not work, because with remote code, a configuration and its model may be loaded from two copies of
+    this module.
     """
     built: list[type] = []
     frame = inspect.currentframe()
@@ -187,20 +189,20 @@ def foreign_class() -> type | None:
         if isinstance(model, PreTrainedModel):
             built.append(type(model))
         frame = frame.f_back
-    # A model of this package replaces the attentions of the models that it builds.
+    # Models in this package replace the attention modules of the models that they build.
     if not built or any(hasattr(cls, "attention_sites") for cls in built):
         return None
     makes_layers = any(base.__module__.startswith(LIBRARY) and "__init__" in vars(base) for base in built[0].__mro__)
     return built[0] if makes_layers else None
 
 
-def check_foreign_class(config: Any, model_class: type) -> None:
-    """Check that a model class of Transformers computes the same as a variant with this configuration.
+def check_transformers_model_class(config: Any, model_class: type) -> None:
+    """Check that a Transformers model class would compute the same outputs as the variant with this configuration.
 
     Raises:
-        ValueError: if a variant field changes the outputs.
+        ValueError: if a variant field would change the outputs.
     """
-    if not (in_effect := fields_in_effect(config)):
+    if not (in_effect := get_effective_fields(config)):
         return
     shown = ", ".join(f"{name}={getattr(config, name)!r}" for name in in_effect)
     known = list(dict.fromkeys(type(config).auto_classes.values()))
@@ -212,108 +214,121 @@ def check_foreign_class(config: Any, model_class: type) -> None:
     )
 
 
-def fields_in_effect(config: Any) -> list[str]:
-    """Return the variant fields whose values change the model, compared with the model of Transformers."""
+def get_effective_fields(config: Any) -> list[str]:
+    """Return the variant fields whose values change the outputs compared with the Transformers model."""
     variant_fields = config.variant_fields()
     values = {name: value for name, value in config.to_dict().items() if name not in variant_fields}
     plain = type(config).from_dict(values | {"model_type": type(config).model_type})
-    # Sizes and seeds have no effect without the mechanism that they belong to.
+    # Sizes and seeds have no effect without their mechanism.
     decisive = {*config.kv_heads_fields(), *config.rank_fields(), "per_layer_values"}
-    decisive |= {name for name in variant_fields if "not_in_transformers" in row_of(name)[1].facts}
-    changed = [name for name in variant_fields if name in decisive and getattr(config, name) != getattr(plain, name)]
-    # A latent as wide as its input has no parameters, and "absolute" selects the positions of the architecture.
-    idle = {name for name in config.rank_fields() if rank_of_map(getattr(config, name), config.hidden_size) is None}
+    decisive |= {name for name in variant_fields if "not_in_transformers" in get_field_row(name)[1].facts}
+    build_change_error = [
+        name for name in variant_fields if name in decisive and getattr(config, name) != getattr(plain, name)
+    ]
+    # A latent as wide as its input has no parameters, and "absolute" selects the default positions of the
+    # architecture.
+    idle = {
+        name for name in config.rank_fields() if get_projection_rank(getattr(config, name), config.hidden_size) is None
+    }
     idle |= {name for name in decisive if getattr(config, name) in ("absolute", NONE)}
-    return [name for name in changed if name not in idle]
+    return [name for name in build_change_error if name not in idle]
 
 
-# This logger is a child of the logger of Transformers and therefore follows its verbosity.
+# This logger is a child of the Transformers logger and therefore follows its verbosity level.
 logger = logging.get_logger(f"transformers.{__name__}")
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
-def adds_talking_heads(
+def find_added_talking_heads(
     config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]
 ) -> frozenset[tuple[str, int]]:
-    """Return the attentions to which loading a checkpoint with this configuration adds talking heads.
+    """Return the attention modules to which talking heads are added when a checkpoint is loaded.
 
-    Each attention is a pair of its prefix and its layer.
+    Each attention module is represented by its prefix and its layer.
 
     Args:
-        config_class: configuration class of the model.
+        config_class: the configuration class of the model.
         source, config, kwargs: arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if the configuration has other heads than the checkpoint and therefore requires a conversion.
+        ValueError: if the head counts in the configuration differ from the checkpoint, which must then be converted
+            first.
     """
     converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
     shapes = (*config_class.talking_fields(), *config_class.kernel_fields(), "value_head_dim")
     wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
     if hasattr(config, DYNAMIC):
-        wanted = without_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted) | wanted
+        wanted = (
+            drop_replaced_layer_values({name: getattr(config, name) for name in (*converted, *shapes)}, wanted)
+            | wanted
+        )
     if not wanted and not kwargs.get("per_layer_config"):
         return frozenset()
-    held = _held(config_class, source, kwargs)
+    held = _read_checkpoint_config(config_class, source, kwargs)
     heads = held.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
     if heads is None:
-        return frozenset()  # the weights have no configuration to compare with
+        return frozenset()  # there is no configuration to compare with
     if by_layer := kwargs.get("per_layer_config"):
         wanted["per_layer_values"] = config_class.from_dict(dict(held), per_layer_config=by_layer).per_layer_values
     _check_no_conversion(config_class, source, held, {n: wanted[n] for n in converted if n in wanted})
-    if any(value_or_list(held, name) for name in config_class.kernel_fields() if name.endswith("attention_kernel")):
-        _check_kernel_kept(config_class, source, held, wanted)
-    _check_values_kept(config_class, source, held, wanted)
-    if not any(_talk(config_class, values) for values in (held, wanted)):
+    if any(
+        get_value_or_list(held, name) for name in config_class.kernel_fields() if name.endswith("attention_kernel")
+    ):
+        _check_kernel_unchanged(config_class, source, held, wanted)
+    _check_value_size_unchanged(config_class, source, held, wanted)
+    if not any(_has_talking_heads(config_class, values) for values in (held, wanted)):
         return frozenset()
     keywords = {name: kwargs[name] for name in (*config_class.variant_fields(), "per_layer_config") if name in kwargs}
     old = config_class.from_dict(dict(held))
     wanted_values = config.to_dict() if hasattr(config, DYNAMIC) else dict(held)
-    return _added(source, old, config_class.from_dict(wanted_values, **keywords))
+    return _compare_talking_heads(source, old, config_class.from_dict(wanted_values, **keywords))
 
 
-def _talk(config_class: Any, values: Mapping[str, Any]) -> bool:
-    """Return whether the values of a configuration include talking heads in any layer."""
+def _has_talking_heads(config_class: Any, values: Mapping[str, Any]) -> bool:
+    """Return True if the values of a configuration include talking heads in any layer."""
     names = [name for name in config_class.talking_fields() if name.endswith(KIND)]
     by_layer = values.get("per_layer_values") or {}
     return any(values.get(name) is not None or name in by_layer for name in names)
 
 
-def _added(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
-    """Return the attentions that have talking heads only in the wanted configuration.
+def _compare_talking_heads(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
+    """Return the attention modules that only have talking heads in the wanted configuration.
 
-    The initialization allows adding talking heads to a plain checkpoint, but loading must not drop learned ones.
+    Talking heads can be added to a checkpoint, but learned projections must not be dropped on loading.
 
     Raises:
-        ValueError: if learned talking heads would be dropped or get other projections, or if a learned weight would
-            change its size.
+        ValueError: if learned projections would be dropped or changed, or if the size of a learned weight would
+            change.
     """
     added, has_bias = set(), hasattr(wanted, "relative_attention_num_buckets")
-    for prefix in talking_places(wanted):
+    for prefix in get_talking_heads_places(wanted):
         field = prefix + KIND
         for layer in range(min(held.layer_count(field), wanted.layer_count(field))):
-            old, new = (TalkingHeads.of(config, prefix, layer) for config in (held, wanted))
+            old, new = (TalkingHeadsSettings.from_config(config, prefix, layer) for config in (held, wanted))
             if old.kind is None and new.kind is not None:
                 added.add((prefix, layer))
-            for name, pair in old.kept_when_loaded(new, has_bias and prefix != "cross_"):
+            for name, pair in old.get_fixed_fields(new, has_bias and prefix != "cross_"):
                 if pair[0] != pair[1]:
                     known = (getattr(held, prefix + name, None), getattr(wanted, prefix + name, None))
                     shown = prefix + name if any(value is not None for value in known) else name
                     raise ValueError(
                         f"`{shown}` must be {pair[0]!r} as in the checkpoint {str(source)!r}, got {pair[1]!r}. "
-                        "Loading does not change learned talking heads. Use the configuration of the checkpoint."
+                        "Learned talking heads cannot be changed on loading. Use the configuration of the checkpoint."
                     )
     return frozenset(added)
 
 
-def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
+def warn_about_replaced_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
     """Warn if sinusoidal positions replace the positions of a checkpoint and change its outputs.
 
     Args:
-        config: configuration of the loaded model.
-        source, kwargs: same as for `adds_talking_heads`.
+        config: the configuration of the loaded model.
+        source, kwargs: see `find_added_talking_heads`.
     """
-    held = _held(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
+    held = (
+        _read_checkpoint_config(type(config), source, kwargs) if source is not None and has_sinusoids(config) else {}
+    )
     if held and held.get(SinusoidalPositions.field) != SinusoidalPositions.name:
         logger.warning(
             f"{source} was trained with learned positions. Sinusoidal positions replace them and change "
@@ -321,8 +336,8 @@ def warn_of_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _held(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a checkpoint, read from the location that `from_pretrained` uses."""
+def _read_checkpoint_config(config_class: Any, source: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Read the configuration of a checkpoint from the same location as `from_pretrained`."""
     return config_class.get_config_dict(source, **{name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs})[0]
 
 
@@ -331,9 +346,9 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
     width: Any = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
     wanted_names = {*wanted, *(wanted.get("per_layer_values") or {})}
     for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
-        # A rank equal to the input width has no parameters.
-        default = _query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
-        old, value = _by_layer(held, name, default), _by_layer(wanted, name, default)
+        # If the rank is the input width, there is no latent projection.
+        default = _get_query_heads(config_class, held, name) if name in config_class.kv_heads_fields() else width
+        old, value = _values_by_layer(held, name, default), _values_by_layer(wanted, name, default)
         if name not in wanted_names or value == old:
             continue
         option, field = f"--{name} {value}", f"{name}={value}"
@@ -343,7 +358,7 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
             by_layer = {name: list(wanted["per_layer_values"][name])}
             option, field = f"--per_layer_values '{json.dumps(by_layer)}'", f"per_layer_values={by_layer}"
         elif name in config_class.rank_fields():
-            checked_rank(name, value, width)
+            validate_rank(name, value, width)
         raise ValueError(
             f"`{name}` must be {old} as in the checkpoint {str(source)!r}, got {value}. Convert the "
             f"checkpoint with `attn-variants convert --model_name_or_path {source} {option} --output_dir "
@@ -351,24 +366,28 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
         )
 
 
-def _check_kernel_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_kernel_unchanged(
+    config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
     """Raise ValueError if learned weights or random vectors of a kernel would be dropped or resized."""
-    wanted_values = {**without_layer_values(held, wanted), **wanted}
-    old = {name: value_or_list(held, name) for name in config_class.kernel_fields()}
+    wanted_values = {**drop_replaced_layer_values(held, wanted), **wanted}
+    old = {name: get_value_or_list(held, name) for name in config_class.kernel_fields()}
     by_layer = {name: value if isinstance(value, list) else [value] for name, value in old.items()}
-    kernels = [kernel_class(kernel) for values in by_layer.values() for kernel in values if kernel in KERNELS]
+    kernels = [get_kernel_class(kernel) for values in by_layer.values() for kernel in values if kernel in KERNELS]
     has_size = any(kernel.learned or kernel.drawn for kernel in kernels)
     for name, value in old.items():
         is_size = name == "attention_kernel_features" and has_size
-        is_learned = any(kernel_class(kernel).learned for kernel in by_layer[name] if kernel in KERNELS)
-        if (is_size or is_learned) and (other := value_or_list(wanted_values, name)) != value:
+        is_learned = any(get_kernel_class(kernel).learned for kernel in by_layer[name] if kernel in KERNELS)
+        if (is_size or is_learned) and (other := get_value_or_list(wanted_values, name)) != value:
             raise ValueError(
                 f"`{name}` must be {value!r} as in the checkpoint {str(source)!r}, got {other!r}. Loading "
-                "does not change the parameters of a kernel. Use the configuration of the checkpoint."
+                "cannot change the parameters of a kernel. Use the configuration of the checkpoint."
             )
 
 
-def _check_values_kept(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_value_size_unchanged(
+    config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
     """Raise ValueError if the wanted size of the value heads differs from the checkpoint."""
     if "value_head_dim" not in wanted or wanted["value_head_dim"] == held.get("value_head_dim"):
         return
@@ -383,13 +402,13 @@ def _check_values_kept(config_class: Any, source: Any, held: Mapping[str, Any], 
         )
 
 
-def _query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field: str) -> int | None:
+def _get_query_heads(config_class: Any, held: Mapping[str, Any], kv_heads_field: str) -> int | None:
     encoder, decoder = getattr(config_class, "encoder_decoder_heads", ("num_attention_heads",) * 2)
     name = encoder if kv_heads_field.startswith("encoder_") else decoder
     return held.get(config_class.attribute_map.get(name, name))
 
 
-def _by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:
+def _values_by_layer(values: Mapping[str, Any], name: str, default: int | None) -> Any:
     by_layer = (values.get("per_layer_values") or {}).get(name)
     if by_layer is None:
         return values.get(name) or default

@@ -1,7 +1,7 @@
-"""The base classes of all variant configurations, with the attention fields and their checks.
+"""Base classes of all variant configurations, with the attention fields and their checks.
 
-`AttnVariantConfigMixin` has the fields of all architectures. Two subclasses add the fields of cross-attention and of
-encoder-decoders.
+`AttnVariantConfigMixin` contains the fields for all architectures. Two subclasses add fields for cross-attention and
+for encoder-decoders.
 
 Sources: multi-query attention (arXiv 1911.02150), grouped-query attention (2305.13245), talking heads (2003.02436),
 latent attention (MLA, 2405.04434) and its full rank (slim attention, 2503.05840), sliding windows (Longformer,
@@ -16,11 +16,17 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from ..mechanisms.latents import rank_of_map
-from ..mechanisms.talking_heads import DYNAMIC, TalkingHeads, count_fields, dynamic_terms, supports_cache
+from ..mechanisms.latents import get_projection_rank
+from ..mechanisms.talking_heads import (
+    DYNAMIC,
+    TalkingHeadsSettings,
+    get_dynamic_terms,
+    get_head_count_fields,
+    supports_cache,
+)
 from ..transformers_internals import check_configurations
 from ..variant_names import CONFIG_FORMAT, EAGER, SDPA
-from .composition import check_included, check_together, used_mechanisms
+from .composition import check_combinations, check_included, used_mechanisms
 from .field_checks import (
     MAX_LABELS,
     MAX_LAYERS,
@@ -28,45 +34,46 @@ from .field_checks import (
     check_head_size,
     check_position_type,
     check_size,
-    checked_count,
-    checked_kv_heads,
-    checked_rank,
-    checked_value_head_dim,
-    wrong_kinds_explained,
+    explain_type_errors,
+    validate_count,
+    validate_kv_heads,
+    validate_rank,
+    validate_value_head_dim,
 )
 from .field_table import check_choice, variant_field
-from .layer_values import LayerValue, checked_layer_values, from_per_layer_config
+from .layer_values import LayerValue, merge_per_layer_config, validate_layer_values
 from .mechanism_fields import BlockPatternFields, KernelFields, check_kernels, check_patterns, check_talking_heads
 from .saving_and_loading import (
     SavedWithCode,
-    check_foreign_class,
-    foreign_class,
-    stored_values,
-    without_replaced,
-    wrong_name,
+    check_transformers_model_class,
+    describe_misspelled_field,
+    drop_replaced_values,
+    drop_unset_fields,
+    find_transformers_model_class,
 )
 
 __all__ = [
     "AttnVariantConfigMixin",
     "CrossAttentionConfigMixin",
     "EncoderDecoderConfigMixin",
-    "can_cache",
     "register_with_peft",
     "register_with_sentence_transformers",
+    "supports_decoder_cache",
 ]
 
 TEXT_ENCODER = "AutoModelForTextEncoding"
 
 
 def register_with_peft(config_class: Any) -> None:
-    """Add a model type to the tables of default target modules in peft, with the modules of the base model type."""
+    """Add a model type to PEFT's tables of default target modules, with the modules of the base model type."""
     constants = sys.modules.get("peft.utils.constants")
     for name, table in list(vars(constants).items()) if constants else ():
         if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and config_class.model_type not in table:
             modules = next(
-                (table[model_type] for model_type in config_class.upstream_model_types if model_type in table), None
+                (table[model_type] for model_type in config_class.transformers_model_types if model_type in table),
+                None,
             )
-            # peft has no row for ALBERT, whose query and value layers have the same names as those of BERT.
+            # PEFT has no row for ALBERT, whose query and value layers have the same names as in BERT.
             if modules is None and table.get("bert") == ["query", "value"]:
                 modules = table["bert"]
             if modules is not None:
@@ -74,10 +81,10 @@ def register_with_peft(config_class: Any) -> None:
 
 
 def register_with_sentence_transformers(config_class: Any) -> None:
-    """Let sentence-transformers load the encoder of a T5 or UMT5 by its Auto class, if the library is imported.
+    """Let sentence-transformers, if it is imported, load T5 and UMT5 encoders with their Auto class.
 
-    Its table has the encoder of Transformers for each subclass of `T5Config`. The first matching row applies, and the
-    Auto class also finds the encoder of this package in remote code.
+    The library's table selects the Transformers encoder for all subclasses of `T5Config`. The first matching row
+    applies. The added row selects the Auto class, which also finds the encoder in remote code.
     """
     library = sys.modules.get("sentence_transformers.base.modules.transformer")
     table = getattr(library, "_ENCODER_ONLY_MODELS", None)
@@ -88,62 +95,64 @@ def register_with_sentence_transformers(config_class: Any) -> None:
         table.insert(0, (config_class, "transformers", TEXT_ENCODER))
 
 
-# This logger is a child of the logger of Transformers and therefore follows its verbosity.
+# This logger is a child of the Transformers logger and therefore follows its verbosity level.
 logger = logging.get_logger(f"transformers.{__name__}")
 
 check_configurations()
 
 
-# A generated __repr__ would override the one of Transformers and omit its fields.
+# A generated __repr__ would override the one in Transformers and omit its fields.
 @dataclass(kw_only=True, repr=False)
 class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
-    """The fields of the attention variants, as a mixin to list before a configuration class of Transformers.
+    """A mixin with the fields of the attention variants, which must precede the Transformers class in the bases.
 
     Args:
-        num_key_value_heads: k, the number of key/value heads per layer, stored as an int. None = the number of query
-            heads (MHA), 1 = MQA, a number between these = GQA.
-        value_head_dim: d_v, the size of a value head in all attention modules (v in arXiv 1911.02150). None = d, the
-            size of a query or key head. Other values require training from scratch.
+        num_key_value_heads: k, the number of key/value heads per layer. None means the number of query heads (MHA), 1
+            means MQA, and numbers in between mean GQA.
+        value_head_dim: d_v, the size of a value head in all attention modules (v in arXiv 1911.02150). None means d,
+            the size of a query or key head. Other values require training from scratch.
         kv_lora_rank: r, the rank of the latent from which self-attention computes keys and values (arXiv 2405.04434,
-            section 2.1.2). In an encoder-decoder, it applies to the decoder. The width of the input caches the input
-            itself, without new parameters. None = the cache stores keys and values.
-        per_layer_values: fields that differ between layers (heads, ranks, windows, kernels, talking heads), as
-            {field: [one value per layer]}. The Transformers form `per_layer_config`, {layer: {field: value}}, is
-            converted to it.
-        talking_heads: talking-heads projections of the attention: None, "logits" (P_l, before the softmax), "weights"
-            (P_w, after the softmax) or "both".
-        num_softmax_heads: h, the number of softmax heads. None = `num_attention_heads`.
-        num_value_heads: h_v, the number of heads of the values and of the output projection. None =
+            section 2.1.2). In an encoder-decoder, it applies to the decoder. If it is the input width, the input
+            itself is cached, without new parameters. None means that keys and values are cached.
+        per_layer_values: the values of fields that differ between layers (heads, ranks, windows, kernels, talking
+            heads), as {field: [one value per layer]}. `per_layer_config`, the format in Transformers, is converted to
+            this format.
+        talking_heads: the talking-heads projections: None, "logits" (P_l, before the softmax), "weights" (P_w, after
+            the softmax) or "both".
+        num_softmax_heads: h, the number of softmax heads (default: `num_attention_heads`).
+        num_value_heads: h_v, the number of heads of the values and of the output projection. The default is
             `num_attention_heads`, or `num_softmax_heads` if P_l is the only projection.
-        talking_heads_init: initialization of a new P_l or P_w. "identity" equals multi-head attention, and the
-            input-dependent terms start at zero. "random" is fan-in variance scaling, the default of the authors.
-        talking_heads_dynamic: input-dependent terms added to P_l and P_w, a subset of "x2l", "m2l", "x2w", "m2w".
+        talking_heads_init: the initialization of a new P_l or P_w. "identity" is equivalent to multi-head attention,
+            with input-dependent terms initialized to zero. "random" is fan-in variance scaling, the authors' default.
+        talking_heads_dynamic: the input-dependent terms to add to P_l and P_w, a subset of "x2l", "m2l", "x2w" and
+            "m2w".
         attention_pattern: None (each token attends to all tokens), "sliding_window" or a block pattern. In an
-            encoder-decoder, it applies to the self-attention of the decoder.
-        attention_window: w, the even size of the window. A token attends to itself and to w / 2 tokens on each side.
-            Causal attention and its cache use the last w tokens. None in `per_layer_values` = no window.
+            encoder-decoder, it applies to the decoder's self-attention.
+        attention_window: w, the window size, which must be even. Each token attends to itself and to w / 2 tokens on
+            each side. Causal attention and its cache use the last w tokens. None in `per_layer_values` means no
+            window.
         attention_dilation: the step between the tokens in a window.
-        num_global_tokens: the number of global tokens at the start of the text, only for encoders. They attend to all
+        num_global_tokens: the number of global tokens at the beginning of the text (encoders only). They attend to all
             tokens, and all tokens attend to them.
-        position_embedding_type: None = the positions of the architecture, which "absolute" also names if they are a
-            table. "sinusoidal" = sines and cosines for any length (arXiv 1706.03762, section 3.5).
-        score_function: None = dot products; "additive" = v^T tanh(W q + U k), with W, U and v per head (1409.0473,
-            A.1.2).
-        attn_variants_format: the version number of the format of these fields, 5.
+        position_embedding_type: None selects the default positions of the architecture, as does "absolute" if they are
+            learned. "sinusoidal" selects sines and cosines for texts of any length (arXiv 1706.03762, section 3.5).
+        score_function: None for dot products, or "additive" for v^T tanh(W q + U k), with W, U and v per head
+            (1409.0473, A.1.2).
+        attn_variants_format: the version number of the format of these fields, which is 5.
 
     Raises:
-        ValueError: if a value breaks a rule or a keyword resembles the name of a field. The message contains the
-            rule, the field and the values.
+        ValueError: if a value is invalid or a keyword resembles the name of a field. The message contains the rule,
+            the field and the values.
     """
 
-    upstream_model_types: ClassVar[tuple[str, ...]] = ()
+    transformers_model_types: ClassVar[tuple[str, ...]] = ()
     layer_fields: ClassVar[tuple[str, ...]] = ("num_hidden_layers",)
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "hidden_size", "intermediate_size")
     head_dim_field: ClassVar[str | None] = None
-    # True if position ids start after the id of the padding token, as in RoBERTa.
+    # True if position ids start after the padding token id, as in RoBERTa.
     positions_after_padding: ClassVar[bool] = False
-    makes_summaries: ClassVar[bool] = False  # True if the encoder can sum blocks of tokens (`transient_global`)
-    # The allowed values of `position_embedding_type`. None = the positions of the architecture.
+    makes_summaries: ClassVar[bool] = False  # True if the encoder supports block summaries (`transient_global`)
+    # The allowed values of `position_embedding_type`. None selects the default positions of the architecture.
     position_types: ClassVar[tuple[str | None, ...]] = (None, "absolute")
 
     num_key_value_heads: int | None = variant_field("num_key_value_heads")
@@ -165,37 +174,38 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     attn_variants_format: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # The configuration of a base checkpoint has the model type of Transformers, which would hide the type of the
-        # class. Only a saved configuration has a model type. It loads with any names, because other tools add notes.
+        # The configuration of a base checkpoint has a Transformers model type, which would hide the model type of this
+        # class. Only saved configurations have a model type. They are loaded with any names, because other tools may
+        # add entries.
         model_type = kwargs.pop("model_type", None)
         if self.attn_variants_format is None and model_type != type(self).model_type:
             self.attn_variants_format = CONFIG_FORMAT
         check_format(self.attn_variants_format)
-        reasons = [reason for name in sorted(kwargs) if (reason := wrong_name(type(self), name))]
+        reasons = [reason for name in sorted(kwargs) if (reason := describe_misspelled_field(type(self), name))]
         if reasons and model_type is None:
             raise ValueError(reasons[0])
         if reasons:
-            logger.warning_once(f"The saved configuration has names without an effect. {' '.join(reasons)}")
+            logger.warning_once(f"Some names in the saved configuration have no effect. {' '.join(reasons)}")
         self._finish(**kwargs)
 
     def _finish(self, **kwargs: Any) -> None:
-        by_layer = kwargs.pop("per_layer_config", None)  # Transformers would make the fields unreadable
+        by_layer = kwargs.pop("per_layer_config", None)  # Transformers would make these fields unreadable
         if kwargs.get("num_labels") is not None:
             check_size("num_labels", kwargs["num_labels"], 0, MAX_LABELS)
-        with wrong_kinds_explained():
+        with explain_type_errors():
             super().__post_init__(**kwargs)
         if by_layer is not None:
-            self.per_layer_values = from_per_layer_config(self, by_layer)
+            self.per_layer_values = merge_per_layer_config(self, by_layer)
         self.auto_map = self.own_auto_map() | (getattr(self, "auto_map", None) or {})
         self.check_variant()
-        # Sentence Transformers creates a configuration before it looks up the class to load in its table.
+        # Sentence Transformers creates a configuration before it looks up the class in its table.
         register_with_sentence_transformers(type(self))
 
     def check_variant(self) -> None:
-        """Check the variant fields against each other and fill in the missing ones. Models repeat this check.
+        """Check that the variant fields are consistent and set missing ones. Models repeat this check.
 
         Raises:
-            ValueError: if a value breaks a rule. The message contains the rule, the field and the values.
+            ValueError: if a value is invalid. The message contains the rule, the field and the values.
         """
         used = used_mechanisms(self)
         check_included(used)
@@ -205,17 +215,17 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             check_size(name, getattr(self, name), 1)
         for name in self.variant_fields():
             check_choice(name, getattr(self, name))
-        checked_count("num_attention_heads", self.num_attention_heads)
+        validate_count("num_attention_heads", self.num_attention_heads)
         for name in self.kv_heads_fields() if self.head_dim_field is None else ():
             check_head_size(self.query_heads(name), self.hidden_size)
         if self.per_layer_values is not None:
-            self.per_layer_values = checked_layer_values(self)
+            self.per_layer_values = validate_layer_values(self)
         for name in self.kv_heads_fields():
-            setattr(self, name, checked_kv_heads(name, getattr(self, name), self.query_heads(name)))
+            setattr(self, name, validate_kv_heads(name, getattr(self, name), self.query_heads(name)))
         for name in self.rank_fields():
-            setattr(self, name, checked_rank(name, getattr(self, name), self.hidden_size))
+            setattr(self, name, validate_rank(name, getattr(self, name), self.hidden_size))
         head_dims = [self.attention_head_dim(name) for name in self.kv_heads_fields()]
-        self.value_head_dim = checked_value_head_dim(self.value_head_dim, head_dims)
+        self.value_head_dim = validate_value_head_dim(self.value_head_dim, head_dims)
         check_talking_heads(self)
         if not used.isdisjoint(("linear_attention", "patterns")):  # a hybrid kernel also has a window
             check_patterns(self)
@@ -223,13 +233,13 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         if "linear_attention" in used:
             check_kernels(self)
         if used:
-            check_together(self)
-        if getattr(self, "use_cache", False) and not can_cache(self):
+            check_combinations(self)
+        if getattr(self, "use_cache", False) and not supports_decoder_cache(self):
             self.use_cache = False
 
     @classmethod
     def variant_fields(cls) -> tuple[str, ...]:
-        """Return the fields that this package adds: first key/value heads, then ranks, then the others."""
+        """Return the fields that this package adds, starting with key/value heads and ranks."""
         added = [field for field in fields(cls) if "variant" in field.metadata]
         added.sort(key=lambda field: ("query_heads" not in field.metadata, "latent" not in field.metadata))
         return tuple(field.name for field in added)
@@ -251,12 +261,12 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def pattern_fields(cls) -> tuple[str, ...]:
-        """Return the fields that select the keys of a query. The weights do not depend on these fields."""
+        """Return the fields that select the keys of a query. Model weights do not depend on these fields."""
         return tuple(field.name for field in fields(cls) if "pattern" in field.metadata)
 
     @classmethod
     def from_scratch_fields(cls) -> tuple[str, ...]:
-        """Return the fields that a conversion cannot set, because their models must be trained from scratch."""
+        """Return the fields that are not supported by conversion, because they require training from scratch."""
         return tuple(field.name for field in fields(cls) if "from_scratch" in field.metadata)
 
     @classmethod
@@ -265,7 +275,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return tuple(name for name in cls.variant_fields() if "by_layer" in cls.__dataclass_fields__[name].metadata)
 
     def layer_count(self, name: str) -> int:
-        """Return the number of layers that may have different values of a field."""
+        """Return the number of layers for which a field may have different values."""
         return self.num_hidden_layers
 
     def layer_value(self, name: str, layer: int) -> LayerValue:
@@ -277,18 +287,18 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         """Return the fields of head counts, including softmax and value heads if the model has talking heads.
 
         Args:
-            kv_heads_fields: the fields of key/value heads to include. None = all. An encoder and a decoder with
+            kv_heads_fields: the fields of key/value heads to include (default: all). An encoder and a decoder with
                 different numbers of query heads have one field each.
         """
         kv_fields = [name for name in self.kv_heads_fields() if kv_heads_fields is None or name in kv_heads_fields]
         query_fields = dict.fromkeys(self.query_heads_field(name) for name in kv_fields)
         if all(getattr(self, name) == self.num_attention_heads for name in query_fields):
             query_fields = {"num_attention_heads": None}
-        return (*query_fields, *kv_fields, *count_fields(self, kv_fields))
+        return (*query_fields, *kv_fields, *get_head_count_fields(self, kv_fields))
 
-    def talking_heads_of(self, prefix: str, layer: int) -> TalkingHeads:
-        """Return the talking heads of one layer. The prefix "", "encoder_" or "cross_" selects the attention."""
-        return TalkingHeads.of(self, prefix, layer)
+    def get_talking_heads(self, prefix: str, layer: int) -> TalkingHeadsSettings:
+        """Return the talking-heads settings of a layer at the place with the prefix "", "encoder_" or "cross_"."""
+        return TalkingHeadsSettings.from_config(self, prefix, layer)
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
         """Return the name of the field with the number of query heads that belongs to a key/value heads field."""
@@ -300,31 +310,31 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Check that no keyword is a misspelled variant field, because Transformers accepts any name.
+        """Check that no keyword is a misspelled variant field. Transformers accepts all names.
 
         Raises:
-            ValueError: if a keyword resembles the name of a field. The message contains this field.
+            ValueError: if a keyword resembles the name of a field. The message contains the name of this field.
         """
         for name in names:
-            if (reason := wrong_name(cls, name)) is not None:
+            if (reason := describe_misspelled_field(cls, name)) is not None:
                 raise ValueError(reason)
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a configuration and replace the model type of Transformers by the model type of this class."""
+        """Read a configuration and replace a Transformers model type by the model type of this class."""
         values, unused = super().get_config_dict(*args, **kwargs)
-        return cls._adopted(values), unused
+        return cls._with_variant_model_type(values), unused
 
     @classmethod
-    def _adopted(cls, values: dict[str, Any]) -> dict[str, Any]:
-        # This class loads base checkpoints, and Transformers would warn about their model type.
-        is_upstreams = values.get("model_type") in cls.upstream_model_types
+    def _with_variant_model_type(cls, values: dict[str, Any]) -> dict[str, Any]:
+        # This class also loads base checkpoints, and Transformers would warn about their model type.
+        is_from_transformers = values.get("model_type") in cls.transformers_model_types
         adopted = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT}
-        return values | adopted if is_upstreams else values
+        return values | adopted if is_from_transformers else values
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Create a configuration from a dictionary and check the variant fields in `kwargs` as well."""
+        """Create a configuration from a dictionary, and also check the variant fields in `kwargs`."""
         cls.check_names(kwargs.keys() - config_dict.keys())
         if "model_type" not in config_dict:  # old checkpoints of Transformers
             config_dict = {"model_type": cls.model_type, "attn_variants_format": CONFIG_FORMAT} | config_dict
@@ -335,40 +345,40 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         new_values = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if "num_attention_heads" in new_values:
             new_values[heads_field] = new_values.pop("num_attention_heads")
-        if heads_field in new_values:  # counts that equal the old number of heads follow the new number
+        if heads_field in new_values:  # counts that are the same as the old number of heads follow the new number
             counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
-        with wrong_kinds_explained():  # Transformers logs the finished configuration
-            return super().from_dict(without_replaced(config_dict, new_values) | new_values, **kwargs)
+        with explain_type_errors():  # Transformers logs the finished configuration
+            return super().from_dict(drop_replaced_values(config_dict, new_values) | new_values, **kwargs)
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:
-        """Return a configuration of this class with the values of a Transformers or variant one, updated by `fields`.
+        """Create a configuration with the values of a Transformers or variant configuration, updated by `fields`.
 
         Raises:
-            ValueError: if `config` belongs to another architecture.
+            ValueError: if `config` is for another architecture.
         """
         cls.check_names(fields)
         values = dict(config) if isinstance(config, dict) else config.to_dict()
         model_type = values.get("model_type")
-        if model_type not in (*cls.upstream_model_types, cls.model_type):
-            expected = ", ".join(repr(name) for name in (*cls.upstream_model_types, cls.model_type))
+        if model_type not in (*cls.transformers_model_types, cls.model_type):
+            expected = ", ".join(repr(name) for name in (*cls.transformers_model_types, cls.model_type))
             raise ValueError(
                 f"The model type of a configuration for {cls.__name__} must be one of {expected}, got {model_type!r}."
             )
         for name in ("architectures", "auto_map", "transformers_version"):
             values.pop(name, None)
-        return cls(**(without_replaced(values, fields) | fields))
+        return cls(**(drop_replaced_values(values, fields) | fields))
 
     def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d, the size of a query or key head in the attention of this key/value heads field."""
+        """Return d, the size of a query or key head, for the key/value heads in a field."""
         if self.head_dim_field is not None:  # the heads together may differ from `hidden_size`
             return getattr(self, self.head_dim_field)
         return self.hidden_size // self.query_heads(kv_heads_field)
 
     def attention_value_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return d_v, the size of a value head in the attention of this key/value heads field."""
+        """Return d_v, the size of a value head, for the key/value heads in a field."""
         return self.attention_head_dim(kv_heads_field) if self.value_head_dim is None else self.value_head_dim
 
     @property
@@ -377,9 +387,10 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @_attn_implementation.setter
     def _attn_implementation(self, value: Any) -> None:
-        # Transformers may write its function names into the configuration of a live model, without talking heads.
-        upstreams: Any = PreTrainedConfig._attn_implementation
-        upstreams.fset(self, value)
+        # Transformers may write its own function names, which do not support talking heads, to the configuration of a
+        # model.
+        original_property: Any = PreTrainedConfig._attn_implementation
+        original_property.fset(self, value)
         name: Any = self._attn_implementation_internal
         self._attn_implementation_internal = {"eager": EAGER, "sdpa": SDPA}.get(name, name)
 
@@ -389,21 +400,21 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @_experts_implementation_internal.setter
     def _experts_implementation_internal(self, value: str | None) -> None:
-        # The constructor of every Transformers model writes a name here, but a configuration itself writes None.
-        if value is not None and (model_class := foreign_class()) is not None:
-            check_foreign_class(self, model_class)
-            name: Any = self._attn_implementation_internal  # the configuration of a live model has our names
+        # The constructors of all Transformers models set a name here, but a configuration itself sets None.
+        if value is not None and (model_class := find_transformers_model_class()) is not None:
+            check_transformers_model_class(self, model_class)
+            name: Any = self._attn_implementation_internal  # the configuration of an existing model has our names
             self._attn_implementation_internal = {EAGER: "eager", SDPA: "sdpa"}.get(name, name)
         vars(self)["_experts_implementation_internal"] = value
 
     @property
     def output_attentions(self) -> bool | None:
-        """True if the model returns its attention weights, with any attention implementation."""
+        """True if the model should return its attention weights, with any attention implementation."""
         return self._output_attentions
 
     @output_attentions.setter
     def output_attentions(self, value: bool) -> None:
-        # Transformers allows this only for "eager", but the functions of this package also return weights for "sdpa".
+        # Transformers only allows this for "eager", but the functions in this package also return weights for "sdpa".
         self._output_attentions = value
 
     def validate(self) -> None:
@@ -415,34 +426,37 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
             self._output_attentions = output_attentions
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the configuration as a dictionary, without fields that only inherit the value of another field."""
-        # peft calls this method for the model type before it looks up the modules to adapt in its tables.
+        """Return the configuration as a dictionary, without optional fields that are not set."""
+        # PEFT calls this method to get the model type before it looks up target modules in its tables.
         register_with_peft(type(self))
-        return stored_values(super().to_dict())
+        return drop_unset_fields(super().to_dict())
 
 
-def can_cache(config: Any) -> bool:
-    """Return whether a decoder can cache past keys and values.
+def supports_decoder_cache(config: Any) -> bool:
+    """Return True if a decoder supports a cache for past keys and values.
 
-    The dynamic projections "m2l" and "m2w" also need the past inputs, which the cache does not contain. In
-    cross-attention, these inputs are the encoder outputs. They are available unless the cache stores a latent of them.
+    The dynamic projections "m2l" and "m2w" also require past inputs, which are not in the cache. In cross-attention,
+    these inputs are the encoder outputs, which are available unless the cache stores their latent.
     """
     if not hasattr(config, DYNAMIC):
         return True
-    has_latent = rank_of_map(getattr(config, "cross_kv_lora_rank", None), config.hidden_size) is not None
-    return all(supports_cache(dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ())))
+    has_latent = get_projection_rank(getattr(config, "cross_kv_lora_rank", None), config.hidden_size) is not None
+    return all(
+        supports_cache(get_dynamic_terms(config, prefix)) for prefix in ("", *(("cross_",) if has_latent else ()))
+    )
 
 
 @dataclass(kw_only=True, repr=False)
 class CrossAttentionConfigMixin(AttnVariantConfigMixin):
-    """The fields of `AttnVariantConfigMixin`, with further fields for cross-attention.
+    """The fields of `AttnVariantConfigMixin` and additional fields for cross-attention.
 
     Args:
         cross_talking_heads, cross_num_softmax_heads, cross_num_value_heads, cross_talking_heads_init,
-        cross_talking_heads_dynamic: the fields without `cross_` for cross-attention. If any of the five is given,
-            cross-attention uses only these five. "none" as `cross_talking_heads` means no talking heads.
-        cross_score_function: the `score_function` of cross-attention. None = the value of `score_function`; "none" =
-            dot products.
+        cross_talking_heads_dynamic: the same as the fields without `cross_`, for cross-attention. If any of these five
+            fields is set, cross-attention only uses these five. Set `cross_talking_heads` to "none" for no talking
+            heads.
+        cross_score_function: the `score_function` of cross-attention. None means the value of `score_function`, and
+            "none" means dot products.
     """
 
     cross_talking_heads: str | None = variant_field("cross_talking_heads")
@@ -455,17 +469,17 @@ class CrossAttentionConfigMixin(AttnVariantConfigMixin):
 
 @dataclass(kw_only=True, repr=False)
 class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
-    """The fields of `CrossAttentionConfigMixin` for the decoder, with further fields for the encoder.
+    """The fields of `CrossAttentionConfigMixin` for the decoder, and additional fields for the encoder.
 
     The fields without a prefix apply to the decoder. `num_key_value_heads` applies to its self-attention and
     cross-attention, as in arXiv 2305.13245, section 2.2.
 
     Args:
-        encoder_num_key_value_heads: the number of key/value heads per encoder layer. None = the number of query heads
-            (MHA).
+        encoder_num_key_value_heads: the number of key/value heads per encoder layer. None means the number of query
+            heads (MHA).
         encoder_kv_lora_rank: the `kv_lora_rank` of the encoder layers.
-        cross_kv_lora_rank: the rank of the latent that all decoder layers compute from the encoder outputs. The width
-            of the encoder outputs caches these themselves, so that any checkpoint decodes unchanged.
+        cross_kv_lora_rank: the rank of the latent of the encoder outputs, which all decoder layers share. If it is the
+            width of the encoder outputs, these are cached themselves, and the model outputs do not change.
         encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens,
         encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
         encoder_split_attention_heads: the pattern of the encoder. Cross-attention has no pattern and attends to all
@@ -505,6 +519,6 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
         return encoder if kv_heads_field.startswith("encoder_") else decoder
 
     def layer_count(self, name: str) -> int:
-        """Return the number of encoder or decoder layers that may have different values of a field."""
+        """Return the number of encoder or decoder layers for which a field may have different values."""
         encoder, decoder = self.encoder_decoder_layers
         return getattr(self, encoder if name.startswith("encoder_") else decoder)

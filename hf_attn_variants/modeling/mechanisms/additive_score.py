@@ -1,7 +1,7 @@
 """Additive scores: v^T tanh(W q + U k) instead of the dot product (Bahdanau, arXiv 1409.0473, section A.1.2).
 
-Each query head has its own W and v, and each key head has its own U. The queries and keys are those of the head. The
-scores are not scaled, because v bounds them. The letters are those of `softmax_attention`.
+Each query head has its own W and v, and each key head has its own U. The scores are not scaled, because they are
+bounded by v. The symbols are defined in `softmax_attention`.
 """
 
 from typing import Any
@@ -11,20 +11,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops.variant_attention import is_exporting
-from ..transformers_internals import known_imports
+from ..transformers_internals import guarded_imports
 from .mechanism import Mechanism
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["AdditiveScore", "score_of"]
+__all__ = ["AdditiveScore", "create_additive_score"]
 
-# The maximum size of a block of the tensor [n, m, d], of which only one block exists at a time.
+# The maximum number of elements in a block of the tensor [n, m, d]. Only one block is in memory at a time.
 BLOCK_ELEMENTS = 2**22
 
 
 class AdditiveScore(Mechanism, nn.Module):
-    """The additive scores of the heads of an attention.
+    """The additive score function of an attention module.
 
     Args:
         heads: h_k, the number of query heads.
@@ -46,55 +46,59 @@ class AdditiveScore(Mechanism, nn.Module):
         self.vector = nn.Parameter(torch.empty(heads, head_dim, **options))  # v, [h_k, d]
 
     def init_projections(self) -> None:
-        """Draw the parameters with fan-in scaling.
+        """Initialize the parameters with fan-in scaling.
 
-        The sums keep the standard deviation of queries and keys, and that of the initial scores is at most 1.
+        The projections preserve the standard deviation of queries and keys. The standard deviation of the initial
+        scores is at most 1.
         """
         for parameter in (self.query_map, self.key_map, self.vector):
             init.normal_(parameter, mean=0.0, std=parameter.shape[-1] ** -0.5)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return the logits [b, h_k, n, m] of queries [b, h_k, n, d] and keys [b, k, m, d].
+        """Return the logits [b, h_k, n, m] for queries [b, h_k, n, d] and keys [b, k, m, d].
 
-        A block contains as many queries as its maximum size allows, and the backward pass recomputes each block.
+        The logits are computed in blocks of queries, which the backward pass recomputes.
         """
         # [b, k, g, n, d] and [b, k, 1, 1, m, d]: the query heads of a group are adjacent.
         query = (query @ self.query_map.transpose(-1, -2)).unflatten(1, (key.shape[1], -1))
         key = (key @ self.key_map.transpose(-1, -2))[:, :, None, None]
         vector = self.vector.unflatten(0, (key.shape[1], -1))[..., None, :, None]  # [k, g, 1, d, 1]
         if torch.compiler.is_compiling() or is_exporting():
-            return _scores(query, key, vector).flatten(1, 2)
+            return _compute_scores(query, key, vector).flatten(1, 2)
         rows = max(1, BLOCK_ELEMENTS // max(1, query[..., :1, :].numel() * key.shape[-2]))
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, vector))
         blocks = query.split(rows, dim=3)
-        logits = [_kept_small(block, key, vector) if learns else _scores(block, key, vector) for block in blocks]
+        logits = [
+            _compute_scores_with_checkpoint(block, key, vector) if learns else _compute_scores(block, key, vector)
+            for block in blocks
+        ]
         return torch.cat(logits, 3).flatten(1, 2)
 
-    def flops(self) -> tuple[int, int]:
-        """Return the floating-point operations per key token, and per query token.
+    def count_flops(self) -> tuple[int, int]:
+        """Return the number of floating-point operations per key token and per query token.
 
-        The product with v is not included, because it is counted as the dot product of a query and a key.
+        The product with v is not included, because it is counted as the dot product of query and key.
         """
         return 2 * self.key_map.numel(), 2 * self.query_map.numel()
 
 
-def score_of(module: nn.Module, heads: Any, config: Any, prefix: str) -> AdditiveScore | None:
-    """Return the additive score of an attention, in the dtype of its weights, or None for the dot product.
+def create_additive_score(module: nn.Module, heads: Any, config: Any, prefix: str) -> AdditiveScore | None:
+    """Create the additive score function of an attention module, or return None if it uses dot products.
 
     Args:
         module: the attention module.
         heads: its `AttentionHeads`.
         config: a variant configuration.
-        prefix: the prefix of the attention's place.
+        prefix: the prefix of the module's place.
     """
     if AdditiveScore.requested_in(config, prefix) is None:
         return None
     return AdditiveScore(heads.query, heads.key, heads.head_dim, next(module.parameters()))
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+def _compute_scores(query: torch.Tensor, key: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     return ((query[..., None, :] + key).tanh() @ vector)[..., 0]  # [b, k, g, n, m]
 
 
-def _kept_small(*operands: torch.Tensor) -> Any:
-    return checkpoint(_scores, *operands, use_reentrant=False, preserve_rng_state=False)
+def _compute_scores_with_checkpoint(*operands: torch.Tensor) -> Any:
+    return checkpoint(_compute_scores, *operands, use_reentrant=False, preserve_rng_state=False)

@@ -1,9 +1,9 @@
-"""Head sharing: groups of query heads, of equal size, share one set of keys and values.
+"""Head sharing, in which groups of query heads of equal size share keys and values.
 
-Multi-query attention (MQA) has one key/value head, and grouped-query attention (GQA) has several. Multi-head attention
-(MHA) has as many key/value heads as query heads. Every attention of this package supports any number of them: the
-projections are smaller, and `ops.softmax_attention` uses one key/value head per group. The module does not import
-torch, because the commands create flags from this field.
+Multi-query attention (MQA) has a single key/value head, and grouped-query attention (GQA) has several. Multi-head
+attention (MHA) has as many key/value heads as query heads. All attention modules in this package support any number of
+key/value heads: their projections are smaller, and `ops.softmax_attention` uses one key/value head per group. This
+module does not import torch, because the commands create flags from this field.
 """
 
 from collections.abc import Collection
@@ -11,15 +11,15 @@ from typing import Any
 
 from .mechanism import Mechanism
 
-__all__ = ["GroupedQuery", "HeadSharing", "MultiQuery", "consecutive_groups", "key_value_field", "sharing_of"]
+__all__ = ["GroupedQuery", "HeadSharing", "MultiQuery", "consecutive_groups", "get_head_sharing", "get_kv_heads_field"]
 
 
 class HeadSharing(Mechanism):
-    """Attention whose heads share keys and values. The class is not instantiated.
+    """Attention whose heads share keys and values. This class is not instantiated.
 
     Class attributes:
-        label: the abbreviation.
-        words: the name in a sentence.
+        label: the abbreviation of the mechanism.
+        words: the name of the mechanism in sentences.
     """
 
     field = "num_key_value_heads"
@@ -28,18 +28,18 @@ class HeadSharing(Mechanism):
 
     @classmethod
     def requested_in(cls, config: Any, prefix: str) -> tuple[str, int] | None:
-        """Return the key/value head field of a place and the smallest count in a layer, or None for another kind."""
-        field = key_value_field(prefix)
+        """Return the key/value heads field of a place and its smallest value, or None for other kinds of sharing."""
+        field = get_kv_heads_field(prefix)
         if not hasattr(config, field):
             return None
         counts = {config.layer_value(field, layer) for layer in range(config.layer_count(field))}
         counts = counts or {getattr(config, field)}  # an encoder or decoder may have no layers
-        sharing = sharing_of(counts, config.query_heads(field))
+        sharing = get_head_sharing(counts, config.query_heads(field))
         return (field, min(counts)) if sharing is not HeadSharing and issubclass(sharing, cls) else None
 
 
 class GroupedQuery(HeadSharing):
-    """Attention with one key/value head per group of query heads (section 2.2)."""
+    """Grouped-query attention, with one key/value head per group of query heads (section 2.2 of the paper)."""
 
     label = "GQA"
     words = "grouped-query"
@@ -47,18 +47,18 @@ class GroupedQuery(HeadSharing):
 
 
 class MultiQuery(HeadSharing):
-    """Attention with one key/value head for all query heads (section 3)."""
+    """Multi-query attention, with one key/value head for all query heads (section 3 of the paper)."""
 
     label = "MQA"
     words = "multi-query"
     paper = ("Multi-query attention", "1911.02150")
 
 
-def sharing_of(counts: Collection[int], heads: int) -> type[HeadSharing]:
-    """Return the kind of head sharing in the layers of an encoder or decoder; `HeadSharing` means no sharing.
+def get_head_sharing(counts: Collection[int], heads: int) -> type[HeadSharing]:
+    """Return the kind of head sharing in an encoder or decoder. `HeadSharing` means that heads are not shared.
 
     Args:
-        counts: the number of key/value heads of each layer.
+        counts: the number of key/value heads in each layer.
         heads: h_k, the number of query heads in a layer.
     """
     if min(counts) == heads:
@@ -67,11 +67,11 @@ def sharing_of(counts: Collection[int], heads: int) -> type[HeadSharing]:
 
 
 def consecutive_groups(heads: int, count: int) -> list[list[int]]:
-    """Return the query heads of each of `count` key/value heads: heads g*i ... g*i + g - 1 use key/value head i."""
+    """Return the query heads in each of `count` groups: heads g*i ... g*i + g - 1 use key/value head i."""
     size = heads // count
     return [list(range(size * i, size * (i + 1))) for i in range(count)]
 
 
-def key_value_field(prefix: str) -> str:
-    """Return the key/value head field of a place; cross-attention uses the field of the decoder."""
+def get_kv_heads_field(prefix: str) -> str:
+    """Return the key/value heads field of a place. Cross-attention uses the decoder's field."""
     return f"{prefix if prefix == 'encoder_' else ''}{HeadSharing.field}"

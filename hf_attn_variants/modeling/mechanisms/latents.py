@@ -1,47 +1,47 @@
-"""Latents: short vectors per token from which keys and values are computed. The cache stores only the latents.
+"""Latents, which are short vectors from which keys and values are computed.
 
-`latent_attention` attends to them and documents the papers and the formulas.
+The cache stores only the latents. `latent_attention` computes the attention and documents the papers and formulas.
 """
 
 from typing import Any
 
 from torch import nn
 
-from ..transformers_internals import known_imports
+from ..transformers_internals import guarded_imports
 from .mechanism import Mechanism
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["Latent", "LatentProjection", "add_latent_map", "rank_of_map"]
+__all__ = ["Latent", "LatentProjection", "add_latent_projection", "get_projection_rank"]
 
 
 class Latent(Mechanism):
-    """The latent of an attention. The class is not instantiated.
+    """The latent of an attention module. This class is not instantiated.
 
     Class attributes:
         paper: the paper for a latent that is smaller than its input.
-        paper_of_input: the paper for caching the input itself.
+        paper_for_cached_inputs: the paper about caching the input itself.
     """
 
     field = "kv_lora_rank"
     paper = ("Multi-head latent attention (DeepSeek-V2)", "2405.04434")
-    paper_of_input = ("Slim attention: keys and values from what they are made of", "2503.05840")
+    paper_for_cached_inputs = ("Slim attention: keys and values from what they are made of", "2503.05840")
 
 
 class LatentProjection(nn.Linear):
-    """The projection A [r, D] from the inputs to their latent, without bias."""
+    """The projection A [r, D] from inputs to latents, without a bias."""
 
     def __init__(self, width: int, rank: int, **kwargs: Any) -> None:
         super().__init__(width, rank, bias=False, **kwargs)
 
     def init_projections(self) -> None:
-        """Draw the weights so that keys and values have the standard deviation that Transformers intends."""
+        """Initialize the weights so that keys and values have the same standard deviation as in Transformers."""
         init.normal_(self.weight, mean=0.0, std=self.out_features**-0.5)
 
 
-def add_latent_map(root: nn.Module, path: str, width: int, rank: int) -> None:
-    """Add an uninitialized latent projection with the dtype and device of its parent module.
+def add_latent_projection(root: nn.Module, path: str, width: int, rank: int) -> None:
+    """Add an uninitialized latent projection with the same dtype and device as its parent module.
 
     Args:
         root: the base model.
@@ -55,11 +55,11 @@ def add_latent_map(root: nn.Module, path: str, width: int, rank: int) -> None:
     owner.add_module(name, LatentProjection(width, rank, dtype=like.dtype, device=like.device))
 
 
-def rank_of_map(rank: int | None, width: int) -> int | None:
-    """Return the rank of the latent projection, or None if there is no projection.
+def get_projection_rank(rank: int | None, width: int) -> int | None:
+    """Return the rank of the latent projection, or None if no projection is needed.
 
     Args:
         rank: the rank of the latent, or None if there is no latent.
-        width: the size of its input. A latent that is as wide as its input is the input itself.
+        width: the size of the input. A latent that is as wide as the input is the input itself.
     """
     return None if rank == width else rank

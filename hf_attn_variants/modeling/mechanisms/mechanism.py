@@ -1,22 +1,22 @@
-"""Base class of the mechanisms: a class with a name, a paper and the field of the configuration that requests it."""
+"""Base class of the attention mechanisms, with their names, papers and configuration fields."""
 
 from typing import Any, ClassVar
 
 __all__ = ["NONE", "PREFIXES", "Mechanism"]
 
-# The prefixes of field names: self-attention (of the decoder in an encoder-decoder), encoder and cross-attention.
+# The prefixes of field names, for self-attention (of the decoder in an encoder-decoder), encoder and cross-attention.
 PREFIXES = ("", "encoder_", "cross_")
-# The value of a field for a place that does not inherit the value of the field without a prefix.
+# The value of a per-place field that does not inherit the value of the field without a prefix.
 NONE = "none"
 
 
 class Mechanism:
-    """A replacement for a part of attention.
+    """A mechanism that replaces a part of attention.
 
     Class attributes:
-        field: the field of the configuration that requests the mechanism, without a prefix.
-        name: the value of the field that selects the mechanism. A base class accepts any value and has no name.
-        paper: the title and the arXiv identifier.
+        field: the configuration field that requests the mechanism, without a prefix.
+        name: the value of the field that selects the mechanism. Base classes accept any value and have no name.
+        paper: the title and the arXiv identifier of the paper.
         inherits: `True` if a place without its own value uses the value of the field without a prefix.
     """
 
@@ -27,7 +27,7 @@ class Mechanism:
 
     @classmethod
     def requested_in(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
-        """Return the field that requests the mechanism for a place, and its value; None if no field requests it.
+        """Return the field that requests the mechanism at a place and its value, or None if no field requests it.
 
         Args:
             config: any configuration.

@@ -1,11 +1,12 @@
-"""Sinusoidal positions without parameters, for texts of any length (arXiv 1706.03762, section 3.5).
+"""Parameter-free sinusoidal positions for texts of any length (arXiv 1706.03762, section 3.5).
 
-The option is `position_embedding_type="sinusoidal"`. In BERT and its relatives, sinusoids replace the learned
-positions. In T5 and UMT5, they replace the relative position bias and are added once to the inputs of the encoder or
-decoder.
+They are enabled by `position_embedding_type="sinusoidal"`. In BERT and related models, they replace the learned
+positions. In T5 and UMT5, they replace the relative position bias and are added once to the inputs of the encoder and
+of the decoder.
 
-The paper multiplies the word embeddings by sqrt(d), which gives them an initial standard deviation of 1. Here the word
-embeddings keep their size. The positions are multiplied by the initial standard deviation of the word embeddings.
+The paper multiplies word embeddings by sqrt(d), which gives them an initial standard deviation of 1. Here, word
+embeddings are not scaled. Instead, the positions are multiplied by the initial standard deviation of the word
+embeddings.
 """
 
 import math
@@ -14,25 +15,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..transformers_internals import Arguments, check_attributes, upstream_class
+from ..transformers_internals import MethodArguments, check_attributes, get_transformers_class
 from .mechanism import Mechanism
 
-__all__ = ["AddsSinusoids", "DistanceBias", "EmbeddingsMixin", "SinusoidalPositions", "has_sinusoids", "sinusoids"]
+__all__ = [
+    "DistanceBias",
+    "PositionEmbeddingsMixin",
+    "SinusoidalInputsMixin",
+    "SinusoidalPositions",
+    "compute_sinusoids",
+    "has_sinusoids",
+]
 
 BASE = 10000.0
 
 
 def has_sinusoids(config: Any) -> bool:
-    """Check if any configuration requests sinusoidal positions."""
+    """Return True if a configuration of this package or of Transformers requests sinusoidal positions."""
     return SinusoidalPositions.requested_in(config, "") is not None
 
 
-def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Return sines (even dimensions) and cosines (odd dimensions) of positions [..., n] as [..., n, width], float32.
+def compute_sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
+    """Return sinusoidal embeddings of positions [..., n] as a float32 tensor [..., n, width].
 
-    Source: arXiv 1706.03762, section 3.5.
+    Even dimensions contain sines and odd dimensions contain cosines. Source: arXiv 1706.03762, section 3.5.
     """
-    # float32 makes the angles of a long text wrong by thousandths, but MPS devices do not support float64.
+    # In float32, the angles for long texts have errors in the thousandths, but MPS devices do not support float64.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
     places = torch.arange(0, width, 2, device=positions.device, dtype=dtype)
     angles = positions[..., None].to(dtype) * torch.exp(places * (-math.log(BASE) / width))
@@ -44,9 +52,10 @@ class SinusoidalPositions(Mechanism, nn.Module):
 
     Args:
         width: the size of an embedding.
-        spread: the factor that the embeddings are multiplied by.
-        first: the number that the model gives to the first position.
-        like: the table that the embeddings replace. They have its dtype, and `to` changes it together with the model.
+        spread: the factor by which the embeddings are multiplied.
+        first: the number of the first position in the model.
+        like: the table that the embeddings replace. They have the same dtype, which changes if the model is converted
+            with `to`.
     """
 
     like: torch.Tensor
@@ -62,11 +71,14 @@ class SinusoidalPositions(Mechanism, nn.Module):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [b, n, width] of positions [b, n]."""
-        return (sinusoids(positions - self.first, self.width) * self.spread).to(self.like.dtype)
+        return (compute_sinusoids(positions - self.first, self.width) * self.spread).to(self.like.dtype)
 
 
 class DistanceBias(Mechanism):
-    """The relative position bias of T5 and UMT5, which Transformers implements. The class is not instantiated."""
+    """The relative position bias of T5 and UMT5, which is implemented in Transformers.
+
+    This class is not instantiated.
+    """
 
     field = "relative_attention_num_buckets"
     paper = ("Exploring the limits of transfer learning with a unified text-to-text transformer", "1910.10683")
@@ -78,7 +90,7 @@ class DistanceBias(Mechanism):
         return None if is_without else super().requested_in(config, "")
 
 
-# A mixin becomes a module only together with a class of Transformers. These bases are for the type checker.
+# At runtime, these mixins are combined with Transformers classes. The bases below are only for type checkers.
 if TYPE_CHECKING:
 
     class _Embeddings(nn.Module):
@@ -93,19 +105,22 @@ else:
     _Embeddings = _Stack = object
 
 
-class EmbeddingsMixin(_Embeddings):
-    """Mixin for the embeddings of BERT and its relatives; list it before the Transformers class among the bases."""
+class PositionEmbeddingsMixin(_Embeddings):
+    """Mixin for the embeddings of BERT and related models.
 
-    arguments: Arguments
+    It must precede the Transformers class in the list of base classes.
+    """
+
+    arguments: MethodArguments
     roles: tuple[str, ...] = ("ids", "embedded", "positions", "types", "cache_length")
-    upstream_attributes = ("position_embeddings",)
+    transformers_attributes = ("position_embeddings",)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.arguments = Arguments(upstream_class(cls, EmbeddingsMixin), cls.roles)
+        cls.arguments = MethodArguments(get_transformers_class(cls, PositionEmbeddingsMixin), cls.roles)
 
     def install_positions(self, config: Any) -> None:
-        """Replace the learned positions by sinusoids if the configuration requests them."""
+        """Replace the learned positions by sinusoidal positions if the configuration requests them."""
         if has_sinusoids(config) and isinstance(self.position_embeddings, nn.Embedding):
             table = self.position_embeddings.weight
             check_attributes(self, ("padding_idx",) if config.positions_after_padding else ())
@@ -113,50 +128,55 @@ class EmbeddingsMixin(_Embeddings):
             self.position_embeddings = SinusoidalPositions(table.shape[1], config.initializer_range, first, table)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Embed the inputs; with sinusoids, a text may be longer than the position buffers of Transformers."""
+        """Embed the inputs.
+
+        With sinusoidal positions, texts may be longer than the position buffers in Transformers.
+        """
         if not isinstance(self.position_embeddings, SinusoidalPositions):
             return super().forward(*args, **kwargs)
         ids, embedded, positions, *more = self.arguments.read(args, kwargs)
         read, new = embedded if ids is None else ids, {}
         batch, length = read.shape[:2]
-        # RoBERTa numbers the tokens itself and skips padding.
+        # RoBERTa computes position ids itself, because it skips padding.
         if positions is None and not self.position_embeddings.first:
             past = more[1] if len(more) > 1 and more[1] is not None else 0
             new["positions"] = (torch.arange(length, device=read.device) + past)[None]
         if more and more[0] is None:
             new["types"] = torch.zeros(batch, length, dtype=torch.long, device=read.device)
-        return super().forward(**self.arguments.by_name(args, kwargs, **new))
+        return super().forward(**self.arguments.to_keywords(args, kwargs, **new))
 
 
-class AddsSinusoids(_Stack):
-    """Mixin that adds sinusoidal positions to the inputs of the encoder or decoder of T5 or UMT5.
+class SinusoidalInputsMixin(_Stack):
+    """Mixin that adds sinusoidal positions to the inputs of a T5 or UMT5 encoder or decoder.
 
-    The position of a token is the number of tokens before it that are not padding, including the tokens in a cache.
-    Padding on the left therefore does not change the outputs, as with the relative position bias.
+    The position of a token is the number of non-padding tokens before it, including tokens in the cache. As with the
+    relative position bias, left padding therefore does not change the outputs.
     """
 
-    input_arguments: Arguments
+    input_arguments: MethodArguments
 
-    upstream_attributes = ("embed_tokens", "is_decoder")
+    transformers_attributes = ("embed_tokens", "is_decoder")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.input_arguments = Arguments(upstream_class(cls, AddsSinusoids), ("ids", "embedded", "mask", "cache"))
+        cls.input_arguments = MethodArguments(
+            get_transformers_class(cls, SinusoidalInputsMixin), ("ids", "embedded", "mask", "cache")
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the encoder or decoder with the arguments of the Transformers class."""
+        """Run the encoder or decoder. The arguments are the same as in the Transformers class."""
         ids, embedded, mask, cache = self.input_arguments.read(args, kwargs)
         if not has_sinusoids(self.config) or (ids is None) == (embedded is None):
             return super().forward(*args, **kwargs)
         states = self.embed_tokens(ids) if embedded is None else embedded
         past = 0 if cache is None or not self.is_decoder else cache.get_seq_length()
-        added = sinusoids(_positions(states, mask, past), states.shape[-1]) * self.config.initializer_factor
+        added = compute_sinusoids(_positions(states, mask, past), states.shape[-1]) * self.config.initializer_factor
         embedded = states + added.to(states.dtype)
-        return super().forward(**self.input_arguments.by_name(args, kwargs, ids=None, embedded=embedded))
+        return super().forward(**self.input_arguments.to_keywords(args, kwargs, ids=None, embedded=embedded))
 
 
 def _positions(states: torch.Tensor, mask: torch.Tensor | None, past: int | torch.Tensor) -> torch.Tensor:
-    """Return the positions [b or 1, n] of inputs [b, n, D]; a mask of tokens [b, past + n] marks the padding."""
+    """Return the positions [b or 1, n] of inputs [b, n, D]. The mask [b, past + n] is zero for padding."""
     length = states.shape[1]
     if mask is not None and mask.dim() == 2:
         return ((mask != 0).long().cumsum(-1) - 1).clamp(min=0)[:, -length:]

@@ -1,10 +1,10 @@
-"""Trials of kernels, and the choice between the Triton kernels and the blocked path for talking-heads attention.
+"""Selects the backend of talking-heads attention and tests each GPU kernel in a trial before it is used.
 
-The kernels were tested on one kind of GPU (benchmarks/gpu/README.md), and compilers change. Therefore, each kind of
-call (device, dtypes, head counts, masks, row length) starts with a trial, which runs once per process. A small forward
-pass, and a backward pass if gradients are needed, must agree with plain torch in float32 on the CPU. If the kernel
-fails or disagrees, plain torch computes this kind of call and a warning is printed. Dropout is random and is not
-compared.
+The kernels were tested on only one type of GPU (benchmarks/gpu/README.md), and compilers change. The first call of
+each kind (device, dtypes, head counts, masks and row length) in a process is therefore preceded by a trial. In a small
+forward pass, and in a backward pass if gradients are needed, the kernel must agree with plain torch in float32 on the
+CPU. If the kernel fails or disagrees, calls of this kind are computed by plain torch, and a warning is printed.
+Dropout is random and is not compared.
 """
 
 from collections.abc import Callable
@@ -21,84 +21,84 @@ from .triton_attention import allows_tf32, is_supported, triton_backward, triton
 
 __all__ = [
     "BACKENDS",
-    "NO_FAILURES",
-    "agrees",
+    "NOT_KERNEL_FAILURES",
     "choose_backend",
-    "disagreement_of",
-    "failure",
-    "largest_error",
-    "note",
-    "tolerance",
+    "compute_largest_error",
+    "describe_disagreement",
+    "describe_failure",
+    "get_tolerance",
+    "passes_trial",
+    "record_trial_result",
 ]
 
-# Follows the Transformers verbosity, also in Hub repositories
+# Follows the verbosity level of Transformers, even in Hub repositories
 logger = logging.get_logger("transformers.attn_variants")
 
-# These exceptions are not kernel failures: memory that other processes use, and a checkpoint that has finished
-# recomputing.
-NO_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
-# The tolerated relative error per query or key. It is above rounding errors and far below the error of one missing
-# key.
+# Exceptions that do not indicate a kernel failure: other processes may use the memory, and gradient checkpointing
+# raises an exception to stop the recomputation.
+NOT_KERNEL_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
+# The tolerated relative error per query or key. It is larger than rounding errors and much smaller than the error that
+# a single missing key would cause.
 TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 1e-1
 
 
-def agrees(known: dict[Any, bool], kind: Any, trial: Callable[[], str | None], refusal: str) -> bool:
-    """Return True if a kernel supports a kind of call, and run the trial the first time.
+def passes_trial(known: dict[Any, bool], kind: Any, trial: Callable[[], str | None], fallback_message: str) -> bool:
+    """Return True if a kernel can be used for a kind of call. The trial runs the first time.
 
     Args:
-        known: the previous answers by kind. The function adds the new answer.
-        kind: the properties that the kernel depends on, including its `device`.
-        trial: returns the reason if the kernel does not work, else None.
-        refusal: the beginning of the warning, which precedes the reason.
+        known: the results of previous trials by kind. The function adds the new result.
+        kind: the properties of a call that the kernel depends on, including its `device`.
+        trial: a function that returns the reason if the kernel does not work, and None otherwise.
+        fallback_message: the first part of the warning, before the reason.
     """
     if kind not in known:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # a trial cannot run while a CUDA graph is captured; it runs later
-        note(known, kind, trial(), refusal)
+            return False  # a trial cannot run while a CUDA graph is being captured, so it runs later
+        record_trial_result(known, kind, trial(), fallback_message)
     return known[kind]
 
 
-def note(known: dict[Any, bool], kind: Any, reason: str | None, refusal: str) -> None:
-    """Store the result of a trial and print a warning if it failed; the arguments are those of `agrees`."""
+def record_trial_result(known: dict[Any, bool], kind: Any, reason: str | None, fallback_message: str) -> None:
+    """Store the result of a trial and log a warning if it failed. See `passes_trial` for the arguments."""
     known[kind] = reason is None
     if reason is not None:
-        logger.warning(f"{refusal}: {reason}.")
+        logger.warning(f"{fallback_message}: {reason}.")
 
 
-def disagreement_of(kernels: str, errors: Callable[[], dict[str, float]], most: float) -> str | None:
-    """Return the reason if kernels must not be used, or None if they agree with the reference.
+def describe_disagreement(kernels: str, errors: Callable[[], dict[str, float]], most: float) -> str | None:
+    """Return the reason why kernels must not be used, or None if they agree with the reference.
 
     Args:
         kernels: the name of the kernels.
-        errors: computes a small call and returns named relative errors. It may raise any exception of a compiler or
-            driver.
-        most: the largest error that rounding can cause.
+        errors: a function that runs a small call and returns a dictionary of its relative errors. It may raise any
+            compiler or driver exception.
+        most: the largest error that can be caused by rounding.
     """
     try:
         measured = errors()
-    except NO_FAILURES:
+    except NOT_KERNEL_FAILURES:
         raise
-    except Exception as error:  # plain torch can still compute the call
-        return failure(kernels, error)
+    except Exception as error:  # the call can still be computed by plain torch
+        return describe_failure(kernels, error)
     wrong = [f"{name} by {value:.1e}" for name, value in measured.items() if not value <= most]  # NaN is also an error
     return f"{kernels} gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
 
 
-def failure(kernels: str, error: Exception) -> str:
-    """Return the reason text for kernels that raised an exception."""
+def describe_failure(kernels: str, error: Exception) -> str:
+    """Describe the exception that the kernels raised."""
     return f"{kernels} failed with {type(error).__name__}: {str(error)[:500]}"
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """Return the largest rounding error of outputs and gradients in a dtype."""
+def get_tolerance(dtype: torch.dtype) -> float:
+    """Return the largest tolerated error of outputs and gradients in a dtype."""
     return TOLERANCE if dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
 
 
-def largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
-    """Return the largest error of a query or key, relative to the root mean square over all of them."""
+def compute_largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
+    """Return the largest error of a query or key, relative to the root mean square over all queries or keys."""
     difference = (actual.float().cpu() - expected).square()
     axis = {"output": 1, "query": 2, "key": 2, "value": 2}.get(name)
-    if axis is None:  # gradients of parameters are sums over all queries and keys
+    if axis is None:  # parameter gradients are sums over all queries and keys
         return float((difference.sum() / expected.square().sum().clamp_min(1e-30)).sqrt())
     others = [i for i in range(expected.dim()) if i != axis]
     per_position = expected.square().sum(others).mean().clamp_min(1e-30)
@@ -106,13 +106,13 @@ def largest_error(actual: Tensor, expected: Tensor, name: str) -> float:
 
 
 BACKENDS = {"blocked": (blocked_forward, blocked_backward), "triton": (triton_forward, triton_backward)}
-QUERIES, MOST_KEYS = 16, 4096  # sizes of the trial; longer rows use the same code in more blocks
+QUERIES, MOST_KEYS = 16, 4096  # sizes in the trial; longer rows only require more blocks
 
-_agreed: dict["_Kind", bool] = {}
+_trial_results: dict["_Kind", bool] = {}
 
 
 class _Kind(NamedTuple):
-    """The properties that a compiled kernel depends on; the dtype of a missing input is None."""
+    """The properties of a call that a compiled kernel depends on. The dtype of a missing input is None."""
 
     device: torch.device
     dtype: torch.dtype
@@ -131,71 +131,76 @@ class _Kind(NamedTuple):
 
 
 def choose_backend(operands: Operands, with_backward: bool) -> str:
-    """Return "triton" or "blocked"; the only possible exception is an out-of-memory error.
+    """Return the backend for a call, "triton" or "blocked".
 
-    The answer for a kind of call does not change within a process.
+    The backend for a kind of call does not change within a process. An out-of-memory error is the only exception that
+    the function can raise.
 
     Args:
         operands: the operands of the call
-        with_backward: if True, gradients are needed
+        with_backward: True if gradients are needed
     """
     if not is_supported(operands):
         return "blocked"
     query, key, value, mask, bias, logits_proj, weights_proj, *_ = operands
-    block = max(16, 1 << (key.shape[2] - 1).bit_length())  # equal to the key block of the kernels
+    block = max(16, 1 << (key.shape[2] - 1).bit_length())  # the size of a block of keys in the kernels
     kind = _Kind(
         device=query.device,
         dtype=query.dtype,
         heads=(operands.heads_in, operands.heads, operands.heads_out, key.shape[1], value.shape[1]),
         sizes=(query.shape[3], value.shape[3]),
         keys=min(block, MOST_KEYS) - 3,  # the last block of keys is incomplete
-        logits_proj=_dtype(logits_proj),
-        weights_proj=_dtype(weights_proj),
-        bias=_dtype(bias),
-        mask=_dtype(mask),
-        bias_layout=_layout(bias),
-        mask_layout=_layout(mask),
+        logits_proj=_get_dtype(logits_proj),
+        weights_proj=_get_dtype(weights_proj),
+        bias=_get_dtype(bias),
+        mask=_get_dtype(mask),
+        bias_layout=_describe_layout(bias),
+        mask_layout=_describe_layout(mask),
         is_causal=operands.is_causal,
         dropout=operands.dropout > 0,
         with_backward=with_backward,
     )
-    refusal = (
-        f"Talking heads on {kind.device} in {kind.dtype}, {kind.heads[1]} heads, rows of up to {block} keys, are "
-        f"computed by the blocked path, which is exact and slower"
+    fallback_message = (
+        f"The slower blocked backend computes talking-heads attention on {kind.device} in {kind.dtype} with "
+        f"{kind.heads[1]} heads and rows of up to {block} keys. Its results are exact. Reason"
     )
-    return "triton" if agrees(_agreed, kind, partial(_disagreement, kind), refusal) else "blocked"
+    return (
+        "triton"
+        if passes_trial(_trial_results, kind, partial(_describe_triton_disagreement, kind), fallback_message)
+        else "blocked"
+    )
 
 
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+def _get_dtype(tensor: Tensor | None) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
 
 
-def _layout(tensor: Tensor | None) -> str:
-    """Return the strides of heads and keys as far as kernels specialize on them: "0", "1" or "n"."""
+def _describe_layout(tensor: Tensor | None) -> str:
+    """Describe the strides of heads and keys by "0", "1" or "n", because kernels are specialized for 0 and 1."""
     if tensor is None:
         return ""
     steps = ((tensor.shape[axis] > 1) * tensor.stride(axis) for axis in (1, 3))
     return "".join(str(step) if step < 2 else "n" for step in steps)
 
 
-def _disagreement(kind: _Kind) -> str | None:
-    """Run a trial with both backends and return the reason if the kernels disagree, else None."""
+def _describe_triton_disagreement(kind: _Kind) -> str | None:
+    """Run a trial with both backends and return the reason if the kernels disagree, and None otherwise."""
 
     def errors() -> dict[str, float]:
-        actual, expected = _outcome(kind, "triton"), _outcome(kind, "blocked")
-        return {name: largest_error(actual[name], tensor, name) for name, tensor in expected.items()}
+        actual, expected = _run_random_call(kind, "triton"), _run_random_call(kind, "blocked")
+        return {name: compute_largest_error(actual[name], tensor, name) for name, tensor in expected.items()}
 
-    return disagreement_of("the Triton kernels", errors, tolerance(kind.dtype))
+    return describe_disagreement("the Triton kernels", errors, get_tolerance(kind.dtype))
 
 
-def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:
-    """Return the output and gradients of a random call; the blocked path uses float32 on the CPU."""
+def _run_random_call(kind: _Kind, backend: str) -> dict[str, Tensor]:
+    """Return the output and the gradients of a random call. The blocked backend uses float32 on the CPU."""
     forward, backward = BACKENDS[backend]
     d_output, operands = _random_call(kind)
     if backend == "blocked":
-        # Nothing is dropped at probability 0, so a seed is not needed.
-        tensors = (None if tensor is None else _exact(tensor) for tensor in operands[:7])
-        d_output, operands = _exact(d_output), Operands._make((*tensors, None, *operands[8:]))
+        # The dropout probability is 0, so no seed is needed.
+        tensors = (None if tensor is None else _to_float32_on_cpu(tensor) for tensor in operands[:7])
+        d_output, operands = _to_float32_on_cpu(d_output), Operands._make((*tensors, None, *operands[8:]))
     output, for_backward = forward(operands)
     outcome = {"output": output}
     if kind.with_backward:
@@ -205,13 +210,13 @@ def _outcome(kind: _Kind, backend: str) -> dict[str, Tensor]:
     return outcome
 
 
-def _exact(tensor: Tensor) -> Tensor:
+def _to_float32_on_cpu(tensor: Tensor) -> Tensor:
     return tensor.cpu() if tensor.dtype == torch.bool else tensor.cpu().float()
 
 
 def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
-    """Return the output gradient and the operands of a small call, in which dropout keeps all weights."""
-    # A separate generator keeps the random state of a training run unchanged.
+    """Return the output gradient and the operands of a small call. Its dropout probability is 0."""
+    # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
     heads_in, heads, heads_out, key_heads, value_heads = kind.heads
     (size, value_size), m = kind.sizes, kind.keys
@@ -243,7 +248,7 @@ def _random_call(kind: _Kind) -> tuple[Tensor, Operands]:
         position_bias=added(kind.bias, kind.bias_layout),
         logits_proj=logits_proj,
         weights_proj=weights_proj,
-        # The seed makes the kernels draw random numbers. At probability 0, they keep all weights.
+        # With a seed, the kernels run their dropout code, but the dropout probability is 0.
         seed=torch.zeros(1, dtype=torch.int64, device=kind.device) if kind.dropout else None,
         scaling=size**-0.5,
         is_causal=kind.is_causal,

@@ -1,74 +1,81 @@
-"""The rows of beams: how the beams of a sentence share the keys and values of the sentence.
+"""Beam search in which the beams of a sentence share the sentence's keys and values.
 
-In beam search, a decoder has B rows per sentence. They follow each other, so that row i belongs to sentence i // B:
+In beam search, a decoder has B consecutive rows per sentence, so that row i belongs to sentence i // B:
 
     decoder rows     0    1    2    3    4    5        B = 3 beams, b = 2 sentences
     sentence         0    0    0    1    1    1
     encoder rows     0              1
 
-Keys and values are stored once per sentence. Attention does not repeat them. It moves the beams to the axis of the
-query rows instead, because the queries of all beams of a sentence attend to the same keys. The query heads of a group
-share a key/value head for the same reason, so they move to this axis too:
+Keys and values are stored once per sentence and are not repeated for attention. The queries of all beams of a sentence
+attend to the same keys, so the beams are moved to the axis of the query rows. The query heads in a group share a
+key/value head and are therefore moved to this axis too:
 
     queries    [b B, k g, n, d]
     folded     [b, k, B g n, d]     one product with the keys [b, k, m, d], which are read once
     outputs    [b, k, B g n, d_v]   unfolded to [b B, n, k g, d_v]
 
-This module contains all rules about the order of these rows. The letters are defined in `softmax_attention`.
+All code that depends on the order of these rows is in this module. The symbols are defined in `softmax_attention`.
 """
 
 import torch
 
 from .variant_attention import is_exporting, is_traced
 
-__all__ = ["QueryFold", "beams_in_cache", "beams_of", "first_beams", "repeat_for_beams", "sentences_of"]
+__all__ = [
+    "QueryFold",
+    "count_beams",
+    "count_beams_in_cache",
+    "get_sentence_indices",
+    "repeat_for_beams",
+    "select_first_beams",
+]
 
 
-def beams_of(query: torch.Tensor, key: torch.Tensor) -> int:
+def count_beams(query: torch.Tensor, key: torch.Tensor) -> int:
     """Return B, the number of query rows [b B, ...] per row of keys [b, ...].
 
-    The result is 1 during export, because the batch sizes of an exported graph are symbols that must not affect
-    control flow.
+    The result is 1 during export, because batch sizes are symbolic in an exported graph and must not affect control
+    flow.
     """
     return 1 if is_exporting() else query.shape[0] // key.shape[0]
 
 
-def beams_in_cache(states: torch.Tensor, encoder_outputs: torch.Tensor) -> int:
-    """Return the number of beams that a cache layer stores: B for states [b B, n, D], or 1 while a graph is traced."""
-    return 1 if is_traced() or not len(encoder_outputs) else max(beams_of(states, encoder_outputs), 1)
+def count_beams_in_cache(states: torch.Tensor, encoder_outputs: torch.Tensor) -> int:
+    """Return the number of beams to store in a cache layer: B for states [b B, n, D], or 1 while a graph is traced."""
+    return 1 if is_traced() or not len(encoder_outputs) else max(count_beams(states, encoder_outputs), 1)
 
 
-def sentences_of(rows: torch.Tensor, beams: int) -> torch.Tensor:
-    """Return the index of the sentence of each decoder row."""
+def get_sentence_indices(rows: torch.Tensor, beams: int) -> torch.Tensor:
+    """Return the index of the sentence that each decoder row belongs to."""
     return rows // beams
 
 
-def first_beams(tensor: torch.Tensor, beams: int) -> torch.Tensor:
-    """Return the row of the first beam of each sentence, [b, ...], from one row per beam, [b B, ...]."""
+def select_first_beams(tensor: torch.Tensor, beams: int) -> torch.Tensor:
+    """Select the first beam of each sentence: [b B, ...] -> [b, ...]."""
     return tensor[::beams] if beams > 1 else tensor
 
 
 def repeat_for_beams(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a tensor [b, ...] with each row repeated for the beams of its sentence, [rows, ...]."""
+    """Repeat each row of a tensor [b, ...] for the beams of its sentence, which gives [rows, ...]."""
     return tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
 
 
 class QueryFold:
-    """A fold of the queries of a key/value head, over all heads of a group and all beams, into rows."""
+    """Folds the queries of all beams and of all heads in a group into rows that share a key/value head."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, beams: int):
         (_, heads, self.length, _), (self.sentences, self.kv_heads, *_) = query.shape, key.shape
         self.beams, self.groups = beams, heads // self.kv_heads
 
-    def rows(self, query: torch.Tensor) -> torch.Tensor:
-        """Return queries [b B, k g, n, d] as [b, k, B g n, d]."""
+    def fold_queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Fold queries [b B, k g, n, d] into rows [b, k, B g n, d]."""
         if self.beams * self.length == 1:
             return query.reshape(self.sentences, self.kv_heads, self.groups, query.shape[-1])
         query = query.reshape(self.sentences, self.beams, self.kv_heads, self.groups * self.length, query.shape[-1])
         return query.transpose(1, 2).flatten(2, 3)
 
-    def mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a mask or bias that broadcasts to [b B, k g, n, m] as one that broadcasts to [b, k, B g n, m]."""
+    def fold_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Fold a mask or bias. It is broadcastable to [b B, k g, n, m] before and to [b, k, B g n, m] afterwards."""
         if mask is None:
             return None
         mask = mask[(None,) * (4 - mask.dim())]
@@ -81,8 +88,8 @@ class QueryFold:
             mask = mask.expand(mask.shape[0], kv_heads, *sizes)
         return mask.flatten(2, 4)
 
-    def unfolded(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the folded states [b, k, B g n, x] as [b B, n, k g, x]."""
+    def unfold(self, states: torch.Tensor) -> torch.Tensor:
+        """Unfold states [b, k, B g n, x] to [b B, n, k g, x]."""
         size = states.shape[-1]
         if self.beams * self.length == 1:
             return states.reshape(self.sentences, 1, self.kv_heads * self.groups, size)

@@ -1,22 +1,23 @@
-"""Exact talking-heads attention in blocks of query rows, in plain torch for any device.
+"""Exact talking-heads attention in blocks of query rows, with plain torch on any device.
 
-Memory grows linearly with n and m. A block contains r query rows of B sequences, with all heads and all keys:
+Memory grows linearly with n and m. A block contains r query rows of B sequences, with all heads and keys:
 
     scores     [B, h_k, r * m]    queries times keys
     logits     [B, h, r * m]      P_l mixes the heads: one small matrix product over all positions
     weights    [B, h_v, r * m]    after the softmax, P_w mixes the heads
     output     [B, r, h_v, d_v]   weights times values
 
-These tensors are small enough for the cache of the processor, and all blocks use the same buffers. The forward pass
-saves only its inputs. The backward pass computes the scores and the weights of each block again and then its
-gradients. It adds the gradients of keys, values and projections, which all blocks share, to one tensor each. Dropout
-is the same in both passes, because it depends only on a seed and the number of the block.
+These tensors are small enough for the processor's cache, and all blocks use the same buffers. The forward pass saves
+only its inputs. The backward pass recomputes the scores and weights of each block before it computes their gradients.
+The gradients of the keys, values and projections are accumulated over all blocks. Dropout is the same in both passes,
+because it depends only on a seed and the block number.
 
-On a CPU, a block has one sequence per thread. torch gives neighboring matrices of a product and neighboring rows of a
-softmax to the same thread, so a thread finds its data in the cache of its own core. A block with one sequence would
-split products by heads and mixes by positions, and most values would move between cores.
+On a CPU, a block has one sequence per thread. torch assigns neighboring matrices of a product and neighboring rows of
+a softmax to the same thread, so that each thread finds its data in its own core's cache. If a block had only one
+sequence, products would be split by heads and mixing by positions, and most values would have to be moved between
+cores.
 
-With a key range, a block reads only the keys of its windows (`BlockWindows`). The letters are those of
+If there is a key range, a block only reads the keys in its windows (see `BlockWindows`). The symbols are defined in
 `softmax_attention`.
 
 Sources: arXiv 2003.02436, section 3 (the formula); arXiv 2112.05682 (attention in blocks that the backward pass
@@ -38,12 +39,12 @@ __all__ = [
     "add_bias_gradient",
     "blocked_backward",
     "blocked_forward",
-    "group",
+    "stack_groups",
 ]
 
 
 class Operands(NamedTuple):
-    """The operands of one attention call, with the arguments of `talking_heads_attention`."""
+    """The operands of an attention call. See `talking_heads_attention` for their meaning."""
 
     query: Tensor
     key: Tensor
@@ -52,11 +53,11 @@ class Operands(NamedTuple):
     position_bias: Tensor | None = None
     logits_proj: Tensor | None = None
     weights_proj: Tensor | None = None
-    seed: Tensor | None = None  # integer [1] that seeds dropout; None without dropout
+    seed: Tensor | None = None  # integer [1] that seeds dropout, or None without dropout
     scaling: float = 1.0
     is_causal: bool = False
     dropout: float = 0.0
-    key_range: list[int] | None = None  # a `KeyRange`; the bias is then a bias by distance
+    key_range: list[int] | None = None  # a `KeyRange`; the bias is then a table by distance
 
     @property
     def heads_in(self) -> int:
@@ -84,18 +85,19 @@ class Operands(NamedTuple):
         return self.value.new_empty(batches, length, self.heads_out, self.value.shape[-1])
 
 
-# The number of [heads, r, m] values per thread. The cache holds a few tensors of this size.
+# The number of values [heads, r, m] per thread. A few tensors of this size fit into the cache.
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}
-# Numbers of rows for which matrix products are fast. With few rows, products read keys and values longer than they
-# compute. Therefore, blocks of up to 64 rows may have four times as many values as fit into the cache.
+# Numbers of rows for which matrix products are fast. If there are few rows, products spend more time on reading keys
+# and values than on computation. Blocks with up to 64 rows may therefore have four times as many values as fit into
+# the cache.
 ROWS = (512, 256, 128, 64, 48, 32)
-# The largest number of parts of one sequence. Each part has a copy of the keys and values.
+# The maximum number of parts of a sequence. Each part has a copy of the keys and values.
 MOST_PARTS = 8
 
 
 @dataclass
 class _Block:
-    """A block: some sequences, some of their query rows, and the slices of the keys that these rows attend to."""
+    """A block of query rows from some sequences, with the slices of keys that these rows attend to."""
 
     number: int
     batch: slice
@@ -107,17 +109,17 @@ class _Block:
         self.length, self.key_length = _count(self.rows), sum(map(_count, self.spans))  # r, m
 
     def read(self, states: Tensor, axis: int) -> Tensor:
-        """Return the part of a tensor that belongs to the keys of the block; the keys are its axis 2 or 3."""
+        """Return the part of a tensor that belongs to the block's keys, which are on axis 2 or 3."""
         parts = [states[(slice(None),) * axis + (span,)] for span in self.spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
 class _Call:
-    """The steps of a call on one block.
+    """The steps of an attention call, each of which processes one block.
 
     Args:
         operands: the operands of the call.
-        threads: the number of threads that compute a block. It determines the sizes of the blocks.
+        threads: the number of threads that compute a block. It determines the block sizes.
     """
 
     def __init__(self, operands: Operands, threads: int):
@@ -127,17 +129,17 @@ class _Call:
         self.heads_in, self.heads, self.heads_out = operands.heads_in, operands.heads, operands.heads_out
         self.threads, self.is_causal, self.dropout = threads, is_causal, dropout
         self.kv_heads, self.value_heads = key.shape[1], value.shape[1]
-        # A single sequence is split into parts of its queries, so that each thread has a part.
+        # The queries of a single sequence are split into parts, so that each thread has one part.
         self.parts = _number_of_parts(operands, threads)
         if self.parts > 1:
             query = self.split(query)
             mask, bias = (None if tensor is None else self.split(tensor) for tensor in (mask, bias))
             key, value = (tensor.repeat(self.parts, 1, 1, 1) for tensor in (key, value))
-        elif query.shape[0] > 1:  # models pass a transposed [b, m, h, d], which each block would copy again
+        elif query.shape[0] > 1:  # models pass a transposed [b, m, h, d], which would be copied for each block
             key, value = key.contiguous(), value.contiguous()
         self.query, self.key, self.value = query, key, value
-        # P_l and the queries have the fewest numbers, so the factor of the dot products is applied there. In float16,
-        # it is applied to the queries, because the dot products could overflow.
+        # The dot products are scaled through P_l or the queries, because these have the fewest elements. In float16,
+        # the queries are scaled, because the dot products could overflow.
         self.proj_scaling = 1.0 if logits_proj is None or query.dtype == torch.float16 else scaling
         self.mix_in = None if logits_proj is None else (logits_proj * self.proj_scaling).to(query.dtype)
         self.mix_out = None if weights_proj is None else weights_proj.to(query.dtype)
@@ -145,17 +147,17 @@ class _Call:
         self.buffers: dict[str, Tensor] = {}
         if dropout > 0 and seed is not None:
             self.generator, self.first_seed = torch.Generator(query.device), int(seed)
-            # The probability has 16 bits: a weight is kept if its random number from -2**15 to 2**15 - 1 is at
-            # least this number.
+            # The probability has a precision of 16 bits. A weight is kept if its random integer from -2**15 to 2**15 -
+            # 1 is at least this number.
             self.first_kept = min(round(dropout * 2**16), 2**16 - 1) - 2**15
             self.keep_probability = (2**15 - self.first_kept) / 2**16
         self.added: list[Tensor] = []
         self.allowed: Tensor | None = None
-        self.nothing: Tensor | None = None
+        self.rows_without_keys: Tensor | None = None
         self.windows = None if key_range is None else BlockWindows(KeyRange(*key_range), self.query, self.key, bias)
-        self._take_masks(mask, bias if key_range is None else None)
+        self._store_masks(mask, bias if key_range is None else None)
 
-    def _take_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
+    def _store_masks(self, mask: Tensor | None, bias: Tensor | None) -> None:
         batches, _, length, _ = self.query.shape
         full = (batches, -1, length, self.key.shape[2])
         if bias is not None:
@@ -166,18 +168,18 @@ class _Call:
             self.allowed = mask.expand(full)
             return
         self.added.append(mask.expand(full))
-        nothing = mask.amax(-1, keepdim=True) == -torch.inf  # the rows without any key
-        if nothing.device.type != "cpu" or nothing.any():  # `any` would wait for a GPU
-            self.nothing = nothing.expand(batches, -1, length, 1)
+        without_keys = mask.amax(-1, keepdim=True) == -torch.inf  # the rows without any keys
+        if without_keys.device.type != "cpu" or without_keys.any():  # `any` would wait for a GPU
+            self.rows_without_keys = without_keys.expand(batches, -1, length, 1)
 
     def split(self, tensor: Tensor) -> Tensor:
-        """Return a view [parts, h, n / parts, x] of a tensor [1, h, n, x]."""
+        """Split a tensor [1, h, n, x] into parts and return a view [parts, h, n / parts, x]."""
         if tensor.shape[2] == 1:
             return tensor
         return tensor[0].unflatten(1, (self.parts, -1)).transpose(0, 1)
 
     def blocks(self) -> Iterator[_Block]:
-        """Yield the blocks of the call, in the same order in both passes."""
+        """Yield the blocks of the call. Their order is the same in both passes."""
         batches, _, length, _ = self.query.shape
         elements = BLOCK_ELEMENTS.get(self.query.device.type, BLOCK_ELEMENTS["default"])
         elements = max(1, elements // max(self.heads_in, self.heads, self.heads_out))  # of [r, m]
@@ -195,7 +197,7 @@ class _Call:
                 number += 1
 
     def rows_and_spans(self, rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
-        """Yield the query rows of each block and the slices of its keys."""
+        """Yield the query rows and the key slices of each block."""
         length, key_length = self.query.shape[2], self.key.shape[2]
         if self.windows is not None:
             yield from self.windows.blocks(rows)
@@ -205,32 +207,38 @@ class _Call:
             yield slice(row, end), (slice(0, min(key_length, end) if self.is_causal else key_length),)
 
     def queries(self, block: _Block) -> Tensor:
-        """Return the queries [B * k, g * r, d], with the heads of a group stacked as rows of the same keys."""
-        query = group(self.query[block.batch, :, block.rows], self.kv_heads)
+        """Return the queries [B * k, g * r, d], with the heads in a group stacked as rows."""
+        query = stack_groups(self.query[block.batch, :, block.rows], self.kv_heads)
         return query if self.query_scaling == 1.0 else query * self.query_scaling
 
     def keys(self, block: _Block) -> Tensor:
         """Return the keys [B * k, m, d]."""
-        return self.gathered("keys", self.key, block)
+        return self.gather_states("keys", self.key, block)
 
     def values(self, block: _Block) -> Tensor:
         """Return the values [B * k, m, d_v]."""
-        return self.gathered("values", self.value, block)
+        return self.gather_states("values", self.value, block)
 
-    def gathered(self, name: str, states: Tensor, block: _Block) -> Tensor:
-        """Return the keys of a block [B * k, m, x] from [b, k, all keys, x]; a buffer joins several slices."""
+    def gather_states(self, name: str, states: Tensor, block: _Block) -> Tensor:
+        """Return the part [B * k, m, x] of [b, k, all keys, x] that a block reads.
+
+        Multiple slices are joined in a buffer.
+        """
         parts = [states[block.batch, :, span] for span in block.spans]
         if len(parts) > 1:
-            out = self.space(name, block.size, states.shape[1], block.key_length, states.shape[3])
+            out = self.allocate(name, block.size, states.shape[1], block.key_length, states.shape[3])
             parts = [torch.cat(parts, 2, out=out)]
         return parts[0].flatten(0, 1)
 
     def buffer(self, name: str, heads: int, block: _Block) -> Tensor:
         """Return an uninitialized buffer [B, heads, r * m]."""
-        return self.space(name, block.size, heads, block.length * block.key_length)
+        return self.allocate(name, block.size, heads, block.length * block.key_length)
 
-    def space(self, name: str, *shape: int) -> Tensor:
-        """Return an uninitialized buffer of this shape. All blocks use the same memory, which stays in the cache."""
+    def allocate(self, name: str, *shape: int) -> Tensor:
+        """Return an uninitialized buffer of this shape.
+
+        All blocks use the same memory, which therefore stays in the cache.
+        """
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = torch.empty(size, dtype=self.query.dtype, device=self.query.device)
@@ -241,9 +249,9 @@ class _Call:
         return _multiply(queries, self.keys(block), self.buffer("scores", self.heads_in, block))
 
     def softmax(self, scores: Tensor, block: _Block) -> Tensor:
-        """Return the softmax weights [B, h, r, m] of scores [B, h_k, r * m], computed in at least float32."""
+        """Return the softmax weights [B, h, r, m] for scores [B, h_k, r * m], computed in at least float32."""
         if self.mix_in is None and self.mix_out is None:
-            logits = scores  # the scores are not read again
+            logits = scores  # the scores are not needed again
         else:
             logits = self.buffer("softmax", self.heads, block)
             logits = logits.copy_(scores) if self.mix_in is None else _mix(self.mix_in.t(), scores, logits)
@@ -254,19 +262,19 @@ class _Call:
             logits = logits + term if wider else logits.add_(term)
         if allowed is not None:
             logits = logits.masked_fill_(~allowed, torch.finfo(logits.dtype).min)
-        nothing = None if self.nothing is None else self.nothing[block.batch, :, block.rows]
-        if nothing is not None:
-            logits = logits.masked_fill_(nothing, 0)
+        without_keys = None if self.rows_without_keys is None else self.rows_without_keys[block.batch, :, block.rows]
+        if without_keys is not None:
+            logits = logits.masked_fill_(without_keys, 0)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         weights = torch.softmax(logits, -1, out=logits) if dtype == logits.dtype else logits.softmax(-1, dtype=dtype)
         if allowed is not None:
-            alive = allowed.any(-1, keepdim=True)
-            if alive.device.type != "cpu" or not alive.all():  # asking a GPU would wait for it
-                weights *= alive
-        return weights if nothing is None else weights.masked_fill_(nothing, 0)
+            has_keys = allowed.any(-1, keepdim=True)
+            if has_keys.device.type != "cpu" or not has_keys.all():  # a check on a GPU would wait for it
+                weights *= has_keys
+        return weights if without_keys is None else weights.masked_fill_(without_keys, 0)
 
     def masks(self, block: _Block) -> tuple[Tensor | None, list[Tensor]]:
-        """Return a mask that broadcasts to [B, h, r, m] (None = all keys), and the terms to add to the logits."""
+        """Return a mask broadcastable to [B, h, r, m] (None = all keys), and the terms to add to the logits."""
         added = [block.read(term[block.batch, :, block.rows], 3) for term in self.added]
         allowed = None if self.allowed is None else block.read(self.allowed[block.batch, :, block.rows], 3)
         if self.is_causal and block.key_length > block.rows.start + 1:
@@ -274,37 +282,41 @@ class _Call:
             causal = torch.ones(shape, dtype=torch.bool, device=device).tril(block.rows.start)
             allowed = causal if allowed is None else allowed & causal
         if self.windows is not None:
-            near, outside = self.windows.terms(block.rows, block.spans)
-            # Each query attends at least to itself. Most blocks have no padding, and adding is faster than filling.
+            near, outside = self.windows.get_mask_and_bias(block.rows, block.spans)
+            # Each query attends at least to itself. Most blocks contain no padding, and adding a bias is faster than
+            # applying a mask.
             if allowed is None or (allowed.device.type == "cpu" and bool(allowed.all())):
                 return None, [*added, outside]
             return allowed & near, [*added, outside]
         return allowed, added
 
-    def mixed(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
-        """Return the weights of the values [B, h_v, r * m] before dropout, from softmax weights [B, h, r, m]."""
+    def mix_weights(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
+        """Apply P_w to softmax weights [B, h, r, m].
+
+        The result [B, h_v, r * m] is the weights of the values before dropout.
+        """
         weights = softmax.to(self.query.dtype).flatten(2)
         if self.mix_out is None:
             return weights
         return _mix(self.mix_out.t(), weights, self.buffer(name, self.heads_out, block))
 
-    def kept(self, weights: Tensor, block: _Block) -> Tensor:
-        """Return the dropout mask of a block. It depends only on the seed and the number of the block."""
+    def draw_dropout_mask(self, weights: Tensor, block: _Block) -> Tensor:
+        """Return the dropout mask of a block. It depends only on the seed and the block number."""
         self.generator.manual_seed(self.first_seed + block.number)
-        # Each random number contains four 16-bit numbers. On a CPU, this is ten times as fast as `bernoulli_`.
+        # Each random integer provides four 16-bit integers. On a CPU, this is ten times as fast as `bernoulli_`.
         bits = torch.empty(-(-weights.numel() // 4), dtype=torch.int64, device=weights.device)
         bits = bits.random_(-(2**63), None, generator=self.generator).view(torch.int16)
         return (bits[: weights.numel()].view(weights.shape) >= self.first_kept).to(weights.dtype)
 
     def add_bias_gradient(self, d_bias: Tensor, d_logits: Tensor, block: _Block) -> None:
-        """Add the gradient of the position bias of a block. With windows, `finish_gradients` adds the last part."""
+        """Add a block's gradient of the position bias. If there are windows, `finish_gradients` adds the last part."""
         if self.windows is None:
             add_bias_gradient(d_bias, d_logits, block.batch, block.rows)
         else:
             self.windows.add_bias_gradient(d_bias, d_logits)
 
     def finish_gradients(self, d_bias: Tensor, d_logits_proj: Tensor) -> None:
-        """Finish the gradients after the last block."""
+        """Complete the gradients after the last block."""
         d_logits_proj *= self.proj_scaling
         if self.windows is not None:
             self.windows.finish_bias_gradient(d_bias)
@@ -313,7 +325,7 @@ class _Call:
 def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     """Return talking-heads attention [b, n, h_v, d_v] and the number of threads [1].
 
-    The backward pass needs this number to create the same blocks, because dropout depends on the number of a block.
+    The backward pass needs this number to create the same blocks, because dropout depends on the block number.
     """
     query, device = operands.query, operands.query.device
     output = operands.new_output()
@@ -324,29 +336,29 @@ def blocked_forward(operands: Operands) -> tuple[Tensor, Tensor]:
     parts = output.view(call.query.shape[0], -1, *output.shape[2:])
     for block in call.blocks():
         scores = call.scores(call.queries(block), block)
-        weights = call.mixed(call.softmax(scores, block), "scores", block)  # overwrites the scores
+        weights = call.mix_weights(call.softmax(scores, block), "scores", block)  # overwrites the scores
         if call.dropout > 0:
-            weights = weights * call.kept(weights, block)
+            weights = weights * call.draw_dropout_mask(weights, block)
         weights = weights.view(block.size * call.value_heads, -1, block.key_length)
         rows = weights @ call.values(block)  # [B * k, g * r, d_v]
         if call.dropout > 0:
             rows /= call.keep_probability
-        parts[block.batch, block.rows] = _ungroup(rows, block.size, call.heads_out).transpose(1, 2)
+        parts[block.batch, block.rows] = _unstack_groups(rows, block.size, call.heads_out).transpose(1, 2)
     return output, torch.full((1,), threads, dtype=torch.float32, device=device)
 
 
-def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operands: Operands) -> list[Tensor]:
+def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: bool, operands: Operands) -> list[Tensor]:
     """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj (empty if not needed).
 
     Args:
         d_output: the gradient of the outputs [b, n, h_v, d_v].
-        threads: the number of threads that the forward pass returned.
-        wants_bias: True if the position bias needs a gradient.
+        threads: the number of threads that `blocked_forward` returned.
+        needs_bias_gradient: True if the position bias needs a gradient.
     """
     query, key, value = operands[:3]
-    bias = operands.position_bias if wants_bias else None
+    bias = operands.position_bias if needs_bias_gradient else None
     call = _Call(operands, int(threads.flatten()[0]) if query.device.type == "cpu" else 1)
-    # Sums over blocks are in at least float32.
+    # Sums over blocks are computed in at least float32.
     dtype = torch.promote_types(query.dtype, torch.float32)
     d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     d_key, d_value = (torch.zeros(t.shape, dtype=dtype, device=t.device) for t in (call.key, call.value))
@@ -364,11 +376,12 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
         queries = call.queries(block)
         scores = call.scores(queries, block)  # [B, h_k, r * m]
         softmax = call.softmax(scores, block)  # [B, h, r, m]
-        weights = call.mixed(softmax, "weights", block)  # [B, h_v, r * m]
-        dropout_mask = call.kept(weights, block) if call.dropout > 0 else None
-        d_rows = group(d_output[block.batch, block.rows].transpose(1, 2), call.value_heads)  # [B * k, g * r, d_v]
+        weights = call.mix_weights(softmax, "weights", block)  # [B, h_v, r * m]
+        dropout_mask = call.draw_dropout_mask(weights, block) if call.dropout > 0 else None
+        d_rows = d_output[block.batch, block.rows].transpose(1, 2)
+        d_rows = stack_groups(d_rows, call.value_heads)  # [B * k, g * r, d_v]
         _add_product(d_value[block.batch], block, weights if dropout_mask is None else weights * dropout_mask, d_rows)
-        # The gradient overwrites the weights, which are not read again (unless they are the softmax itself).
+        # The gradient overwrites the weights, which are not needed again (unless they are the softmax itself).
         d_weights = _multiply(d_rows, call.values(block), call.buffer("weights", call.heads_out, block))
         if dropout_mask is not None:
             d_weights *= dropout_mask
@@ -378,7 +391,7 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
             d_softmax = _mix(call.mix_out, d_weights, call.buffer("d_softmax", call.heads, block))
         d_softmax = d_softmax.view(softmax.shape).to(softmax.dtype)
         d_logits = torch._softmax_backward_data(d_softmax, softmax, -1, softmax.dtype, grad_input=d_softmax)
-        if wants_bias:
+        if needs_bias_gradient:
             call.add_bias_gradient(bias_parts, d_logits, block)
         d_scores = d_logits.to(query.dtype).flatten(2)
         if call.mix_in is not None:
@@ -388,42 +401,42 @@ def blocked_backward(d_output: Tensor, threads: Tensor, wants_bias: bool, operan
         d_queries = d_scores.view(block.size * call.kv_heads, -1, block.key_length) @ call.keys(block)
         if call.query_scaling != 1.0:
             d_queries *= call.query_scaling
-        query_parts[block.batch, :, block.rows] = _ungroup(d_queries, block.size, call.heads_in)
+        query_parts[block.batch, :, block.rows] = _unstack_groups(d_queries, block.size, call.heads_in)
     call.finish_gradients(d_bias, d_logits_proj)
-    parts = call.parts
-    del call  # its buffers and copies
-    if parts > 1:
-        d_key, d_value = (t.sum(0, keepdim=True) for t in (d_key, d_value))
+    is_split = call.parts > 1
+    del call  # frees its buffers and copies
+    d_key, d_value = (t.sum(0, keepdim=True) if is_split else t for t in (d_key, d_value))
     return [d_query, d_key.to(key.dtype), d_value.to(value.dtype), d_bias, d_logits_proj, d_weights_proj]
 
 
 def _number_of_parts(operands: Operands, threads: int) -> int:
     batches, _, length, _ = operands.query.shape
-    # A causal block reads only the keys up to its last row, and a window has few keys.
+    # Splitting is not needed for causal blocks, which only read the keys up to their last row, or for windows, which
+    # have few keys.
     if batches > 1 or operands.is_causal or operands.key_range is not None:
         return 1
     most = min(threads, MOST_PARTS, length // ROWS[-1])
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 
 
-def group(states: Tensor, kv_heads: int) -> Tensor:
-    """Return states [B, h, r, x] as [B * k, g * r, x], with the heads of a group stacked as rows."""
+def stack_groups(states: Tensor, kv_heads: int) -> Tensor:
+    """Reshape states [B, h, r, x] to [B * k, g * r, x], so that the heads in a group are stacked as rows."""
     return states.reshape(states.shape[0] * kv_heads, -1, states.shape[-1])
 
 
-def _ungroup(states: Tensor, size: int, heads: int) -> Tensor:
-    """Return states [B * k, g * r, x] as [B, h, r, x]."""
+def _unstack_groups(states: Tensor, size: int, heads: int) -> Tensor:
+    """Reshape states [B * k, g * r, x] to [B, h, r, x]."""
     return states.view(size, heads, -1, states.shape[-1])
 
 
 def _multiply(states: Tensor, shared: Tensor, out: Tensor) -> Tensor:
-    """Multiply [B * k, g * r, x] by the transposed [B * k, m, x] into `out`, [B, h, r * m]."""
+    """Multiply [B * k, g * r, x] by the transposed [B * k, m, x] and write the result to `out` [B, h, r * m]."""
     torch.bmm(states, shared.transpose(1, 2), out=out.view(*states.shape[:2], shared.shape[1]))
     return out
 
 
 def _mix(matrix: Tensor, heads: Tensor, out: Tensor) -> Tensor:
-    """Multiply [j, i] by [B, i, r * m] into `out`, [B, j, r * m]."""
+    """Multiply [j, i] by [B, i, r * m] and write the result to `out` [B, j, r * m]."""
     return torch.bmm(matrix.expand(heads.shape[0], -1, -1), heads, out=out)
 
 
@@ -433,7 +446,7 @@ def _add_product(total: Tensor, block: _Block, weights: Tensor, states: Tensor) 
     for span in block.spans:
         part, count = total[:, :, span].flatten(0, 1), _count(span)  # a view
         of_span = weights[:, at : at + count]
-        if part.dtype == states.dtype and part.is_contiguous():  # otherwise torch copies and multiplies each matrix
+        if part.dtype == states.dtype and part.is_contiguous():  # otherwise, torch would copy each matrix
             part.baddbmm_(of_span, states)
         else:
             part += of_span @ states

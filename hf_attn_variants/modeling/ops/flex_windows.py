@@ -1,15 +1,14 @@
-"""Attention in windows on CUDA, with FlexAttention of torch or with blocks in plain torch.
+"""Sliding-window attention on CUDA with torch's FlexAttention, or in blocks with plain torch.
 
-FlexAttention compiles one kernel. For each block of queries, the kernel reads the blocks of keys that overlap the
-window:
+FlexAttention compiles a kernel that reads only the blocks of keys that overlap the windows of a block of queries:
 
-    blocks of keys     0   1   2   3   4
-    block of query 2   .   /   x   /   .      x: read completely, /: read with a formula, .: not read
+    key blocks         0   1   2   3   4    query block 2      .   /   x   /   .      x: read completely, /: read with
+    a mask, .: not read
 
-It supports neither dropout nor talking heads, and on a CPU it has no backward pass. These calls use
-`blocked_attention`. Each kind of call starts with a trial (`backend_choice`): small calls, with a backward pass if
-gradients are needed, must agree with the blocks. The letters are those of `softmax_attention`; l is the length of the
-longest text that a bias supports.
+FlexAttention supports neither dropout nor talking heads, and it has no backward pass on CPUs. `blocked_attention` is
+used for these calls. The first call of each kind is preceded by a trial (see `backend_choice`), in which small calls
+must agree with the blocked backend, including their gradients if they are needed. The symbols are defined in
+`softmax_attention`; l is the length of the longest text that a bias supports.
 
 Sources: arXiv 2412.05496 (FlexAttention); arXiv 2004.05150, section 3.1 (windows).
 """
@@ -21,27 +20,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backend_choice import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note, tolerance
+from .backend_choice import (
+    NOT_KERNEL_FAILURES,
+    compute_largest_error,
+    describe_disagreement,
+    describe_failure,
+    get_tolerance,
+    passes_trial,
+    record_trial_result,
+)
 from .key_ranges import KeyRange
-from .memory_efficient_attention import one_dtype, talking_heads_attention
+from .memory_efficient_attention import cast_to_common_dtype, talking_heads_attention
 
-__all__ = ["Kind", "attention_in_windows", "blocks_that_are_read", "disagreement"]
+__all__ = ["Kind", "attention_in_windows", "describe_flex_disagreement", "find_attended_blocks"]
 
 DEVICES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_HEAD_DIM = 16
 BLOCK = 128  # the number of queries or keys per block, the default of FlexAttention
-# The batch sizes, lengths and numbers of global tokens of the small calls. For the second one, torch compiles a kernel
-# for any size. It also has queries whose window contains only padding.
+# The batch sizes, lengths and numbers of global tokens of the small calls. For the second call, torch compiles a
+# kernel for arbitrary sizes. This call also has queries whose windows contain only padding.
 SMALL_CALLS = ((2, 300, 2), (3, 421, 0))
-# The keys on each side of a query. Some blocks are then read completely, some partly and some not at all.
+# The number of keys on each side of a query in the small calls. With this window, some blocks are read completely,
+# some partly and some not at all.
 SMALL_WINDOW = 140
-# The number of kernels that torch stores, one per kind of call. Its default is eight.
+# The number of compiled kernels that torch stores, one per kind of call. The default in torch is eight.
 MOST_KERNELS = 64
 
 
 class Kind(NamedTuple):
-    """Properties of a call that need their own compiled kernel."""
+    """The properties of a call for which a separate kernel is compiled."""
 
     device: torch.device
     dtype: torch.dtype
@@ -55,7 +63,7 @@ class Kind(NamedTuple):
     with_backward: bool
 
 
-_flex_agreed: dict[Kind, bool] = {}
+_flex_trial_results: dict[Kind, bool] = {}
 
 
 def attention_in_windows(
@@ -69,11 +77,11 @@ def attention_in_windows(
     dropout: float = 0.0,
     **options: Any,
 ) -> Tensor:
-    """Compute attention within a key range, in memory that grows linearly with n and m; differentiable once.
+    """Compute attention within a key range, with memory that grows linearly with n and m. Differentiable once.
 
     Args:
-        query, key, value, mask, position_bias, key_range, dropout: as in `talking_heads_attention` with a key range.
-        options: the other arguments of `talking_heads_attention`.
+        query, key, value, mask, position_bias, key_range, dropout: see `talking_heads_attention` with a key range.
+        options: the remaining arguments of `talking_heads_attention`.
 
     Returns:
         The outputs [b, n, h_v, d_v].
@@ -82,25 +90,29 @@ def attention_in_windows(
         ValueError: as in `talking_heads_attention`.
     """
     kind = None
-    if query.device.type in DEVICES and dropout == 0 and not _talks(options):
-        query, key, value = one_dtype(query, key, value)
-        kind = _kind_of(query, key, value, mask, position_bias, key_range, options["scaling"])
-    if kind is not None and agrees(_flex_agreed, kind, lambda: disagreement(kind), _refusal(kind)):
+    if query.device.type in DEVICES and dropout == 0 and not _uses_talking_heads(options):
+        query, key, value = cast_to_common_dtype(query, key, value)
+        kind = _get_call_kind(query, key, value, mask, position_bias, key_range, options["scaling"])
+    if kind is not None and passes_trial(
+        _flex_trial_results, kind, lambda: describe_flex_disagreement(kind), _describe_fallback(kind)
+    ):
         try:
-            return _flex(query, key, value, mask, position_bias, key_range, options["scaling"])
-        except NO_FAILURES:
+            return _attend_with_flex_attention(query, key, value, mask, position_bias, key_range, options["scaling"])
+        except NOT_KERNEL_FAILURES:
             raise
-        except Exception as error:  # of a compiler, for a shape that the small calls did not have
-            note(_flex_agreed, kind, failure("FlexAttention", error), _refusal(kind))
+        except Exception as error:  # such as a compiler error for a shape that the small calls did not cover
+            record_trial_result(
+                _flex_trial_results, kind, describe_failure("FlexAttention", error), _describe_fallback(kind)
+            )
     options |= {"position_bias": position_bias, "dropout": dropout, "key_range": key_range}
     return talking_heads_attention(query, key, value, mask, **options)
 
 
-def _talks(options: dict[str, Any]) -> bool:
+def _uses_talking_heads(options: dict[str, Any]) -> bool:
     return any(options.get(name) is not None for name in ("logits_proj", "weights_proj"))
 
 
-def _kind_of(
+def _get_call_kind(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,15 +121,15 @@ def _kind_of(
     key_range: KeyRange,
     scaling: float,
 ) -> Kind | None:
-    """Return the kind of a call, or None if FlexAttention does not support it."""
+    """Return the kind of a call, or None if FlexAttention does not support the call."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or query.numel() == 0:
         return None
-    # A CUDA graph would read masks that have been released.
+    # A captured CUDA graph would read masks that have already been freed.
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         return None
-    if key.shape[1] != value.shape[1] or not _has_block_masks():
+    if key.shape[1] != value.shape[1] or not _supports_partial_blocks():
         return None
     if min(query.shape[3], value.shape[3]) < LEAST_HEAD_DIM:
         return None
@@ -137,14 +149,14 @@ def _kind_of(
 
 
 @lru_cache(maxsize=1)
-def _has_block_masks() -> bool:
-    """Return True if this torch supports block masks for lengths that are not multiples of the block size."""
+def _supports_partial_blocks() -> bool:
+    """Return True if this torch release supports block masks for lengths that are not multiples of the block size."""
     from torch.nn.attention.flex_attention import BlockMask
 
     return "seq_lengths" in BlockMask.from_kv_blocks.__code__.co_varnames
 
 
-def _flex(
+def _attend_with_flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -153,30 +165,39 @@ def _flex(
     key_range: KeyRange,
     scaling: float,
 ) -> Tensor:
-    """Return [b, n, h, d_v]; arguments as in `attention_in_windows`, the bias by distance, [1, h, 1, 2 l - 1]."""
+    """Compute `attention_in_windows` with FlexAttention and return the outputs [b, n, h, d_v].
+
+    The bias is a table by distance, [1, h, 1, 2 l - 1].
+    """
     length, key_length = query.shape[2], key.shape[2]
     readable = None if mask is None else mask[:, 0, 0, -key_length:].expand(query.shape[0], key_length)
-    # This is a copy, because torch loses the gradient of a view that a `score_mod` reads.
+    # This is a copy, because torch loses the gradient of a view that is used in a `score_mod`.
     table = None if table is None else table[0, :, 0].clone()
-    # The inputs already have the autocast dtype (`one_dtype`). Under autocast, torch would compile another kernel.
+    # The inputs already have the autocast dtype (see `cast_to_common_dtype`). Under autocast, torch would compile
+    # another kernel.
     with torch.autocast(query.device.type, enabled=False):
-        output = _compiled()(
+        output = _get_compiled_flex_attention()(
             query,
             key,
             value,
-            score_mod=_score_mod(readable, table, _number("offset", key_length - length, query.device)),
-            block_mask=_block_mask(key_range, length, key_length, query.device),
+            score_mod=_create_score_mod(
+                readable, table, _get_number_tensor("offset", key_length - length, query.device)
+            ),
+            block_mask=_create_block_mask(key_range, length, key_length, query.device),
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
-            # torch has another kernel for few queries, which the trial did not test.
+            # torch has a different kernel for few queries, which the trial did not cover.
             kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )
     return output.transpose(1, 2)
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Callable[..., Tensor]:
-    """Return compiled FlexAttention. It raises an error if torch would compute n x m weights without a kernel."""
+def _get_compiled_flex_attention() -> Callable[..., Tensor]:
+    """Return a compiled FlexAttention function.
+
+    The function raises an error instead of computing all n x m weights without a kernel.
+    """
     import torch._dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -190,26 +211,26 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _number(role: str, value: int, device: torch.device) -> Tensor:
-    """Return a whole number as a tensor [], because torch would compile a kernel for each Python number.
+def _get_number_tensor(role: str, value: int, device: torch.device) -> Tensor:
+    """Return an integer as a tensor [], because torch would compile a kernel for each Python integer.
 
-    The role is a part of the cache key, because torch also compiles another kernel if two roles share one tensor.
+    The role is part of the cache key, because torch also compiles another kernel if two roles share a tensor.
     """
-    with torch.inference_mode(False):  # later calls, which may train, use the same tensor
+    with torch.inference_mode(False):  # the same tensor is used in later calls, which may need gradients
         return torch.tensor(value, device=device)
 
 
-def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) -> Callable[..., Tensor] | None:
-    """Return a `score_mod` of FlexAttention, which adds the bias by distance and excludes padding.
+def _create_score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) -> Callable[..., Tensor] | None:
+    """Return a `score_mod` for FlexAttention that adds the position bias and excludes padding.
 
     Args:
-        readable: True for keys that are not padding, [b, m].
+        readable: a mask [b, m] that is True for keys that are not padding.
         table: the bias [h, 2 l - 1] for the distances -(l - 1) .. l - 1 from a query to a key.
         offset: the position of the first query, [].
     """
     if readable is None and table is None:
         return None
-    middle: Any = None if table is None else _number("middle", table.shape[-1] // 2, table.device)
+    middle: Any = None if table is None else _get_number_tensor("middle", table.shape[-1] // 2, table.device)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if table is not None:
@@ -219,14 +240,14 @@ def _score_mod(readable: Tensor | None, table: Tensor | None, offset: Tensor) ->
     return score_mod
 
 
-@lru_cache(maxsize=4)  # a mask has (n / 128)^2 numbers
-def _block_mask(key_range: KeyRange, length: int, key_length: int, device: torch.device) -> Any:
-    """Return the `BlockMask` of a key range: the blocks to read, and a formula for those to read partly."""
+@lru_cache(maxsize=4)  # a mask has (n / 128)^2 elements
+def _create_block_mask(key_range: KeyRange, length: int, key_length: int, device: torch.device) -> Any:
+    """Return the `BlockMask` of a key range, with the key blocks to read and a function that masks their elements."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    # A longer distance than the text has no effect, and the kernel uses 32-bit numbers.
+    # Distances beyond the text length have no effect, and the kernel uses 32-bit integers.
     before, after, step, global_tokens, offset = (
-        _number(role, min(number, length + key_length), device)
+        _get_number_tensor(role, min(number, length + key_length), device)
         for role, number in zip((*KeyRange._fields, "first query"), (*key_range, key_length - length), strict=True)
     )
 
@@ -238,35 +259,36 @@ def _block_mask(key_range: KeyRange, length: int, key_length: int, device: torch
         near = near & (distance % step == 0) if is_dilated else near
         return near | (j < global_tokens) | (i + offset < global_tokens)
 
-    with torch.inference_mode(False):  # as in `_number`
-        some, whole = (blocks.to(device)[None, None] for blocks in blocks_that_are_read(key_range, length, key_length))
-        count, order = _in_order(some & ~whole)
-        of_whole = _in_order(whole)
+    with torch.inference_mode(False):  # as in `_get_number_tensor`
+        some, whole = (blocks.to(device)[None, None] for blocks in find_attended_blocks(key_range, length, key_length))
+        count, order = _order_blocks(some & ~whole)
+        of_whole = _order_blocks(whole)
         lengths = (length, key_length)
         return BlockMask.from_kv_blocks(
             count, order, of_whole[0], of_whole[1], BLOCK_SIZE=BLOCK, mask_mod=is_read, seq_lengths=lengths
         )
 
 
-def _in_order(read: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of blocks of keys that each block of queries reads, and the indices of all, these first."""
+def _order_blocks(read: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of key blocks that each query block reads, and all block indices with these blocks first."""
     return read.sum(-1, dtype=torch.int32), (~read).int().argsort(dim=-1, stable=True).int()
 
 
-def blocks_that_are_read(
+def find_attended_blocks(
     key_range: KeyRange, length: int, key_length: int, block: int = BLOCK
 ) -> tuple[Tensor, Tensor]:
-    """Return the blocks of keys that a block of queries reads, and those that all its queries read completely.
+    """Return the key blocks that each query block reads, and those that it reads completely.
 
-    The last blocks may be shorter than the others.
+    A block is read completely if all its keys are attended to by all queries. The last blocks may be shorter than the
+    others.
 
     Args:
-        key_range: the key range of the attention.
+        key_range: the key range of the attention module.
         length, key_length: n and m. The queries are at the last n of the m positions.
         block: the number of queries or keys per block.
 
     Returns:
-        Two boolean tensors [blocks of queries, blocks of keys].
+        Two boolean tensors [query blocks, key blocks].
     """
     first_row = torch.arange(0, length, block)[:, None]
     first, last = first_row + key_length - length, (first_row + block).clamp(max=length) - 1 + key_length - length
@@ -279,40 +301,40 @@ def blocks_that_are_read(
     return some, whole
 
 
-def _refusal(kind: Kind) -> str:
+def _describe_fallback(kind: Kind) -> str:
     return (
-        f"Windows on {kind.device} in {kind.dtype}, {kind.heads[0]} heads, are computed by blocks in plain torch, "
-        f"which is exact and slower"
+        f"Slower blocks in plain torch compute sliding-window attention on {kind.device} in {kind.dtype} with "
+        f"{kind.heads[0]} heads. The results are exact. Reason"
     )
 
 
-def disagreement(kind: Kind) -> str | None:
-    """Return the reason if FlexAttention does not agree with the blocks in small calls of this kind, or None."""
+def describe_flex_disagreement(kind: Kind) -> str | None:
+    """Return the reason if FlexAttention disagrees with the blocked backend in small calls of this kind, or None."""
 
     def errors() -> dict[str, float]:
         worst: dict[str, float] = {}
         for batch, length, global_tokens in SMALL_CALLS:
             states = _random_window_call(kind, batch, length)
-            # The hooks of a gradient checkpoint around this call must not see the tensors of the trial.
+            # Gradient-checkpointing hooks around this call must not see the tensors in the trial.
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-                actual, expected = (_flex_outcome(kind, states, global_tokens, by_flex) for by_flex in (True, False))
+                actual, expected = (_run_small_call(kind, states, global_tokens, by_flex) for by_flex in (True, False))
             for name, tensor in expected.items():
-                worst[name] = max(worst.get(name, 0.0), largest_error(actual[name], tensor, name))
+                worst[name] = max(worst.get(name, 0.0), compute_largest_error(actual[name], tensor, name))
         return worst
 
-    return disagreement_of("FlexAttention", errors, tolerance(kind.dtype))
+    return describe_disagreement("FlexAttention", errors, get_tolerance(kind.dtype))
 
 
 def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor]:
-    """Return the tensors of a small call. Each row has a third of the text more padding than the row before it."""
-    # A separate generator keeps the random state of a training run unchanged.
+    """Return the tensors for a small call. From each row to the next, the padding grows by a third of the text."""
+    # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
 
     def new(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=kind.device).to(dtype)
 
     (heads, kv_heads), (size, value_size) = kind.heads, kind.sizes
-    states = {  # with the strides that models have
+    states = {  # with the same strides as in models
         "query": new(kind.dtype, batch, length, heads, size).transpose(1, 2),
         "key": new(kind.dtype, batch, length, kv_heads, size).transpose(1, 2),
         "value": new(kind.dtype, batch, length, kv_heads, value_size).transpose(1, 2),
@@ -326,8 +348,8 @@ def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor
     return states
 
 
-def _flex_outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
-    """Return the output and the gradients of a small call. The blocks use float32 on the CPU."""
+def _run_small_call(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_flex: bool) -> dict[str, Tensor]:
+    """Return the output and the gradients of a small call. The blocked backend uses float32 on the CPU."""
     key_range = KeyRange(SMALL_WINDOW, SMALL_WINDOW, 1 + kind.is_dilated, global_tokens)
     states = {name: tensor.detach() for name, tensor in states.items()}
     if not by_flex:
@@ -340,7 +362,9 @@ def _flex_outcome(kind: Kind, states: dict[str, Tensor], global_tokens: int, by_
     with torch.set_grad_enabled(kind.with_backward), torch.autocast(kind.device.type, enabled=False):
         if by_flex:
             query, key, value = (states[name] for name in ("query", "key", "value"))
-            output = _flex(query, key, value, states.get("mask"), states.get("position_bias"), key_range, kind.scaling)
+            output = _attend_with_flex_attention(
+                query, key, value, states.get("mask"), states.get("position_bias"), key_range, kind.scaling
+            )
         else:
             call: dict[str, Any] = {**states, "scaling": kind.scaling, "key_range": key_range}
             output = talking_heads_attention(**call, backend="blocked")

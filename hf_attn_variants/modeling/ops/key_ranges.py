@@ -1,17 +1,17 @@
-"""Key ranges of sliding-window attention, blocks of queries and keys, and the equivalent mask for full attention.
+"""Key ranges for sliding-window attention, with their blocks and their masks for full attention.
 
-A block consists of consecutive queries, or of every `step`-th query if the window is dilated. It reads the global
-tokens and one slice of keys, which is the union of the windows of its queries:
+Attention is computed in blocks of consecutive queries, or of every `step`-th query if the window is dilated. A block
+reads the global tokens and one slice of keys, which is the union of its queries' windows:
 
     keys                0 1 2 3 4 5 6 7 8 9        before = after = 2, one global token
     query 5             x . . x x x x x . .
     query 6             x . . . x x x x x .
     block of 5 and 6    x . . x x x x x x .        two slices: 0:1 and 3:9
 
-Therefore, no tensor has the size n x m. `blocked_attention` computes the attention of each block. The queries of the
-global tokens form separate blocks that read every key.
+No tensor has the size n x m. `blocked_attention` computes the attention in each block. The queries of global tokens
+are in separate blocks that read all keys.
 
-Positions refer to the keys. The queries are at the last n of the m positions. The letters are defined in
+Positions are key positions. The queries are at the last n of the m positions. The symbols are defined in
 `softmax_attention`.
 
 Sources: arXiv 2004.05150 (Longformer), section 3.1; arXiv 2112.07916 (LongT5), section 3.1.1.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils import logging
 
-from .padded_rows import is_of_keys
+from .padded_rows import is_boolean_key_mask
 from .variant_attention import is_exporting
 
 __all__ = [
@@ -31,22 +31,22 @@ __all__ = [
     "BlockWindows",
     "KeyRange",
     "TransientGlobal",
-    "as_full_attention",
-    "block_rows",
-    "fills_blocks",
+    "key_range_to_mask_and_bias",
+    "num_queries_per_block",
     "relative_bias",
+    "should_compute_in_blocks",
 ]
 
-# A distance that is longer than any text. It represents a layer without a window. Larger sizes in a configuration are
-# errors.
+# A distance that exceeds the length of any text. It represents a layer without a window. Larger sizes in a
+# configuration raise an error.
 MAX_SIZE = 2**31
 
 
 class KeyRange(NamedTuple):
     """The key range of an attention module, defined by positions.
 
-    Query i attends to key j if i - before <= j <= i + after. Of these keys, it attends to every `step`-th, counted
-    from the query. In addition, it attends to key j if i or j is one of the first `global_tokens` positions.
+    Query i attends to every `step`-th key j with i - before <= j <= i + after, counted from the query. It also attends
+    to key j if i or j is one of the first `global_tokens` positions.
     """
 
     before: int
@@ -55,10 +55,10 @@ class KeyRange(NamedTuple):
     global_tokens: int = 0
 
     @classmethod
-    def of(cls, window: int | None, dilation: int, global_tokens: int, is_causal: bool) -> "KeyRange":
+    def from_window(cls, window: int | None, dilation: int, global_tokens: int, is_causal: bool) -> "KeyRange":
         """Return the key range of a window.
 
-        The window extends to both sides of the query by half its width. A causal window ends at the query.
+        The window extends by half its width to each side of the query. A causal window ends at the query.
 
         Args:
             window: w, or None for attention to all keys.
@@ -73,8 +73,8 @@ class KeyRange(NamedTuple):
         return cls(window // 2 * dilation, window // 2 * dilation, dilation, global_tokens)
 
     @property
-    def counts_tokens(self) -> bool:
-        """Return True if the key range depends on positions in the text and not only on distances."""
+    def depends_on_positions(self) -> bool:
+        """Return True if the key range depends on positions in the text, and not only on distances."""
         return self.global_tokens > 0
 
     @property
@@ -82,69 +82,69 @@ class KeyRange(NamedTuple):
         """Return True if a query does not attend to later keys."""
         return self.after == 0
 
-    def keys_read(self, key_length: int) -> int:
-        """Return the number of keys out of `key_length` that a query in the middle of the text attends to.
+    def num_attended_keys(self, key_length: int) -> int:
+        """Return how many of `key_length` keys a query in the middle of the text attends to.
 
-        Global tokens attend to all keys and are not considered.
+        Queries of global tokens, which attend to all keys, are not considered.
         """
         return min(key_length, (self.before + self.after) // self.step + 1 + self.global_tokens)
 
-    def allowed(self, queries: Any, keys: Any) -> Any:
-        """Return a boolean mask [n, m] of the keys at positions [m] that the queries at positions [n] attend to."""
+    def get_allowed_mask(self, queries: Any, keys: Any) -> Any:
+        """Return a boolean mask [n, m] that is True if a query at positions [n] attends to a key at positions [m]."""
         distance = keys - queries[:, None]
         near = (distance >= -self.before) & (distance <= self.after) & (distance % self.step == 0)
         return near | (keys < self.global_tokens) | (queries < self.global_tokens)[:, None]
 
-    def covers(self, length: int, key_length: int) -> bool:
+    def covers_all_keys(self, length: int, key_length: int) -> bool:
         """Return True if the queries at the last `length` of `key_length` positions attend to all keys.
 
-        A causal query must attend to all keys up to its position.
+        If the key range is causal, return True if they attend to all keys up to their own positions.
         """
         return self.step == 1 and key_length - 1 <= self.before and (self.is_causal or key_length - 1 <= self.after)
 
 
 class TransientGlobal(NamedTuple):
-    """The key range of transient-global attention: tokens within `radius` and a summary per `block` tokens.
+    """The key range of transient-global attention: tokens within `radius`, and one summary for each `block` tokens.
 
-    The module `transient_global` computes this attention.
+    The attention itself is computed in the `transient_global` module.
     """
 
     radius: int
     block: int
 
     @property
-    def counts_tokens(self) -> bool:
-        """Return True, because blocks are counted from the first token of the text."""
+    def depends_on_positions(self) -> bool:
+        """Return True, because blocks are counted from the first token in the text."""
         return True
 
     @property
     def is_causal(self) -> bool:
-        """Return False, because only encoders have this key range."""
+        """Return False, because only encoders support this key range."""
         return False
 
     @property
     def before(self) -> int:
-        """Return the maximum size, because an encoder does not have a cache."""
+        """Return the maximum size, because encoders do not have a cache."""
         return MAX_SIZE
 
-    def keys_read(self, key_length: int) -> int:
+    def num_attended_keys(self, key_length: int) -> int:
         """Return the number of keys and summaries that a query in the middle of `key_length` tokens attends to."""
         return min(key_length, 2 * self.radius + 1) + key_length // self.block
 
 
-# Follows the Transformers verbosity, also in Hub repositories
+# Follows the verbosity level of Transformers, even in Hub repositories
 logger = logging.get_logger("transformers.attn_variants")
 
-# The number of queries per block for a window of equal width. With fewer queries, a larger part of the computed logits
-# is inside the windows. With more queries, matrix products are faster (benchmarks/long/sliding_window.py --rows).
+# Possible numbers of queries per block. With fewer queries, a larger part of the computed logits is inside the
+# windows. With more queries, matrix products are faster (benchmarks/long/sliding_window.py --rows).
 WINDOW_ROWS = (512, 256, 128, 64, 32)
 MOST_ROWS = {"cpu": 64, "default": 512}
-# A mask for at least this many tokens causes a warning, because its size is quadratic.
+# If a mask covers more keys than this, a warning is logged, because the size of a mask grows quadratically.
 MOST_IN_A_MASK = 2048
 
 
-def block_rows(key_range: KeyRange, device: str) -> int:
-    """Return the number of queries per block, about half the window width within the limits of the device."""
+def num_queries_per_block(key_range: KeyRange, device: str) -> int:
+    """Return the number of queries per block: about half the window width, within the limits of the device."""
     most = min(
         MOST_ROWS.get(device, MOST_ROWS["default"]), (key_range.before + key_range.after) // key_range.step // 2
     )
@@ -152,19 +152,19 @@ def block_rows(key_range: KeyRange, device: str) -> int:
 
 
 def relative_bias(table: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return a bias [1, h, n, m] from a bias by distance.
+    """Look up the position bias [1, h, n, m] in a table by distance.
 
     Args:
-        table: [1, h, 1, 2 l - 1], the bias for the distances -(l - 1) .. l - 1 from a query to a key.
-        queries, keys: positions of the queries and keys, [n] and [m].
+        table: the bias for the distances -(l - 1) .. l - 1 from a query to a key, [1, h, 1, 2 l - 1].
+        queries, keys: the positions of the queries and keys, [n] and [m].
     """
     return table[:, :, 0, keys - queries[:, None] + table.shape[-1] // 2]
 
 
 class BlockWindows:
-    """The blocks of one call: the keys that each block reads, its mask and its bias.
+    """The blocks in one attention call, with the keys, the mask and the bias of each block.
 
-    Blocks in the middle of a text have the same mask and bias, so these are computed only once.
+    Blocks in the middle of a text have the same mask and bias, which are therefore computed only once.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class BlockWindows:
     ) -> None:
         self.key_range, self.table, self.device = key_range, table, query.device
         self.length, self.key_length = query.shape[2], key.shape[2]
-        self.rows = block_rows(key_range, query.device.type)
+        self.rows = num_queries_per_block(key_range, query.device.type)
         self.last_terms: tuple[Any, ...] = (None,)  # the last kind of block, its mask, its bias and its distances
         self.d_table: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None  # the part of the gradient that is not yet in `d_table`
@@ -180,14 +180,14 @@ class BlockWindows:
 
     @property
     def most_elements(self) -> int:
-        """Return the number of logits per head in a block, without the blocks of global queries."""
-        return self.rows * _keys_of_block(self.key_range, self.rows)
+        """Return the number of logits per head in a block, not counting the blocks of global tokens."""
+        return self.rows * _num_keys_per_block(self.key_range, self.rows)
 
     def blocks(self, global_rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
-        """Yield the queries of each block and the slices of the keys that they read, without duplicates.
+        """Yield the queries in each block and the slices of keys that they read, without duplicates.
 
         Args:
-            global_rows: the maximum number of queries in a block that reads every key.
+            global_rows: the maximum number of queries in a block that reads all keys.
         """
         key_range, length, offset = self.key_range, self.length, self.key_length - self.length
         first = min(key_range.global_tokens, length)
@@ -203,36 +203,37 @@ class BlockWindows:
                 global_keys = (slice(0, key_range.global_tokens),) if key_range.global_tokens else ()
                 yield slice(queries[0], queries[-1] + 1, key_range.step), (*global_keys, window)
 
-    def terms(self, rows: slice, spans: tuple[slice, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the allowed keys of a block, [r, m], and its bias, [1, h, r, m] or [r, m].
+    def get_mask_and_bias(self, rows: slice, spans: tuple[slice, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a block's mask of allowed keys [r, m] and its bias, [1, h, r, m] or [r, m].
 
         The bias is minus infinity for keys that are not allowed.
         """
-        # The terms depend only on distances, unless the block reads global tokens. They then depend on positions.
+        # The mask and bias depend only on distances, except in blocks that read global tokens, where they depend on
+        # positions.
         first = rows.start + self.key_length - self.length
         by_position = rows.start < self.key_range.global_tokens or (self.table is not None and len(spans) > 1)
         kind = (rows.stop - rows.start, *(span.stop - span.start for span in spans), spans[-1].start - first)
         kind = (*kind, first if by_position else None)
         if self.last_terms[0] != kind:
-            self.finish_bias_gradient(self.d_table)  # Add the gradient that blocks of the last kind have accumulated
+            self.finish_bias_gradient(self.d_table)  # add the gradient of the previous kind of block first
             queries = torch.arange(rows.start, rows.stop, rows.step or 1, device=self.device) + first - rows.start
             keys = torch.cat([torch.arange(s.start, s.stop, s.step or 1, device=self.device) for s in spans])
-            near = self.key_range.allowed(queries, keys)
+            near = self.key_range.get_allowed_mask(queries, keys)
             bias = self.zero if self.table is None else relative_bias(self.table, queries, keys)
             self.last_terms = (kind, near, torch.where(near, bias, -torch.inf), keys - queries[:, None])
         return self.last_terms[1:3]
 
     def add_bias_gradient(self, d_table: torch.Tensor, d_logits: torch.Tensor) -> None:
-        """Add the gradient of the logits of the last block, [B, h, r, m], to the gradient of the table.
+        """Add the gradient of the last block's logits, [B, h, r, m], to the gradient of the bias table.
 
-        Gradients of equal blocks are summed first, because scattering takes longer. `finish_bias_gradient` scatters
-        the last sum.
+        Gradients of equivalent blocks are summed first, because scattering takes longer. `finish_bias_gradient`
+        scatters the last sum.
         """
         self.d_table, by_head = d_table, d_logits.sum(0)
         self.gradient = by_head if self.gradient is None else self.gradient.add_(by_head)
 
     def finish_bias_gradient(self, d_table: torch.Tensor | None) -> None:
-        """Add the accumulated gradient, if there is one, to the gradient of the table, [1, h, 1, 2 l - 1]."""
+        """Add the accumulated gradient, if any, to the gradient of the bias table, [1, h, 1, 2 l - 1]."""
         if self.gradient is None or d_table is None:
             return
         index = (self.last_terms[3] + d_table.shape[-1] // 2).flatten()
@@ -240,27 +241,29 @@ class BlockWindows:
         self.gradient = None
 
 
-def fills_blocks(key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Return True if attention in blocks supports a call and is likely to be faster than full attention.
+def should_compute_in_blocks(
+    key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    """Return True if a call can be computed in blocks and is likely to be faster this way than with full attention.
 
-    The mask must be boolean and must not depend on the query. Full attention with a mask is faster if the text is
-    shorter than twice the number of keys per block.
+    The mask must be boolean and the same for all queries. If the text is shorter than twice the number of keys per
+    block, full attention with a mask is faster.
     """
     length, key_length = query.shape[2], key.shape[2]
     if is_exporting() or query.shape[0] != key.shape[0] or length == 1:  # an exported graph must support every length
         return False
     if not isinstance(key_range, KeyRange):
         return False
-    return (mask is None or is_of_keys(mask)) and key_length >= 2 * _keys_of_block(
-        key_range, block_rows(key_range, query.device.type)
+    return (mask is None or is_boolean_key_mask(mask)) and key_length >= 2 * _num_keys_per_block(
+        key_range, num_queries_per_block(key_range, query.device.type)
     )
 
 
-def _keys_of_block(key_range: KeyRange, rows: int) -> int:
+def _num_keys_per_block(key_range: KeyRange, rows: int) -> int:
     return rows + (key_range.before + key_range.after) // key_range.step + key_range.global_tokens
 
 
-def as_full_attention(
+def key_range_to_mask_and_bias(
     key_range: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -273,20 +276,20 @@ def as_full_attention(
     Args:
         key_range: the key range of the attention module, a `KeyRange` or a `BlockPattern`.
         query, key: [b, h_k, n, d] and [b, k, m, d].
-        mask: as in `attention_with_weights`. Only the last m keys of the mask are used, because the cache may be
-            shorter.
-        table: the bias by distance (see `relative_bias`).
-        is_global: True for the tokens of an encoder that are global in addition to the first ones, [b, n].
+        mask: as in `attention_with_weights`. Only its last m keys are used, because the cache may be shorter than the
+            mask.
+        table: the bias table by distance (see `relative_bias`).
+        is_global: a mask [b, n] of encoder tokens that are global in addition to the first ones.
 
     Raises:
-        ValueError: if an encoder has keys before its queries, such as the prefixes of peft. They would be outside most
+        ValueError: if an encoder has keys before its queries, such as PEFT prefixes, which would be outside most
             windows.
     """
     length, key_length = query.shape[2], key.shape[2]
     if not key_range.is_causal and not is_exporting() and key_length != length:
         raise ValueError(
-            f"The keys must belong to the queries with `attention_pattern`, got {length} queries and "
-            f"{key_length} keys. Remove the prefix of {key_length - length} keys."
+            f"Keys and queries must belong to the same tokens with `attention_pattern`, got {length} queries and "
+            f"{key_length} keys. Remove the {key_length - length} prefix keys."
         )
     keys = torch.arange(key_length, device=query.device)
     queries = keys
@@ -296,15 +299,15 @@ def as_full_attention(
     bias = None if table is None else relative_bias(table, queries, keys)
     if not is_exporting() and key_length > MOST_IN_A_MASK and not isinstance(key_range, KeyRange):
         logger.warning_once(
-            f"attention_pattern={key_range.kind.name!r} creates a mask of {length} x {key_length} "
-            'numbers. Use "sdpa" without `output_attentions` to avoid it.'
+            f"attention_pattern={key_range.kind.name!r} creates a mask with {length} x {key_length} "
+            'elements. Use `attn_implementation="sdpa"` without `output_attentions` to avoid it.'
         )
-    # In these cases, the `is_causal` argument of the attention function is sufficient, or a single query reads all
-    # keys.
+    # In these cases, the attention function needs no mask beyond its `is_causal` argument, or a single query attends
+    # to all keys.
     needs_no_mask = not key_range.is_causal or length == 1 or (mask is None and key_length == length)
-    if not is_exporting() and key_range.covers(length, key_length) and needs_no_mask:
+    if not is_exporting() and key_range.covers_all_keys(length, key_length) and needs_no_mask:
         return mask, bias
-    allowed = key_range.allowed(queries, keys)
+    allowed = key_range.get_allowed_mask(queries, keys)
     allowed = allowed[(None,) * (4 - allowed.dim())]
     if is_global is not None:
         allowed = allowed | is_global[:, None, None] | is_global[:, None, :, None]

@@ -1,20 +1,21 @@
-"""Attention of few queries to a latent on a GPU, with Triton kernels that read the latent once.
+"""Attention from a few queries to a latent on a GPU, with Triton kernels that read the latent only once.
 
-In the absorbed form of `latent_attention`, a decoding step reads one latent [b, 1, m, r], which is the key and the
-value of all heads. The fused kernels of torch on CUDA read it twice, and they are slow for r > 256. With a batch of
-64, they take three times as long as with keys and values of every head (benchmarks/gpu/README.md). Here, n is the
-number of rows of all heads and beams. Two kernels compute the attention:
+In the absorbed form of `latent_attention`, a decoding step reads one latent [b, 1, m, r], which serves as both the key
+and the value of all heads. The fused CUDA kernels in torch read it twice, and they are slow for r > 256. With a batch
+size of 64, they take three times as long as with separate keys and values for each head (benchmarks/gpu/README.md). In
+this module, n is the number of query rows from all heads and beams. The attention is computed by two kernels:
 
-    partial_kernel    a program reads a part of the keys for up to a block of rows, one block of keys at a time
+    partial_kernel    a program reads a part of the keys for a block of rows, one block of keys at a time
     combine_kernel    combines the parts of a row, weighted by their sums of exponentials
 
-A block of keys is in shared memory and is a factor of both products. The long side of the products is first the number
-of keys and then the width of the latent. The matrix units of Hopper read this side from shared memory. The few rows
-are the short side. The width is split into two powers of two, such as 768 = 512 + 256. A single power of two would add
-a quarter of zeros.
+A block of keys stays in shared memory and is used in both products. The long side is the number of keys in the first
+product and the latent width in the second. The matrix units of Hopper GPUs read this side from shared memory. The
+short side is the small number of rows. The width is split into two powers of two, such as 768 = 512 + 256, because
+padding it to a single power of two would waste a quarter of the computation.
 
-Each kind of call starts with a trial (`backend_choice`): a small call must agree with the formula. The letters are
-those of `softmax_attention`; c is the number of keys per block and w is a width. Without Triton, the kernels are None.
+The first call of each kind is preceded by a trial (see `backend_choice`), in which a small call must agree with the
+formula. The symbols are defined in `softmax_attention`; c is the number of keys per block and w is a width. Without
+Triton, the kernels are None.
 
 Sources: arXiv 2405.04434, section 2.1.2 (the absorbed form); arXiv 2205.14135 (sequential blocks of keys);
 "Flash-Decoding for long-context inference" (Stanford CRFM, 2023; parallel parts of the keys).
@@ -27,19 +28,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .backend_choice import NO_FAILURES, agrees, disagreement_of, failure, largest_error, note
-from .memory_efficient_attention import NAMESPACE, autocasts, registered_op
-from .triton_attention import covers_device, kind_of_mask
+from .backend_choice import (
+    NOT_KERNEL_FAILURES,
+    compute_largest_error,
+    describe_disagreement,
+    describe_failure,
+    passes_trial,
+    record_trial_result,
+)
+from .memory_efficient_attention import NAMESPACE, get_registered_op, is_autocast_enabled
+from .triton_attention import get_mask_type, supports_device
 from .variant_attention import is_exporting
 
 __all__ = [
-    "Launch",
+    "LaunchSettings",
     "attend_to_one_latent",
+    "choose_launch_settings",
     "combine_kernel",
-    "launch_of",
-    "one_latent_by_kernels",
-    "one_latent_serves",
     "partial_kernel",
+    "run_latent_kernels",
+    "should_use_latent_kernels",
     "triton",
 ]
 
@@ -48,24 +56,24 @@ combine_kernel: Any
 try:
     import triton
     import triton.language as tl
-except ImportError:  # the package and its Hub repositories must load without a GPU
+except ImportError:  # the package and its Hub repositories must also load without Triton
     triton = partial_kernel = combine_kernel = None
 
 
-# These numbers change between calls. The kernels are compiled without specialization on them.
+# Arguments that change between calls. The kernels are not specialized for their values.
 ANY_LATENT_NUMBER = ["rows", "length", "keys_of_part", "parts", "mask_stride_b", "mask_stride_r"]
 
 if triton is not None:
 
     @triton.jit
     def _read_rows(at, stride, rows, end, columns, WIDTH: tl.constexpr):
-        """Load [rows, w] of a matrix with row stride `stride`; positions outside the matrix are zero."""
+        """Load a block [rows, w] of a matrix with row stride `stride`. Positions outside the matrix are zero."""
         inside = (rows < end)[:, None] & (columns < WIDTH)[None, :]
         return tl.load(at + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
     @triton.jit
-    def _where_there(logits, inside, at, offs_r, rows, stride_r, MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr):
-        """Return logits [c, r], times log2(e), with minus infinity for keys that are not allowed."""
+    def _mask_logits(logits, inside, at, offs_r, rows, stride_r, MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr):
+        """Return the logits [c, r], times log2(e), with minus infinity for keys that are not allowed."""
         if MASK > 0:
             if MASK_OF_ROWS:
                 at += offs_r[None, :] * stride_r
@@ -90,11 +98,11 @@ if triton is not None:
         WIDTH: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
         MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr, IN_PARTS: tl.constexpr,
     ):  # fmt: skip
-        """Attend to a part of the keys; the program axes are batch, part and block of rows.
+        """Attend to a part of the keys. The program axes are batch, part and block of rows.
 
-        The kernel writes the outputs of the part, [b, parts, rows, w]. It also writes its largest logits (times
-        log2(e)) and its sums of exponentials, [b, parts, rows, 2]. A single log-sum-exp would lose the sums if all
-        logits are the lowest finite number.
+        The kernel writes the outputs of the part, [b, parts, rows, w], with its largest logits (times log2(e)) and
+        sums of exponentials, [b, parts, rows, 2]. A single log-sum-exp would lose the sums if all logits are the
+        lowest finite number.
         """
         batch, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
         offs_r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -119,11 +127,11 @@ if triton is not None:
                 logits = tl.dot(block_2, query_2, logits)
             logits = logits * scale
             mask_at = mask_ptr + batch * mask_stride_b + keys[:, None] * mask_stride_m
-            logits = _where_there(
+            logits = _mask_logits(
                 logits, (keys < end)[:, None], mask_at, offs_r, rows, mask_stride_r, MASK, MASK_OF_ROWS
             )
             new_top = tl.maximum(top, tl.max(logits, 0))
-            safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # for a row without any allowed key so far
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)  # for rows without any allowed keys so far
             factor = tl.exp2(top - safe)
             weights = tl.exp2(logits - safe[None, :])
             total = total * factor + tl.sum(weights, 0)
@@ -148,14 +156,14 @@ if triton is not None:
         part_ptr, sums_ptr, output_ptr, rows, parts,
         WIDTH: tl.constexpr, COLUMNS: tl.constexpr, MOST_PARTS: tl.constexpr,
     ):  # fmt: skip
-        """Combine the parts of a row; the program axes are batch and row."""
+        """Combine the parts of a row. The program axes are batch and row."""
         batch, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
         offs_p, columns = tl.arange(0, MOST_PARTS), tl.arange(0, COLUMNS)
         sums_at = sums_ptr + 2 * ((batch * parts + offs_p) * rows + row)
         tops = tl.load(sums_at, mask=offs_p < parts, other=float("-inf"))
         sums = tl.load(sums_at + 1, mask=offs_p < parts, other=0.0)
         top = tl.max(tops, 0)
-        top = tl.where(top == float("-inf"), 0.0, top)  # for a row without any allowed key
+        top = tl.where(top == float("-inf"), 0.0, top)  # for rows without any allowed keys
         total = tl.sum(tl.exp2(tops - top) * sums, 0)
         total = tl.where(total == 0.0, 1.0, total)
         output = tl.zeros([COLUMNS], tl.float32)
@@ -168,19 +176,19 @@ if triton is not None:
 
 LATENT_DTYPES = (torch.bfloat16, torch.float16)
 MOST_LATENT_ROWS, LEAST_WIDTH, MOST_WIDTH = 16, 16, 1024
-# The launch settings were measured only on Hopper. Other GPUs have less shared memory or other matrix units.
+# The launch settings were only measured on Hopper GPUs. Other GPUs have less shared memory or different matrix units.
 MEASURED_CAPABILITY = 9
-# Outside a compiled graph, Python needs about 0.1 ms longer to launch two Triton kernels than one kernel of torch. The
-# Triton kernels are faster from this number of bytes on.
+# Outside compiled graphs, Python takes about 0.1 ms longer to launch two Triton kernels than to launch one torch
+# kernel. The Triton kernels are faster if the latent has at least this number of bytes.
 LEAST_BYTES = 2**29
-# The tolerated relative error of a row in the trial. It is far above rounding errors and far below the error of one
-# missing key.
+# The tolerated relative error of a row in the trial. It is much larger than rounding errors and much smaller than the
+# error that a single missing key would cause.
 LATENT_TOLERANCE = 2e-2
 LOG2_E = 1.4426950408889634
 
 
-class Launch(NamedTuple):
-    """The launch settings of the first kernel: keys per block, rows per program, warps, stages and most programs."""
+class LaunchSettings(NamedTuple):
+    """Launch settings for `partial_kernel`: keys per block, rows per program, warps, stages, and maximum programs."""
 
     block: int
     rows: int
@@ -189,8 +197,8 @@ class Launch(NamedTuple):
     programs: int
 
 
-class _LatentKind(NamedTuple):
-    """Properties of a call that need their own compiled kernel."""
+class _LatentCallKind(NamedTuple):
+    """The properties of a call for which a separate kernel is compiled."""
 
     device: torch.device
     dtype: torch.dtype
@@ -201,17 +209,20 @@ class _LatentKind(NamedTuple):
     in_parts: bool
 
 
-_latents_agreed: dict[_LatentKind, bool] = {}
+_latent_trial_results: dict[_LatentCallKind, bool] = {}
 
 
-def one_latent_serves(query: Tensor, latent: Tensor, mask: Tensor | None, dropout: float) -> bool:
-    """Return True if a call should use the kernels after their trial. The function never raises an error.
+def should_use_latent_kernels(query: Tensor, latent: Tensor, mask: Tensor | None, dropout: float) -> bool:
+    """Return True if a call should use these kernels, provided that their trial succeeds.
+
+    This function never raises an error.
+
 
     Args:
         query: [b, 1, n, r].
         latent: c [b, 1, m, r].
         mask: as in `attend_to_one_latent`.
-        dropout: the probability that a weight is dropped.
+        dropout: the dropout probability.
     """
     if triton is None or dropout or is_exporting() or torch.jit.is_tracing() or not _is_measured(query.device):
         return False
@@ -221,29 +232,29 @@ def one_latent_serves(query: Tensor, latent: Tensor, mask: Tensor | None, dropou
         return False
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, latent, mask) if tensor is not None):
         return False
-    if autocasts(query.device.type) and torch.get_autocast_dtype(query.device.type) != query.dtype:
+    if is_autocast_enabled(query.device.type) and torch.get_autocast_dtype(query.device.type) != query.dtype:
         return False
     if query.shape[2] > MOST_LATENT_ROWS or not LEAST_WIDTH <= latent.shape[-1] <= MOST_WIDTH:
         return False
-    # A compiled step is usually in a CUDA graph, which has no cost per launch.
+    # A compiled step usually runs in a CUDA graph, in which launches are free.
     return torch.compiler.is_compiling() or latent.numel() * latent.element_size() >= LEAST_BYTES
 
 
 @torch.compiler.assume_constant_result
 def _is_measured(device: torch.device) -> bool:
     if device.type != "cuda":
-        return covers_device(device)
-    return covers_device(device) and torch.cuda.get_device_capability(device)[0] == MEASURED_CAPABILITY
+        return supports_device(device)
+    return supports_device(device) and torch.cuda.get_device_capability(device)[0] == MEASURED_CAPABILITY
 
 
 def attend_to_one_latent(query: Tensor, latent: Tensor, mask: Tensor | None = None, *, scaling: float) -> Tensor:
-    """Attend to a latent that is the key and the value of all rows. The function is not differentiable.
+    """Attend to a latent that is both the key and the value for all rows. This function is not differentiable.
 
     Args:
-        query: [b, 1, n, r], the rows of all heads and beams that read the same latent.
+        query: the rows of all heads and beams that read the same latent, [b, 1, n, r].
         latent: c [b, 1, m, r].
-        mask: boolean (True = attend) or additive, of four dimensions, broadcastable to [b, 1, n, m]. A row that may
-            attend to nothing gets zeros.
+        mask: a boolean mask (True = attend) or an additive mask with four dimensions, broadcastable to [b, 1, n, m].
+            The output is zero for rows without any allowed keys.
         scaling: the factor of the dot products.
 
     Returns:
@@ -255,45 +266,49 @@ def attend_to_one_latent(query: Tensor, latent: Tensor, mask: Tensor | None = No
 
 
 def _attend(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    # Triton launches on the current device, which may differ from the device of the tensors.
+    # Triton launches kernels on the current device, which may differ from the device of the tensors.
     with torch.cuda.device_of(query):
-        return _attend_here(query, latent, mask, scaling)
+        return _attend_on_current_device(query, latent, mask, scaling)
 
 
-def _attend_here(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    launch = launch_of(query, latent)
-    kind = _LatentKind(
+def _attend_on_current_device(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    launch = choose_launch_settings(query, latent)
+    kind = _LatentCallKind(
         device=query.device,
         dtype=query.dtype,
         width=query.shape[-1],
         rows=query.shape[2],
         mask=None if mask is None else mask.dtype,
         has_mask_of_rows=mask is not None and _row_stride(mask) != 0,
-        in_parts=_parts(query, latent, launch)[0] > 1,
+        in_parts=_partition_keys(query, latent, launch)[0] > 1,
     )
-    refusal = (
-        f"Attention to a latent of {kind.width} on {kind.device} in {kind.dtype}, {kind.rows} rows, is computed by "
-        f"torch's kernels, which are slower"
+    fallback_message = (
+        f"The slower kernels in torch compute attention to a latent of dimension {kind.width} on {kind.device} in "
+        f"{kind.dtype} with {kind.rows} rows. Reason"
     )
-    if agrees(_latents_agreed, kind, partial(_latent_disagreement, kind, launch), refusal):
+    if passes_trial(
+        _latent_trial_results, kind, partial(_describe_latent_disagreement, kind, launch), fallback_message
+    ):
         try:
-            return one_latent_by_kernels(query, latent, mask, scaling, launch)
-        except NO_FAILURES:
+            return run_latent_kernels(query, latent, mask, scaling, launch)
+        except NOT_KERNEL_FAILURES:
             raise
-        except Exception as error:  # of a compiler, for mask strides that the trial did not have
-            note(_latents_agreed, kind, failure("the Triton kernels", error), refusal)
+        except Exception as error:  # such as a compiler error for mask strides that the trial did not cover
+            record_trial_result(
+                _latent_trial_results, kind, describe_failure("the Triton kernels", error), fallback_message
+            )
     return scaled_dot_product_attention(query, latent, latent, mask, scale=scaling).contiguous()
 
 
-def launch_of(query: Tensor, latent: Tensor) -> Launch:
-    """Return the launch settings for these inputs, as measured on an H200 (benchmarks/gpu/latent_kernel.py)."""
+def choose_launch_settings(query: Tensor, latent: Tensor) -> LaunchSettings:
+    """Return the fastest launch settings for these inputs, measured on an H200 (benchmarks/gpu/latent_kernel.py)."""
     if latent.shape[-1] <= 256:
-        return Launch(block=64, rows=16, warps=4, stages=2, programs=528)
-    return Launch(block=32, rows=16, warps=4, stages=3 if latent.shape[-1] <= 640 else 2, programs=264)
+        return LaunchSettings(block=64, rows=16, warps=4, stages=2, programs=528)
+    return LaunchSettings(block=32, rows=16, warps=4, stages=3 if latent.shape[-1] <= 640 else 2, programs=264)
 
 
-def _parts(query: Tensor, latent: Tensor, launch: Launch) -> tuple[int, int]:
-    """Return the number of parts of a latent, and the number of keys per part, a multiple of the block size."""
+def _partition_keys(query: Tensor, latent: Tensor, launch: LaunchSettings) -> tuple[int, int]:
+    """Return the number of parts of a latent and the number of keys per part, a multiple of the block size."""
     programs = query.shape[0] * -(-query.shape[2] // launch.rows)
     blocks = -(-latent.shape[2] // launch.block)
     parts = max(1, min(launch.programs // programs, blocks))
@@ -305,14 +320,14 @@ def _row_stride(mask: Tensor) -> int:
     return mask.stride(2) if mask.shape[2] > 1 else 0
 
 
-def one_latent_by_kernels(
-    query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float, launch: Launch
+def run_latent_kernels(
+    query: Tensor, latent: Tensor, mask: Tensor | None, scaling: float, launch: LaunchSettings
 ) -> Tensor:
-    """Compute `attend_to_one_latent` with the kernels and these launch settings."""
+    """Compute `attend_to_one_latent` with the kernels and the given launch settings."""
     (batches, _, rows, width), length = query.shape, latent.shape[2]
     first = 1 << (width.bit_length() - 1)
     second = max(16, triton.next_power_of_2(width - first))
-    parts, keys_of_part = _parts(query, latent, launch)
+    parts, keys_of_part = _partition_keys(query, latent, launch)
     query, latent = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, latent))
     output = torch.empty((batches, 1, rows, width), dtype=query.dtype, device=query.device)
     partial_output, sums = output, output
@@ -327,7 +342,7 @@ def one_latent_by_kernels(
         query, latent, query if mask is None else mask, partial_output, sums,
         scaling * LOG2_E, rows, length, keys_of_part, parts,
         query.stride(0), query.stride(2), latent.stride(0), latent.stride(2), *mask_strides,
-        WIDTH=width, FIRST=first, SECOND=second, ROWS=launch.rows, BLOCK=launch.block, MASK=kind_of_mask(mask),
+        WIDTH=width, FIRST=first, SECOND=second, ROWS=launch.rows, BLOCK=launch.block, MASK=get_mask_type(mask),
         MASK_OF_ROWS=mask_strides[1] != 0, IN_PARTS=parts > 1, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     if parts > 1:
@@ -336,9 +351,9 @@ def one_latent_by_kernels(
     return output
 
 
-def _latent_disagreement(kind: _LatentKind, launch: Launch) -> str | None:
-    """Return the reason if the kernels do not agree with the formula in a small call of this kind, or None."""
-    # There are one or two parts of several blocks each, and the last block is incomplete.
+def _describe_latent_disagreement(kind: _LatentCallKind, launch: LaunchSettings) -> str | None:
+    """Return the reason if the kernels disagree with the formula in a small call of this kind, or None."""
+    # The keys form one or two parts with several blocks each, and the last block is incomplete.
     length = 5 * launch.block - 3
     launch = launch._replace(programs=4 if kind.in_parts else 1)
 
@@ -348,26 +363,27 @@ def _latent_disagreement(kind: _LatentKind, launch: Launch) -> str | None:
         if mask is not None:
             there = mask.cpu()
             added = torch.where(there, 0.0, -torch.inf) if mask.dtype == torch.bool else there.float()
-        actual = one_latent_by_kernels(query, latent, mask, scaling, launch)
+        actual = run_latent_kernels(query, latent, mask, scaling, launch)
         exact_query, exact_latent = query.cpu().float(), latent.cpu().float()
         expected = torch.softmax(exact_query @ exact_latent.mT * scaling + added, -1) @ exact_latent
-        # The first column has much larger values and is not compared.
+        # The first column is not compared, because its values are much larger.
         actual, expected = (tensor[..., 1:].transpose(1, 2) for tensor in (actual, expected))
-        return {"output": largest_error(actual, expected, "output")}
+        return {"output": compute_largest_error(actual, expected, "output")}
 
-    return disagreement_of("the Triton kernels", errors, LATENT_TOLERANCE)
+    return describe_disagreement("the Triton kernels", errors, LATENT_TOLERANCE)
 
 
-def _random_latent_call(kind: _LatentKind, length: int, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the queries, the latent and the mask of a small call. The mask excludes the first block of keys."""
-    # A separate generator keeps the random state of the caller unchanged.
+def _random_latent_call(kind: _LatentCallKind, length: int, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the queries, the latent and the mask for a small call. The mask excludes the first block of keys."""
+    # A separate generator leaves the caller's random state unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
 
     def new(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=kind.device)
 
     query, latent, mask = new(2, 1, kind.rows, kind.width), new(2, 1, length, kind.width), None
-    # The logits are about -4, so that a missing key of zeros would have a larger weight than all real keys.
+    # The logits are about -4, so that a key that is wrongly read as zeros would have a larger weight than all real
+    # keys.
     query[..., 0], latent[..., 0] = 2 * kind.width**0.25, -2 * kind.width**0.25
     if kind.mask is not None:
         mask = new(2, 1, kind.rows if kind.has_mask_of_rows else 1, length)
@@ -380,7 +396,7 @@ def _attend_fake(query: Tensor, latent: Tensor, mask: Tensor | None, scaling: fl
     return query.new_empty(query.shape)
 
 
-_op = registered_op("attend_to_one_latent")
+_op = get_registered_op("attend_to_one_latent")
 if _op is None:
     _op = torch.library.custom_op(
         f"{NAMESPACE}::attend_to_one_latent",

@@ -1,18 +1,18 @@
-"""Left-padded rows: attention mechanisms that count tokens must start at the first real token.
+"""Support for left-padded rows in attention mechanisms that depend on token positions.
 
-Blocks, global tokens, summaries, compressed keys and projections along the length depend on positions in the text. A
-row with padding on the left is rolled, so that its text begins at position 0 and the padding follows the text. Its
-outputs are rolled back:
+Blocks, global tokens, summaries, compressed keys and projections along the sequence depend on positions in the text
+and must start at the first real token. A row with padding on the left is therefore rolled, so that its text begins at
+position 0 and the padding follows. The outputs are rolled back afterwards:
 
     positions         0 1 2 3 4 5
     row with padding  . . a b c d      first = 2
     rolled            a b c d . .      position i has the token of position (i + first) % n
     rolled back       . . a b c d      position i has the output of position (i - first) % n
 
-Therefore, a row has the same outputs by itself and in any batch. `BlockPattern`, which decoders also use, receives the
-position of the first token of each row instead.
+A row therefore has the same outputs in any batch. Instead of rolling rows, `BlockPattern`, which decoders also use,
+receives the position of the first token in each row.
 
-The letters are defined in `softmax_attention`.
+The symbols are defined in `softmax_attention`.
 """
 
 from collections.abc import Callable
@@ -23,56 +23,66 @@ import torch
 
 from .variant_attention import VariantAttention, is_traced
 
-__all__ = ["RolledRows", "from_first_token", "is_of_keys", "rolled_rows", "settle_padding", "text_places"]
+__all__ = [
+    "RowRoller",
+    "find_text_spans",
+    "get_row_roller",
+    "is_boolean_key_mask",
+    "roll_padded_rows",
+    "set_padding_rule",
+]
 
-# The treatment of left-padded rows: NOTHING if the attention counts no tokens, ROLLED if the rows are rolled,
-# BY_PATTERN if the pattern knows the first token of each row.
-NOTHING, ROLLED, BY_PATTERN = range(3)
+# How left-padded rows are handled: KEEP_ROWS if the attention does not depend on positions, ROLL_ROWS if the rows are
+# rolled, or BY_PATTERN if the pattern knows the first token of each row.
+KEEP_ROWS, ROLL_ROWS, BY_PATTERN = range(3)
 
 
-def settle_padding(module: VariantAttention) -> None:
-    """Set the treatment of padded rows; `key_range`, `compression` and `kernel` must be set before."""
+def set_padding_rule(module: VariantAttention) -> None:
+    """Set how an attention module handles padded rows.
+
+    Its `key_range`, `compression` and `kernel` must already be set.
+    """
     key_range, kernel = module.key_range, module.kernel
-    counts = key_range is not None and key_range.counts_tokens
-    knows_rows = hasattr(key_range, "of_rows")
-    rolls = module.compression is not None or (kernel is not None and kernel.counts_tokens)
+    counts = key_range is not None and key_range.depends_on_positions
+    knows_rows = hasattr(key_range, "for_padded_rows")
+    rolls = module.compression is not None or (kernel is not None and kernel.depends_on_positions)
     rolls = rolls or (counts and not knows_rows)
-    module.padding_rule = ROLLED if rolls else BY_PATTERN if counts else NOTHING
+    module.padding_rule = ROLL_ROWS if rolls else BY_PATTERN if counts else KEEP_ROWS
 
 
-class RolledRows:
-    """A transformation that moves the text of each row to its beginning and the left padding behind it.
+class RowRoller:
+    """Moves the text in each row to the beginning of the row, and moves the left padding to its end.
 
     Args:
         first: the position of the first token of each row, [b or 1].
-        length: n, the number of positions of a row.
+        length: n, the number of positions in a row.
     """
 
     def __init__(self, first: torch.Tensor, length: int) -> None:
         places = torch.arange(length, device=first.device)
         self.there, self.back = (places + first[:, None]) % length, (places - first[:, None]) % length  # [b, n]
 
-    def rolled(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return a tensor [b, ..., n, ...] with its rows rolled along an axis."""
-        return _taken(tensor, axis, self.there)
+    def roll(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        """Roll the rows of a tensor [b, ..., n, ...] along an axis."""
+        return _gather_along_axis(tensor, axis, self.there)
 
-    def unrolled(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return a rolled tensor [b, ..., n, ...] with its rows at their original positions."""
-        return _taken(tensor, axis, self.back)
+    def unroll(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        """Roll the rows of a tensor [b, ..., n, ...] back to their original positions."""
+        return _gather_along_axis(tensor, axis, self.back)
 
-    def unrolled_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return weights [b, h, n, m] with queries and tokens at their original positions.
+    def unroll_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Roll attention weights [b, h, n, m] back to the original positions of queries and keys.
 
-        The last n keys are tokens. The weights of summaries, which precede them, and of compressed keys are not moved.
+        The last n keys are tokens. Summaries, which precede them, and compressed keys are not moved.
         """
-        weights, length = self.unrolled(weights, 2), self.back.shape[1]
+        weights, length = self.unroll(weights, 2), self.back.shape[1]
         before = weights.shape[3] - length  # number of summaries
         if before < 0:  # compressed keys are not tokens and start at the beginning of the text
             return weights
-        return torch.cat([weights[..., :before], self.unrolled(weights[..., before:], 3)], 3)
+        return torch.cat([weights[..., :before], self.unroll(weights[..., before:], 3)], 3)
 
 
-def _taken(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor:
+def _gather_along_axis(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor:
     shape = [1] * tensor.dim()
     shape[0], shape[axis] = index.shape
     sizes = [*tensor.shape[:axis], index.shape[1], *tensor.shape[axis + 1 :]]
@@ -80,24 +90,24 @@ def _taken(tensor: torch.Tensor, axis: int, index: torch.Tensor) -> torch.Tensor
     return tensor.expand(sizes[0], *tensor.shape[1:]).gather(axis, index.view(shape).expand(sizes))
 
 
-def rolled_rows(module: VariantAttention, mask: torch.Tensor | None, length: int) -> RolledRows | None:
-    """Return the transformation for the rows of an encoder call, or None if no row has to be moved.
+def get_row_roller(module: VariantAttention, mask: torch.Tensor | None, length: int) -> RowRoller | None:
+    """Return a `RowRoller` for the rows of an encoder call, or None if no row needs to be moved.
 
     Args:
         module: the attention module.
-        mask: as in `attention_with_weights`. A mask that depends on the query is not used to find padding.
+        mask: as in `attention_with_weights`. A mask that differs between queries is not used to find padding.
         length: n, the number of queries and of keys.
     """
-    if module.padding_rule != ROLLED or not is_of_keys(mask):
+    if module.padding_rule != ROLL_ROWS or not is_boolean_key_mask(mask):
         return None
-    first, _ = text_places(mask[:, 0, 0])
-    return RolledRows(first, length) if is_traced() or first.any() else None
+    first, _ = find_text_spans(mask[:, 0, 0])
+    return RowRoller(first, length) if is_traced() or first.any() else None
 
 
-def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function that rolls left-padded rows if the attention module counts tokens.
+def roll_padded_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an attention function, so that left-padded rows are rolled if the attention module depends on positions.
 
-    The returned function has the signature of the attention interface of Transformers.
+    The wrapped function has the same signature as the attention functions in Transformers.
     """
 
     @wraps(attend)
@@ -110,39 +120,39 @@ def from_first_token(attend: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        rule, rows = getattr(module, "padding_rule", NOTHING), None
-        if rule != NOTHING and is_of_keys(attention_mask):
+        rule, rows = getattr(module, "padding_rule", KEEP_ROWS), None
+        if rule != KEEP_ROWS and is_boolean_key_mask(attention_mask):
             key_length = key.shape[2]
             if rule == BY_PATTERN:
-                kwargs["key_range"] = module.key_range.of_rows(attention_mask[..., -key_length:])
+                kwargs["key_range"] = module.key_range.for_padded_rows(attention_mask[..., -key_length:])
             else:
-                rows = rolled_rows(module, attention_mask[..., -key_length:], key_length)
-        # A prefix before the tokens of an encoder raises an error later.
+                rows = get_row_roller(module, attention_mask[..., -key_length:], key_length)
+        # If an encoder has prefix keys, an error is raised later.
         if rows is None or attention_mask is None or query.shape[2] != key.shape[2]:
             return attend(module, query, key, value, attention_mask, *args, **kwargs)
         is_shared = value is key  # True for a latent
-        query, key = rows.rolled(query, 2), rows.rolled(key, 2)
-        value = key if is_shared else rows.rolled(value, 2)
+        query, key = rows.roll(query, 2), rows.roll(key, 2)
+        value = key if is_shared else rows.roll(value, 2)
         if kwargs.get("global_attention_mask") is not None:
-            kwargs["global_attention_mask"] = rows.rolled(kwargs["global_attention_mask"], 1)
-        mask = rows.rolled(attention_mask[..., :1, :], 3)
+            kwargs["global_attention_mask"] = rows.roll(kwargs["global_attention_mask"], 1)
+        mask = rows.roll(attention_mask[..., :1, :], 3)
         output, weights = attend(module, query, key, value, mask, *args, **kwargs)
-        return rows.unrolled(output, 1), None if weights is None else rows.unrolled_weights(weights)
+        return rows.unroll(output, 1), None if weights is None else rows.unroll_weights(weights)
 
     return forward
 
 
-def is_of_keys(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Return True if there is a boolean mask that does not depend on the query, for example [b, 1, 1, m]."""
+def is_boolean_key_mask(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Return True if there is a boolean mask that is the same for all queries, such as [b, 1, 1, m]."""
     return mask is not None and mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0)
 
 
-def text_places(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the position of the first token and the number of positions from it to the last token, each [b].
+def find_text_spans(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the position of the first token in each row, and the length of the span up to the last token, both [b].
 
     Args:
-        real: True for tokens and False for padding, [b, m]. A row without any token is treated as a row without
-            padding.
+        real: a mask [b, m] that is True for tokens and False for padding. A row without any tokens is treated as a row
+            without padding.
     """
     first = real.int().argmax(1)
     return first, real.shape[1] - real.flip(1).int().argmax(1) - first

@@ -1,12 +1,12 @@
 """Softmax attention with shared key/value heads and talking-heads projections.
 
-The modules of this package use the following letters:
+The modules in this package use the following symbols for tensor sizes:
 
     b       batch size
     n       query length
     m       key length
     d       size of a query or key head
-    d_v     size of a value head (equal to d unless stated otherwise)
+    d_v     size of a value head (the same as d unless stated otherwise)
     h_k     number of query heads
     h       number of softmax heads
     h_v     number of value heads
@@ -16,8 +16,8 @@ The modules of this package use the following letters:
 Query head i attends to key/value head i // g. Multi-query attention (arXiv 1911.02150) has k = 1. Grouped-query
 attention (arXiv 2305.13245) has 1 < k < h_k. Talking-heads attention is defined in arXiv 2003.02436.
 
-If queries have B times as many batch rows as keys and values, they belong to beam search. The B beams of a sentence
-are consecutive rows and share the keys and values of that sentence.
+If the queries have B times as many batch rows as the keys and values, they come from beam search with B beams per
+sentence. The beams of a sentence are consecutive rows and share that sentence's keys and values.
 """
 
 from collections.abc import Callable
@@ -26,17 +26,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .beams import QueryFold, beams_of, repeat_for_beams
-from .latent_decoding import attend_to_one_latent, one_latent_serves
+from .beams import QueryFold, count_beams, repeat_for_beams
+from .latent_decoding import attend_to_one_latent, should_use_latent_kernels
 from .variant_attention import check_mask, is_exporting
 
 __all__ = ["attention_with_weights", "fused_attention"]
 
-# From this batch size on, two batched matmuls are faster on the CPU than the fused kernel for a single query. The
-# speedup on random heads is mostly 1.0 to 1.3 times, and 1.5 to 4 times for few keys. Below this batch size, the fused
-# kernel is faster.
+# From this batch size on, two batched matmuls are faster on the CPU than the fused kernel for a single query. On
+# random heads, they are mostly 1.0 to 1.3 times as fast, and 1.5 to 4 times as fast if there are few keys. Below this
+# batch size, the fused kernel is faster.
 MATMUL_BATCH_SIZE = 8
-# The largest head size that the flash kernels on CUDA support.
+# The largest head size that the CUDA flash-attention kernels support.
 MAX_FLASH_HEAD_DIM = 256
 
 
@@ -58,16 +58,16 @@ def attention_with_weights(
     m2w: torch.Tensor | None = None,
     score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute multi-head, multi-query, grouped-query or talking-heads attention, and return the weights too.
+    """Compute multi-head, multi-query, grouped-query or talking-heads attention, and also return the weights.
 
     Args:
         query: [b, h_k, n, d], or [b B, h_k, n, d] with B beams per sentence
         key: [b, k, m, d]
         value: [b, k, m, d_v], or [b, h_v, m, d_v] if each query head has its own key head
-        mask: boolean (True = attend) or additive, broadcastable to [b, h, n, m]. A query without any allowed key gets
-            zeros if the mask is boolean, or if it contains minus infinity and `is_causal` is False. It gets uniform
-            weights if the mask contains finite numbers, as the masks of Transformers do.
-        position_bias: added to the logits of the softmax heads, broadcastable to [b, h, n, m]
+        mask: a boolean mask (True = attend) or an additive mask, broadcastable to [b, h, n, m]. If a query has no
+            allowed keys, its weights are zero for a boolean mask, and for a mask with minus infinity if `is_causal` is
+            False. They are uniform if the mask contains finite numbers, as Transformers masks do.
+        position_bias: a bias that is added to the logits of the softmax heads, broadcastable to [b, h, n, m]
         scaling: the factor of the dot products
         is_causal: if True, query i attends to keys 0..i
         dropout: the probability that a weight is dropped
@@ -75,7 +75,7 @@ def attention_with_weights(
         weights_proj: P_w [h, h_v], which mixes the heads after the softmax
         x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (arXiv 2003.02436, section 5)
         x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v]
-        score: computes the logits from queries and keys instead of the dot product (`AdditiveScore`)
+        score: a function that computes the logits from queries and keys and replaces the dot product (`AdditiveScore`)
 
     Returns:
         The outputs [b, n, h_v, d_v] and the weights that multiply the values, [b, h_v, n, m].
@@ -84,7 +84,7 @@ def attention_with_weights(
         ValueError: if the mask contains integers.
     """
     check_mask(mask)
-    if beams_of(query, key) > 1:
+    if count_beams(query, key) > 1:
         if logits_proj is None and weights_proj is None and score is None:
             return _attend_in_beams(query, key, value, mask, position_bias, scaling, is_causal, dropout)
         key, value = (repeat_for_beams(states, query.shape[0]) for states in (key, value))
@@ -112,19 +112,19 @@ def _attend_in_beams(
     is_causal: bool,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fold = QueryFold(query, key, beams_of(query, key))
+    fold = QueryFold(query, key, count_beams(query, key))
     if is_causal:
         mask = _with_causal_mask(mask, query.shape[2], key.shape[2], query.device)
-    mask, position_bias = fold.mask(mask), fold.mask(position_bias)
+    mask, position_bias = fold.fold_mask(mask), fold.fold_mask(position_bias)
     output, weights = attention_with_weights(
-        fold.rows(query), key, value, mask, position_bias, scaling=scaling, dropout=dropout
+        fold.fold_queries(query), key, value, mask, position_bias, scaling=scaling, dropout=dropout
     )
-    return fold.unfolded(output.transpose(1, 2)), fold.unfolded(weights).transpose(1, 2)
+    return fold.unfold(output.transpose(1, 2)), fold.unfold(weights).transpose(1, 2)
 
 
 def _masked_softmax(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    # Half precision would lose small weights. The softmax is therefore computed in at least float32, as in the fused
-    # kernels.
+    # Small weights would be lost in half precision. As in the fused kernels, the softmax is therefore computed in at
+    # least float32.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if mask is None:
         return nn.functional.softmax(logits, dim=-1, dtype=dtype)
@@ -146,58 +146,58 @@ def fused_attention(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Compute multi-head, multi-query or grouped-query attention with the fused kernels of torch.
+    """Compute multi-head, multi-query or grouped-query attention with the fused kernels in torch.
 
-    Keys and values are repeated only if the kernel does not support grouped heads. The arguments and the result are
-    those of `attention_with_weights`, without talking-heads projections and without the weights.
+    Keys and values are repeated only if the kernel does not support grouped heads. The function takes the same
+    arguments as `attention_with_weights`, except the talking-heads projections, and returns only the outputs.
     """
     check_mask(mask)
     length, kv_heads, sentences = query.shape[2], key.shape[1], key.shape[0]
-    beams = beams_of(query, key)
+    beams = count_beams(query, key)
     shared = beams * (query.shape[1] // kv_heads)  # query rows that share one key/value head
     on_cpu, exporting = query.device.type == "cpu", is_exporting()
-    # A latent is both key and value. The fused kernel reads each block of it once, with one thread per batch row.
-    # An exported graph must support every batch size, so it must not depend on one.
+    # If the keys and values are the same latent, the fused kernel reads each block only once, with one thread per
+    # batch row. An exported graph must support every batch size and therefore cannot depend on it.
     by_matmul = length == 1 and on_cpu and not exporting and sentences >= MATMUL_BATCH_SIZE
-    if by_matmul and not (key is value and sentences >= _threads()):
+    if by_matmul and not (key is value and sentences >= _num_threads()):
         options: dict[str, Any] = {"scaling": scaling, "is_causal": is_causal, "dropout": dropout}
         return attention_with_weights(query, key, value, mask, position_bias, **options)[0]
     if is_causal and mask is not None:
         mask, is_causal = _with_causal_mask(mask, length, key.shape[2], query.device), False
     if is_causal and key.shape[2] > length:
-        # A static cache is longer than the prompt. The causal mask of torch is aligned to the first key.
+        # A static cache is longer than the prompt, but torch aligns its causal mask with the first key.
         key, value = key[:, :, :length], value[:, :, :length]
         position_bias = position_bias[..., :length] if position_bias is not None else None
     if position_bias is not None:
-        mask, is_causal = _biased_mask(position_bias, mask, is_causal, query), False
-    # Sizes can be symbols, for example in a compiled step. Only a branch then yields a bool.
+        mask, is_causal = _combine_bias_and_mask(position_bias, mask, is_causal, query), False
+    # In a compiled step, sizes can be symbolic. An `if` statement turns a comparison of them into a bool.
     enable_gqa = False
-    if shared > 1 and (on_cpu or (mask is None and _flash_serves(query, value))):
+    if shared > 1 and (on_cpu or (mask is None and _supports_flash_kernels(query, value))):
         enable_gqa = True
-    # A few queries become the rows of one attention. Many queries would need a mask with a row per query.
+    # A few queries are folded into rows that share a key head. For many queries, the folded mask would be too large.
     fold = None
     if shared > 1 and (length == 1 or beams > 1 or not (enable_gqa or length > query.shape[-1])):
         mask = _causal_mask(length, length, query.device) if is_causal else mask
         fold, is_causal, enable_gqa = QueryFold(query, key, beams), False, False
-        query, mask = fold.rows(query), fold.mask(mask)
+        query, mask = fold.fold_queries(query), fold.fold_mask(mask)
     elif shared > 1 and not enable_gqa:
         key, value = (states.repeat_interleave(shared, dim=1) for states in (key, value))
-    if fold is not None and key is value and kv_heads == 1 and one_latent_serves(query, key, mask, dropout):
-        return fold.unfolded(attend_to_one_latent(query, key, mask, scaling=scaling))
+    if fold is not None and key is value and kv_heads == 1 and should_use_latent_kernels(query, key, mask, dropout):
+        return fold.unfold(attend_to_one_latent(query, key, mask, scaling=scaling))
     size = value.shape[-1]
     widens = size != query.shape[-1] and on_cpu and length > 1 and not exporting
     if widens:
-        # On a CPU, torch materializes all weights if the values have another head size. Padding with zeros does not
-        # change the products.
-        query, key, value = _of_one_size(query, key, value)
+        # On a CPU, torch materializes all weights if the head sizes of keys and values differ. Padding the heads with
+        # zeros does not change the products.
+        query, key, value = _pad_to_common_size(query, key, value)
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=enable_gqa
     )
     output = output[..., :size] if widens else output
-    return output.transpose(1, 2) if fold is None else fold.unfolded(output)
+    return output.transpose(1, 2) if fold is None else fold.unfold(output)
 
 
-def _of_one_size(*heads: torch.Tensor) -> list[torch.Tensor]:
+def _pad_to_common_size(*heads: torch.Tensor) -> list[torch.Tensor]:
     size = max(states.shape[-1] for states in heads)
     return [
         states if states.shape[-1] == size else nn.functional.pad(states, (0, size - states.shape[-1]))
@@ -205,21 +205,21 @@ def _of_one_size(*heads: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def _flash_serves(query: torch.Tensor, value: torch.Tensor) -> bool:
-    # The other fused kernels on CUDA do not support grouped heads. Without flash kernels, torch would use the slow
+def _supports_flash_kernels(query: torch.Tensor, value: torch.Tensor) -> bool:
+    # The other fused CUDA kernels do not support grouped heads. Without the flash kernels, torch would use the slow
     # math kernel.
     size = query.shape[-1]
     halves = query.dtype in (torch.float16, torch.bfloat16) and size == value.shape[-1] <= MAX_FLASH_HEAD_DIM
-    return not query.is_cuda or (halves and _has_flash(query.device))
+    return not query.is_cuda or (halves and _has_flash_kernels(query.device))
 
 
 @torch.compiler.assume_constant_result
-def _threads() -> int:
+def _num_threads() -> int:
     return torch.get_num_threads()
 
 
 @torch.compiler.assume_constant_result
-def _has_flash(device: torch.device) -> bool:
+def _has_flash_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -234,7 +234,7 @@ def _causal_mask(length: int, key_length: int, device: torch.device) -> torch.Te
     return torch.ones(length, key_length, dtype=torch.bool, device=device).tril()  # [n, m]
 
 
-def _biased_mask(
+def _combine_bias_and_mask(
     position_bias: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, query: torch.Tensor
 ) -> torch.Tensor:
     position_bias = position_bias.to(query.dtype)
@@ -248,8 +248,8 @@ def _biased_mask(
 
 
 def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    # Multiply [b, h, n, x] by [b, k, x, y] to get [b, h, n, y]. The heads of a group are stacked as rows, so that no
-    # head is repeated.
+    # Multiply [b, h, n, x] by [b, k, x, y] to get [b, h, n, y]. The heads in a group are stacked as rows, so that
+    # key/value heads do not have to be repeated.
     batch, heads, length, _ = states.shape
     if heads == shared.shape[1]:
         return states @ shared
@@ -259,8 +259,8 @@ def _grouped_matmul(states: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 def _mix_heads(
     heads: torch.Tensor, proj: torch.Tensor | None, by_query: torch.Tensor | None, by_key: torch.Tensor | None
 ) -> torch.Tensor:
-    # Multiply [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to get [b, j, n, m]. This is one small matmul
-    # over all positions.
+    # Multiply [b, i, n, m] by [i, j] (+ [b, n, i, j] + [b, m, i, j]) to get [b, j, n, m]. The static part is a single
+    # small matmul over all positions.
     if proj is None:
         return heads
     # The projections may be stored in float32 even if the model uses half precision.

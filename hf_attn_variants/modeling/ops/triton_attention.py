@@ -1,7 +1,7 @@
-"""Talking-heads attention on GPUs. One Triton kernel combines the heads, and cuBLAS computes the matrix products.
+"""Talking-heads attention on GPUs. A Triton kernel mixes the heads, and cuBLAS computes the matrix products.
 
-The query rows are processed in chunks whose scores fit a workspace of fixed size, so memory grows linearly with n and
-m:
+The query rows are processed in chunks whose scores fit into a workspace of fixed size, so memory grows linearly with n
+and m:
 
     forward    S = Q K^T                               one batched product
                W = P_w(softmax(P_l(S) + bias + mask))  one kernel: a program has all heads of a query row
@@ -10,18 +10,19 @@ m:
                S -> dS, G -> W, dP_l, dP_w             one kernel, in place, from the statistics of the forward pass
                dQ = dS K, dK += dS^T Q, dV += W^T dO   three batched products
 
-The forward pass saves two statistics per row and head, the largest logit and the inverse sum of exponentials. The
-backward pass computes the softmax from them. Each program writes its own part of dP_l and dP_w. The parts are summed
-in a fixed order instead of with atomic additions, so that results repeat.
+The forward pass saves two statistics per row and head: the largest logit and the inverse sum of exponentials. The
+backward pass recomputes the softmax from them. Each program writes its own contribution to dP_l and dP_w. The
+contributions are summed in a fixed order instead of with atomic additions, so that results are reproducible.
 
-In a kernel, the products with P_l and P_w are `tl.dot` over [positions, heads], with the heads padded to a power of
-two from 16 on. The positions are the long side that the matrix units need.
+In the kernels, the products with P_l and P_w are computed by `tl.dot` on [positions, heads]. The heads are padded to a
+power of two, at least 16. The positions provide the long side that the matrix units require.
 
-A single fused kernel would be slower. P_w mixes normalized weights, so the kernel would compute each logit twice
-(three times in the backward pass). Its h * rows * d outputs must fit into registers, which limits it to about 32 rows
-at h * d = 1024, so it would read the keys and values n / 32 times. This module writes and reads a workspace instead.
+A single fused kernel would be slower. Because P_w mixes normalized weights, such a kernel would compute each logit
+twice (three times in the backward pass). Its h * rows * d outputs would have to fit into registers, which limits it to
+about 32 rows if h * d = 1024. It would therefore read the keys and values n / 32 times. This module uses a workspace
+in memory instead.
 
-The letters are those of `softmax_attention`; c is the number of key positions per block. Without Triton, the kernels
+The symbols are defined in `softmax_attention`; c is the number of key positions per block. Without Triton, the kernels
 are None.
 
 Sources: arXiv 2003.02436, section 3 (the formula); arXiv 2205.14135 (gradient of the softmax from row statistics).
@@ -32,15 +33,15 @@ from typing import Any
 
 import torch
 
-from .blocked_attention import Operands, add_bias_gradient, group
+from .blocked_attention import Operands, add_bias_gradient, stack_groups
 
 __all__ = [
     "allows_tf32",
     "backward_kernel",
-    "covers_device",
     "forward_kernel",
+    "get_mask_type",
     "is_supported",
-    "kind_of_mask",
+    "supports_device",
     "triton",
     "triton_backward",
     "triton_forward",
@@ -49,11 +50,11 @@ __all__ = [
 try:
     import triton
     import triton.language as tl
-except ImportError:  # the package and its Hub repositories must load without a GPU
+except ImportError:  # the package and its Hub repositories must also load without Triton
     triton = backward_kernel = forward_kernel = None
 
 
-# These numbers differ between batches. Without these lists, Triton would compile the kernels again for each length.
+# Arguments that differ between batches. Without these lists, Triton would recompile the kernels for each length.
 ANY_NUMBER = ["batch0", "row0", "rows", "length", "key_length"]
 ANY_NUMBER += ["bias_stride_b", "bias_stride_n", "mask_stride_b", "mask_stride_n"]
 ANY_ALIGNMENT = ["bias_stride_h", "bias_stride_m", "mask_stride_h", "mask_stride_m"]
@@ -62,7 +63,7 @@ if triton is not None:
 
     @triton.jit
     def _read(at, stride, offs_c, end, HEADS: tl.constexpr, PAD: tl.constexpr):
-        """Load a block [heads, c] up to the position `end`, of a slab whose heads have the stride `stride`."""
+        """Load a block [heads, c] up to position `end`, from a tensor whose heads are `stride` elements apart."""
         heads = tl.arange(0, PAD)
         inside = (heads < HEADS)[:, None] & (offs_c < end)[None, :]
         return tl.load(at + heads[:, None] * stride + offs_c[None, :], mask=inside, other=0.0)
@@ -78,7 +79,7 @@ if triton is not None:
     def _read_added(
         at, offs_c, inside, stride_h, stride_m, HEADS: tl.constexpr, PAD: tl.constexpr, PER_HEAD: tl.constexpr
     ):
-        """Load a block of a bias or mask, [c, h], or [c, 1] if all heads share it."""
+        """Load a block of a bias or mask as [c, h], or as [c, 1] if all heads share it."""
         if PER_HEAD:
             heads = tl.arange(0, PAD)
             both = (heads < HEADS)[:, None] & inside[None, :]
@@ -97,11 +98,11 @@ if triton is not None:
         MIX: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, MASK_PER_HEAD: tl.constexpr,
         ZEROED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """Load one block of scores [c, h_k], and return it with the logits of the softmax heads [c, h]."""
+        """Load a block of scores [c, h_k], and return it together with the logits of the softmax heads [c, h]."""
         inside = offs_c < end
-        # Loading the whole padded row allows wide loads. The padding was never written, so sums over the positions
-        # need zeros instead (ZEROED). The logits do not need them, because later code excludes positions outside the
-        # row.
+        # The whole padded row is loaded, because this allows wide loads. The padding is uninitialized and must be
+        # replaced by zeros for sums over positions (ZEROED). This is not necessary for the logits, because positions
+        # outside the row are excluded below.
         scores = tl.trans(_read(scores_at, score_stride, offs_c, buffer_length, HEADS_IN, PAD_IN))  # [c, h_k]
         if ZEROED:
             scores = tl.where(inside[:, None], scores, 0.0).to(scores.dtype)
@@ -121,8 +122,8 @@ if triton is not None:
         return scores, tl.where(inside[:, None], logits, float("-inf"))
 
     @triton.jit
-    def _kept(seed, row, length, offs_c, head_base, dropout, PAD: tl.constexpr):
-        """Return the dropout factors [c, h_v], 1 / (1 - dropout) or 0, which are the same in both passes."""
+    def _dropout_factors(seed, row, length, offs_c, head_base, dropout, PAD: tl.constexpr):
+        """Return the dropout factors [c, h_v], which are 1 / (1 - dropout) or 0 and are the same in both passes."""
         position = (row * length + offs_c)[:, None].to(tl.int32) + tl.zeros([1, PAD], tl.int32)
         head = (head_base + tl.arange(0, PAD))[None, :].to(tl.int32) + tl.zeros_like(position)
         zero = tl.zeros_like(position)
@@ -141,7 +142,7 @@ if triton is not None:
         MASK_PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, ONE_BLOCK: tl.constexpr,
         ZEROED: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """Compute the mixed weights of all heads of one query row from its scores, and store the row statistics."""
+        """Compute the mixed weights of all heads for one query row from its scores, and store the row statistics."""
         local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         row, batch = row0 + local_row, batch0 + local_batch
         offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
@@ -189,7 +190,7 @@ if triton is not None:
                 total = total * tl.exp(top - finite) + tl.sum(tl.exp(logits - finite[None, :]), 0)
                 top = higher
             top = tl.where(top == float("-inf"), 0.0, top)
-        # Two numbers instead of one log-sum-exp, which would lose the sum if all logits are finfo.min.
+        # Two numbers are stored, because a single log-sum-exp would lose the sum if all logits are finfo.min.
         inverse = tl.where(total > 0, 1.0 / total, 0.0)
         at = (batch * HEADS + offs_h) * length + row
         tl.store(top_ptr + at, top, mask=offs_h < HEADS)
@@ -207,10 +208,10 @@ if triton is not None:
             if MIX_WEIGHTS:
                 weights = tl.dot(weights.to(dtype), proj_out, input_precision=PRECISION)  # [c, h_v]
             if DROPOUT:
-                weights *= _kept(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+                weights *= _dropout_factors(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
             _write(weights_at, tl.trans(weights.to(dtype)), head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
         if CAUSAL:
-            # The product with V also reads the keys after the row, so their weights must be zero.
+            # The product with V also reads weights beyond the causal limit, so these must be zero.
             for start in range(tl.cdiv(end, BLOCK) * BLOCK, buffer_length, BLOCK):
                 offs_c, none = start + tl.arange(0, BLOCK), tl.zeros([PAD_OUT, BLOCK], dtype)
                 _write(weights_at, none, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
@@ -228,7 +229,7 @@ if triton is not None:
         MASK_PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, D_BIAS: tl.constexpr,
         PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """Replace scores by their gradients and d(weights) by the weights, and write the part of dP_l and dP_w."""
+        """Replace scores by their gradients and d(weights) by the weights. Write contributions to dP_l and dP_w."""
         local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         row, batch = row0 + local_row, batch0 + local_batch
         offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
@@ -262,7 +263,7 @@ if triton is not None:
             end = tl.minimum(key_length, row + 1).to(tl.int32)
         delta = tl.zeros([PAD], tl.float32)
         for step in tl.static_range(2):
-            # The first step sums weight times gradient, which the gradient of the softmax needs in the second step.
+            # The first step sums weight times gradient, which the second step needs for the gradient of the softmax.
             for start in range(0, end, BLOCK):
                 offs_c = start + tl.arange(0, BLOCK)
                 scores, logits = _logits(
@@ -274,7 +275,7 @@ if triton is not None:
                 gradient = _read(weights_at, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
                 gradient = tl.where((offs_c < end)[:, None], tl.trans(gradient), 0.0).to(dtype)  # [c, h_v]
                 if DROPOUT:
-                    keep_factors = _kept(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
+                    keep_factors = _dropout_factors(seed, row, key_length, offs_c, batch * HEADS_OUT, dropout, PAD_OUT)
                     gradient = (gradient * keep_factors).to(dtype)
                 if MIX_WEIGHTS:
                     d_softmax = tl.dot(gradient, tl.trans(proj_out), input_precision=PRECISION)  # [c, h]
@@ -299,7 +300,7 @@ if triton is not None:
                         d_proj = tl.dot(tl.trans(scores), d_scores, d_proj, input_precision=PRECISION)
                         d_scores = tl.dot(d_scores, tl.trans(proj), input_precision=PRECISION)  # [c, h_k]
                     weights, d_scores = tl.trans(weights.to(dtype)), tl.trans(d_scores.to(dtype))
-                    tl.debug_barrier()  # every warp must read this block before any warp overwrites it
+                    tl.debug_barrier()  # every warp must have read this block before any warp overwrites it
                     _write(weights_at, weights, head_stride, offs_c, buffer_length, HEADS_OUT, PAD_OUT)
                     _write(scores_at, d_scores, head_stride, offs_c, buffer_length, HEADS_IN, PAD_IN)
         if CAUSAL:
@@ -320,12 +321,14 @@ if triton is not None:
             _write(at, d_proj_out, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD)
 
 
-# The size of each workspace: scores, weights and, if the bias needs a gradient, d(logits). With 64 MiB, an H200 waits
-# for Python to launch the chunks and takes twice the time. 512 MiB are 5 % faster than 256 MiB.
+# The size of each workspace. There is one for the scores, one for the weights and, if the bias needs a gradient, one
+# for d(logits). With 64 MiB, an H200 takes twice as long, because it waits for Python to launch the chunks. With 512
+# MiB, it is 5% faster than with 256 MiB.
 WORKSPACE_BYTES = 256 * 2**20
-# The launch settings in half precision: block size for 16 padded heads, warps and stages. They were the fastest on an
-# H200 (benchmarks/gpu/kernel_settings.py). Three stages hide the loads. In the backward pass, one warp does not wait
-# for others. LONG_ROW applies to rows without dropout and bias that are longer than SHORT_ROW, 1,024 keys of 16 heads.
+# Launch settings in half precision: block size for 16 padded heads, number of warps and number of stages. They were
+# the fastest on an H200 (benchmarks/gpu/kernel_settings.py). Three stages hide the latency of the loads. In the
+# backward pass, a single warp does not have to wait for others. LONG_ROW applies to rows without dropout and bias that
+# are longer than SHORT_ROW, which is 1,024 keys with 16 heads.
 SHORT_ROW = 16384
 LONG_ROW = (256, 4, 3)
 BACKWARD = (64, 1, 3)
@@ -334,18 +337,19 @@ NO_MASK, BOOLEAN_MASK, ADDITIVE_MASK = 0, 1, 2
 
 
 def is_supported(operands: Operands) -> bool:
-    """Return True if the kernels support these inputs. The function never raises an error."""
+    """Return True if the kernels support these inputs. This function never raises an error."""
     query, key, value, *others = operands[:7]
     if triton is None or query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return False
-    if operands.key_range is not None or not covers_device(query.device):
+    if operands.key_range is not None or not supports_device(query.device):
         return False
     tensors = [t for t in (key, value, *others) if t is not None]
     if any(t.device != query.device for t in tensors) or key.dtype != query.dtype or value.dtype != query.dtype:
         return False
     projections = [p for p in (operands.logits_proj, operands.weights_proj) if p is not None]
     heads = [operands.heads_in, *(size for projection in projections for size in projection.shape)]
-    # Dropout numbers the positions in [n, m] with 32 bits, and the second axis of a grid has at most 65535 programs.
+    # Dropout numbers the positions in [n, m] with 32-bit integers, and the second axis of a grid has at most 65535
+    # programs.
     return (
         max(heads) <= MAX_HEADS
         and min(*query.shape, *key.shape, *value.shape) > 0
@@ -355,8 +359,11 @@ def is_supported(operands: Operands) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def covers_device(device: torch.device) -> bool:
-    """Return True if the kernels run on this device: CUDA from capability 8.0 on, or any in Triton's interpreter."""
+def supports_device(device: torch.device) -> bool:
+    """Return True if the kernels support this device.
+
+    They require CUDA capability 8.0 or higher. Triton's interpreter supports all devices.
+    """
     if triton is None:
         return False
     if device.type == "cuda":
@@ -365,20 +372,20 @@ def covers_device(device: torch.device) -> bool:
     return knobs is not None and knobs.runtime.interpret
 
 
-def kind_of_mask(mask: torch.Tensor | None) -> int:
-    """Return the kind of a mask as a constant of the kernels."""
+def get_mask_type(mask: torch.Tensor | None) -> int:
+    """Return the constant that describes a mask's type in the kernels."""
     return NO_MASK if mask is None else BOOLEAN_MASK if mask.dtype == torch.bool else ADDITIVE_MASK
 
 
 def allows_tf32() -> bool:
     """Return True if torch may round the factors of float32 products on a GPU to TF32."""
-    # torch has two switches. Reading the older one raises an error after the newer one was used.
+    # torch has two settings for this. Reading the older one raises an error if the newer one has been used.
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return torch.backends.cuda.matmul.allow_tf32 if precision is None else precision == "tf32"
 
 
 def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (batch slice, query slice): whole sequences if they fit the workspace, otherwise equal parts of one."""
+    """Yield batch and query slices: whole sequences if they fit into the workspace, or else parts of a sequence."""
     fitting = max(1, WORKSPACE_BYTES // bytes_per_row)
     if fitting >= rows:
         step = max(1, min(batches, fitting // rows))
@@ -398,11 +405,11 @@ def _pad(heads: int) -> int:
 
 
 class _TritonCall:
-    """The sizes, strides and compile-time constants of one call, for the forward or the backward pass."""
+    """The sizes, strides and compile-time constants of a forward or backward call."""
 
     def __init__(self, operands: Operands):
         query, key, value, mask, bias, logits_proj, weights_proj, seed, scaling, is_causal, dropout, _ = operands
-        # Dot products have the dtype of the queries. In float16, they could overflow before they are scaled.
+        # Dot products have the same dtype as the queries. In float16, they could overflow before they are scaled.
         self.query_scaling = scaling if query.dtype == torch.float16 else 1.0
         query = query if self.query_scaling == 1.0 else query * self.query_scaling
         self.query, self.key, self.value = query.contiguous(), key.contiguous(), value.contiguous()
@@ -415,7 +422,7 @@ class _TritonCall:
         self.scaling = scaling / self.query_scaling
         full = (self.batches, self.heads, self.length, self.key_length)
         self.bias = None if bias is None else bias.expand(full)
-        kind = kind_of_mask(mask)
+        kind = get_mask_type(mask)
         self.mask = None if mask is None else (mask.view(torch.uint8) if kind == BOOLEAN_MASK else mask).expand(full)
         self.constants: dict[str, Any] = {
             "HEADS_IN": self.heads_in,
@@ -438,7 +445,7 @@ class _TritonCall:
         return max(self.constants[name] for name in ("PAD_IN", "PAD", "PAD_OUT"))
 
     def chunks(self) -> Iterator[tuple[slice, slice, int]]:
-        """Yield the batch slice, the query slice and the number of keys that these queries attend to."""
+        """Yield a batch slice, a query slice and the number of keys that these queries attend to."""
         bytes_per_row = max(self.heads_in, self.heads, self.heads_out) * self.key_length * self.query.element_size()
         for batch, row in _chunks(self.batches, self.length, bytes_per_row):
             yield batch, row, min(self.key_length, row.stop) if self.is_causal else self.key_length
@@ -466,37 +473,38 @@ def _row_size(key_length: int) -> int:
     return -(-key_length // 16) * 16  # each row starts at a multiple of 32 bytes
 
 
-def _slab(workspace: torch.Tensor, batches: int, heads: int, rows: int, key_length: int) -> torch.Tensor:
+def _view_workspace(workspace: torch.Tensor, batches: int, heads: int, rows: int, key_length: int) -> torch.Tensor:
     size = _row_size(key_length)
     return workspace[: batches * heads * rows * size].view(batches, heads, rows, size)
 
 
-def _times_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
-    # Multiply [b, h, r, x] by the transposed [b, k, m, x] into [b, h, r, >= m], with grouped heads stacked as rows.
-    out = group(out, shared.shape[1])[..., : shared.shape[2]]
-    torch.bmm(group(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
+def _multiply_by_transposed(states: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+    # Multiply [b, h, r, x] by the transposed [b, k, m, x]. The result is written to `out` [b, h, r, >= m], with
+    # grouped heads stacked as rows.
+    out = stack_groups(out, shared.shape[1])[..., : shared.shape[2]]
+    torch.bmm(stack_groups(states, shared.shape[1]), shared.flatten(0, 1).transpose(1, 2), out=out)
 
 
-def _times(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+def _multiply_grouped(weights: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
     # Multiply [b, h, r, >= m] by [b, k, m, x] to get [b, h, r, x].
-    rows = torch.bmm(group(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
+    rows = torch.bmm(stack_groups(weights, shared.shape[1])[..., : shared.shape[2]], shared.flatten(0, 1))
     return rows.view(*weights.shape[:3], -1)
 
 
-def _transposed_times(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, key_length: int) -> torch.Tensor:
-    # Multiply the transposed [b, h, r, >= m] by [b, h, r, x] to get [b, k, m, x], summed over the heads of a group.
-    weights = group(weights, kv_heads)[..., :key_length]
-    return torch.bmm(weights.transpose(1, 2), group(states, kv_heads)).unflatten(0, (-1, kv_heads))
+def _multiply_transposed(weights: torch.Tensor, states: torch.Tensor, kv_heads: int, key_length: int) -> torch.Tensor:
+    # Multiply the transposed [b, h, r, >= m] by [b, h, r, x] to get [b, k, m, x], summed over the heads in a group.
+    weights = stack_groups(weights, kv_heads)[..., :key_length]
+    return torch.bmm(weights.transpose(1, 2), stack_groups(states, kv_heads)).unflatten(0, (-1, kv_heads))
 
 
 def _forward_settings(call: _TritonCall) -> dict:
-    # A row that fits into the registers is read once, and a longer one is read twice in blocks. Several stages load
-    # ahead of the arithmetic, but only with few loads, because consumer cards have 99 KB of shared memory.
+    # A row that fits into the registers is read once. A longer row is read twice, in blocks. Multiple stages prefetch
+    # data, but only if there are few loads, because consumer GPUs have only 99 KB of shared memory.
     exact = call.query.dtype == torch.float32
     many_loads = call.bias is not None or call.constants["MASK_PER_HEAD"]
     block = max(16, triton.next_power_of_2(call.key_length))
     if not (exact or many_loads or call.seed is not None) and block * call.widest() > SHORT_ROW:
-        # Without zeros outside the row, scores go directly from the load into the product.
+        # If no zeros are needed outside the row, loaded scores go directly into the product.
         block, warps, stages = LONG_ROW
         block = max(16, block * 16 // call.widest())
         return {"BLOCK": block, "ONE_BLOCK": False, "ZEROED": False, "num_warps": warps, "num_stages": stages}
@@ -504,7 +512,7 @@ def _forward_settings(call: _TritonCall) -> dict:
     one_block = block * call.widest() <= budget
     block = block if one_block else max(16, budget // 2 // call.widest())
     warps = min(16, max(4, block * call.widest() // (2048 if one_block else 1024)))
-    if _spills(call):
+    if _exceeds_registers(call):
         block, warps = min(block, 32), 8
         one_block = block >= call.key_length
     stages = 1 if exact or many_loads else 2
@@ -516,12 +524,12 @@ def _backward_settings(call: _TritonCall) -> dict:
     half = BACKWARD if call.widest() <= 16 else (128, 4, 2)
     block, warps, stages = (32, 4, 1) if call.query.dtype == torch.float32 else half
     block = min(max(16, triton.next_power_of_2(call.key_length)), max(16, block * 16 // call.widest()))
-    return {"BLOCK": block, "num_warps": 8 if _spills(call) else warps, "num_stages": stages}
+    return {"BLOCK": block, "num_warps": 8 if _exceeds_registers(call) else warps, "num_stages": stages}
 
 
-def _spills(call: _TritonCall) -> bool:
-    # Exact float32 products of 64 heads need more registers than a thread has, up to 7 KB of stack with four warps
-    # (benchmarks/speed/triton_resources.py). They fit with smaller blocks and eight warps.
+def _exceeds_registers(call: _TritonCall) -> bool:
+    # Exact float32 products of 64 heads need more registers than a thread has. With four warps, they would use up to 7
+    # KB of stack (benchmarks/speed/triton_resources.py). With smaller blocks and eight warps, they fit.
     return call.query.dtype == torch.float32 and call.widest() > 32
 
 
@@ -534,20 +542,20 @@ def triton_forward(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     settings = _forward_settings(call)
     for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
-        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
-        _times_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
+        scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
+        weights = _view_workspace(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        _multiply_by_transposed(call.query[batch, :, row], call.key[batch, :, :key_length], scores)
         call.launch(forward_kernel, (scores, weights, *statistics), batch, row, key_length, settings)
-        output[batch, row] = _times(weights, call.value[batch, :, :key_length]).transpose(1, 2)
+        output[batch, row] = _multiply_grouped(weights, call.value[batch, :, :key_length]).transpose(1, 2)
     return output, statistics
 
 
 def triton_backward(
-    d_output: torch.Tensor, statistics: torch.Tensor, wants_bias: bool, operands: Operands
+    d_output: torch.Tensor, statistics: torch.Tensor, needs_bias_gradient: bool, operands: Operands
 ) -> list[torch.Tensor]:
     """Return the gradients of query, key, value, position_bias, logits_proj and weights_proj.
 
-    The arguments are those of `blocked_backward`, with the statistics of `triton_forward`.
+    The arguments are the same as in `blocked_backward`, except that `statistics` are those from `triton_forward`.
     """
     call = _TritonCall(operands)
     d_output = d_output.transpose(1, 2).contiguous()  # [b, h_v, n, d_v]
@@ -559,16 +567,20 @@ def triton_backward(
         for p in (call.logits_proj, call.weights_proj)
     ]
     d_bias = torch.empty(0, device=device)
-    if wants_bias and operands.position_bias is not None:
+    if needs_bias_gradient and operands.position_bias is not None:
         d_bias = torch.zeros(operands.position_bias.shape, dtype=torch.float32, device=device)
         bias_workspace = call.workspace(call.heads, torch.float32)
     workspaces = [call.workspace(heads, dtype) for heads in (call.heads_in, call.heads_out)]
-    settings = {**_backward_settings(call), "D_BIAS": wants_bias}
+    settings = {**_backward_settings(call), "D_BIAS": needs_bias_gradient}
     for batch, row, key_length in call.chunks():
         sizes = batch.stop - batch.start, row.stop - row.start
-        scores = _slab(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
-        weights = _slab(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
-        d_logits = _slab(bias_workspace, sizes[0], call.heads, sizes[1], key_length) if wants_bias else None
+        scores = _view_workspace(workspaces[0], sizes[0], call.heads_in, sizes[1], key_length)
+        weights = _view_workspace(workspaces[1], sizes[0], call.heads_out, sizes[1], key_length)
+        d_logits = (
+            _view_workspace(bias_workspace, sizes[0], call.heads, sizes[1], key_length)
+            if needs_bias_gradient
+            else None
+        )
         parts = [None if p is None else p.new_empty((sizes[0] * sizes[1], *p.shape), dtype=torch.float32)
                  for p in (call.logits_proj, call.weights_proj)]  # fmt: skip
         query, key, value = (
@@ -576,14 +588,14 @@ def triton_backward(
             call.key[batch, :, :key_length],
             call.value[batch, :, :key_length],
         )
-        _times_transposed(query, key, scores)
-        _times_transposed(d_output[batch, :, row], value, weights)
+        _multiply_by_transposed(query, key, scores)
+        _multiply_by_transposed(d_output[batch, :, row], value, weights)
         call.launch(
             backward_kernel, (scores, weights, d_logits, *parts, *statistics), batch, row, key_length, settings
         )
-        d_query[batch, :, row] = _times(scores, key)
-        d_key[batch, :, :key_length] += _transposed_times(scores, query, key.shape[1], key_length)
-        d_value[batch, :, :key_length] += _transposed_times(
+        d_query[batch, :, row] = _multiply_grouped(scores, key)
+        d_key[batch, :, :key_length] += _multiply_transposed(scores, query, key.shape[1], key_length)
+        d_value[batch, :, :key_length] += _multiply_transposed(
             weights, d_output[batch, :, row], value.shape[1], key_length
         )
         for total, part in zip(d_projs, parts, strict=True):

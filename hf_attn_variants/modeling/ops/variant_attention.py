@@ -1,4 +1,4 @@
-"""The type of an attention module with a variant, its head counts, its call arguments, and the state of tracing."""
+"""Types and helper functions that all attention functions in this package share."""
 
 from typing import Any, NamedTuple
 
@@ -8,26 +8,26 @@ from torch import nn
 __all__ = [
     "AttentionHeads",
     "VariantAttention",
-    "call_options",
     "check_mask",
-    "implementation_of",
+    "get_attn_implementation",
+    "get_call_options",
     "is_exporting",
     "is_traced",
-    "wants_weights",
+    "should_return_weights",
 ]
 
 
 class AttentionHeads(NamedTuple):
-    """The head counts of an attention module, the sizes of its heads, its latent rank and its talking-heads mode."""
+    """The head counts and head sizes of an attention module, with its latent rank and talking-heads settings."""
 
     query: int  # h_k
     key: int  # k
-    value: int  # heads of the value projection: k, or h_v if each query head has its own key head
+    value: int  # number of heads in the value projection: k, or h_v if each query head has its own key head
     softmax: int  # h
-    output: int  # h_v, the heads that the output projection reads
+    output: int  # h_v, the number of heads that the output projection combines
     head_dim: int  # d, the size of a query or key head
     value_dim: int  # d_v, the size of a value head
-    rank: int | None = None  # r, the rank of the latent; None if keys and values are cached directly
+    rank: int | None = None  # r, the rank of the latent, or None if keys and values are cached directly
     talking: str | None = None  # the talking-heads projections: None, "logits", "weights" or "both"
     talking_init: str = "identity"  # the initialization of these projections
     dynamic: tuple[str, ...] = ()  # the input-dependent terms that are added to these projections
@@ -36,8 +36,8 @@ class AttentionHeads(NamedTuple):
 class VariantAttention(nn.Module):
     """The type of a Transformers attention module that also inherits from `AttentionVariantMixin`.
 
-    The class is used only in type annotations and is never instantiated. The attributes that the constructors of
-    Transformers set are `Any`, because their types differ between architectures.
+    This class is only used in type annotations and is never instantiated. Attributes that are set by Transformers
+    constructors have the type `Any`, because their types differ between architectures.
     """
 
     config: Any
@@ -56,28 +56,28 @@ class VariantAttention(nn.Module):
     implementation: str
     is_own: bool
     kv_a_proj: nn.Module  # present if the latent is smaller than the input
-    key_range: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`; None if queries attend to all keys
-    score: Any  # an `AdditiveScore`; None for the dot product
-    compression: Any  # a `MemoryCompression`; None if there is one key and one value per token
+    key_range: Any  # a `KeyRange`, `BlockPattern` or `TransientGlobal`, or None if queries attend to all keys
+    score: Any  # an `AdditiveScore`, or None for dot products
+    compression: Any  # a `MemoryCompression`, or None if each token has its own key and value
     padding_rule: int
-    is_plain: bool  # True if grouped heads and a latent are the only mechanisms
-    kernel: Any  # an `AttentionKernel`; None for a softmax
+    is_plain: bool  # True if the module uses no mechanisms other than grouped heads and a latent
+    kernel: Any  # an `AttentionKernel`, or None for a softmax
 
 
-def wants_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
-    """Return True if the call arguments or the configuration request the attention weights of `module`."""
+def should_return_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
+    """Return True if the attention weights of `module` are requested by the call or by the configuration."""
     requested = kwargs.get("output_attentions")
-    # This function and the next one read the private field. The property of the configuration would cost microseconds
-    # per layer and step.
+    # This function and the next one read private fields. The public properties would add microseconds per layer and
+    # step.
     return bool(module.config._output_attentions if requested is None else requested)
 
 
-def implementation_of(module: VariantAttention) -> str:
-    """Return the registered name of the attention implementation that `module` is configured for."""
+def get_attn_implementation(module: VariantAttention) -> str:
+    """Return the registered name of the attention implementation in the configuration of `module`."""
     return module.config._attn_implementation_internal
 
 
-def call_options(
+def get_call_options(
     module: VariantAttention,
     query: torch.Tensor,
     mask: torch.Tensor | None,
@@ -85,13 +85,12 @@ def call_options(
     dropout: float,
     is_causal: bool | None,
 ) -> dict[str, Any]:
-    """Return the scaling, the causality and the dropout for a call of the attention interface of Transformers."""
+    """Return the `scaling`, `is_causal` and `dropout` arguments for an attention function."""
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     return {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        # A mask already contains the causal structure. A single query is the last token and attends to the whole
-        # cache.
-        # `torch.jit.trace` turns sizes into tensors, but the kernels of torch require a bool.
+        # If there is a mask, it is already causal. A single query is the last token and attends to the whole cache.
+        # `torch.jit.trace` turns sizes into tensors, but torch kernels require a bool.
         "is_causal": bool(mask is None and causal and query.shape[2] > 1),
         "dropout": dropout,
     }
@@ -101,7 +100,8 @@ def check_mask(mask: torch.Tensor | None) -> None:
     """Check that a mask is boolean or additive.
 
     Raises:
-        ValueError: if the mask contains integers. It is then unclear if they should be added to the logits.
+        ValueError: if the mask contains integers, because it is then unclear whether they should be added to the
+            logits.
     """
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
@@ -112,11 +112,11 @@ def check_mask(mask: torch.Tensor | None) -> None:
 
 def is_exporting() -> bool:
     """Return True during torch.export."""
-    # This reads the flag behind the function of torch. torch 2.6 has neither of them. In torch 2.7 to 2.11, the
-    # function returns True in every compiled graph.
+    # `torch.compiler.is_exporting` returns True in every compiled graph in torch 2.7 to 2.11, so this function reads
+    # the underlying flag instead. torch 2.6 has neither.
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def is_traced() -> bool:
-    """Return True while a graph is traced, in which tensor values must not affect control flow."""
+    """Return True while a graph is being traced. Tensor values must then not affect control flow."""
     return torch.compiler.is_compiling() or is_exporting() or torch.jit.is_tracing()

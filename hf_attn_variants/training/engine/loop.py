@@ -141,9 +141,9 @@ def _find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
 def _compute_trained_share(model: nn.Module, config: Any) -> float:
     """Return the share of the FLOPs in linear layers that belongs to layers whose weights are trained."""
     try:
-        module_runs = _find_variant_class(model).module_runs
+        module_runs = _find_variant_class(model).count_module_runs
     except ValueError:
-        module_runs = AttnVariantModelMixin.module_runs
+        module_runs = AttnVariantModelMixin.count_module_runs
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     runs = trained = 0
     for name, module in model.named_modules():

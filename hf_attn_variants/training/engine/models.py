@@ -31,7 +31,7 @@ from ...files import parse_json
 from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.fields.field_checks import check_buckets
-from ...modeling.fields.saving_and_loading import wrong_name
+from ...modeling.fields.saving_and_loading import describe_misspelled_field
 from ...registration import FORMER_NAMES, PREFIX, longest_input, variant_config_class, variant_model_class
 from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
 
@@ -583,7 +583,10 @@ def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, 
     """Raise ValueError if an override is not a field of the configuration, because Transformers would store it."""
     for name in overrides:
         if name not in default.to_dict() and name not in variant_class.variant_fields():
-            reason = wrong_name(variant_class, name) or f"`{name}` is not a field of {type(default).__name__}."
+            reason = (
+                describe_misspelled_field(variant_class, name)
+                or f"`{name}` is not a field of {type(default).__name__}."
+            )
             raise ValueError(f"--config_overrides: {reason}")
 
 
@@ -693,7 +696,9 @@ def select_trainable(model: PreTrainedModel, trainable: str) -> None:
         parameter.requires_grad_(trainable == "all")
     if trainable == "attention":
         for site, path, module in iterate_attentions(model):
-            latent = site.latent_map(model.base_model, path)  # all layers share it, so it is not inside the module
+            latent = site.get_latent_projection(
+                model.base_model, path
+            )  # all layers share it, so it is not inside the module
             for parameter in (*module.parameters(), *(latent.parameters() if latent is not None else ())):
                 parameter.requires_grad_(True)
 
@@ -717,7 +722,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
     layers = []
     for site, path, module in iterate_attentions(model):
         layers += [module.get_submodule(linear) for linear in site.projections.values()]
-        latent = site.latent_map(model.base_model, path)
+        latent = site.get_latent_projection(model.base_model, path)
         layers += [] if latent is None else [latent]
     targets = list(dict.fromkeys(names[id(layer)] for layer in layers))
     lora_alpha: Any = alpha  # PEFT accepts any number although it is annotated as int

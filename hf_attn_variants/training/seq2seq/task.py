@@ -19,7 +19,7 @@ from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedMode
 from ...files import is_blank
 from ...glue_tasks import GlueTask, get_task
 from ...model_properties import ignore_saved_length_limits, set_languages
-from ...modeling.fields.variant_config import can_cache
+from ...modeling.fields.variant_config import supports_decoder_cache
 from ...text_files import (
     PlacedRows,
     check_unused,
@@ -594,7 +594,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         """
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
-        options: dict[str, Any] = {} if can_cache(model.config) else {"use_cache": False}
+        options: dict[str, Any] = {} if supports_decoder_cache(model.config) else {"use_cache": False}
         if self.settings.no_repeat_ngram_size is not None:
             options["no_repeat_ngram_size"] = self.settings.no_repeat_ngram_size
         if num_beams > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 
-from ...modeling.mechanisms.patterns.pattern_table import takes_global_mask
+from ...modeling.mechanisms.patterns.pattern_table import supports_global_mask
 from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask, list_shown_metrics
 from ..engine.models import check_trained_head, fit_token_types, load_config, load_model, load_tokenizer
@@ -103,7 +103,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         fit_token_types(self.tokenizer, self.config)
         self.stride = compute_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
-        marks_questions = takes_global_mask(self.config)
+        marks_questions = supports_global_mask(self.config)
         self.collate = make_window_collator(self.tokenizer, settings.pad_to_multiple_of, marks_questions)
         self.train = self.splits.get("train", [])
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...inspection.scores import mean_pooled
 from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
-from ...modeling.fields.variant_config import can_cache
+from ...modeling.fields.variant_config import supports_decoder_cache
 from ...registration import longest_input
 from ..engine.models import iterate_attentions
 from ..engine.optimization import Term, sum_by_example, token_cross_entropy
@@ -69,7 +69,7 @@ class ActivationRecorder:
         self._outputs: dict[str, list[Tensor]] | None = None  # None: no forward pass is recorded
         if attention_outputs:
             for site, _, module in iterate_attentions(model):
-                side = site.stack_of(model.config) if self.has_both_stacks else ENCODER
+                side = site.get_stack_name(model.config) if self.has_both_stacks else ENCODER
                 self._record_output(module.get_submodule(site.output), side)
 
     def _record_output(self, module: nn.Module, side: str) -> None:
@@ -561,7 +561,7 @@ class UptrainingEvaluator:
                 max_new_tokens=self.settings.max_target_length or self.settings.max_length,
                 do_sample=False,
                 num_beams=1,
-                **({} if can_cache(model.config) else {"use_cache": False}),
+                **({} if supports_decoder_cache(model.config) else {"use_cache": False}),
             )
         ids = self.accelerator.pad_across_processes(ids, dim=1, pad_index=self.task.tokenizer.pad_token_id)
         ids = self.accelerator.gather_for_metrics(ids)

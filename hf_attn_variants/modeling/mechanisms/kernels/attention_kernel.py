@@ -1,7 +1,7 @@
-"""Base class of the kernels that replace the softmax of an attention, and their tensors.
+"""The base class of kernels that replace the softmax, and functions for their tensors.
 
-Each kernel is a class with its paper, the checks of its fields, its tensors and its formula. `kernel_table` lists the
-kernels. The letters are those of `softmax_attention`; F is the number of features per head.
+Each kernel is a class with its paper, field checks, tensors and formula. `kernel_table` lists the kernels. The symbols
+are defined in `softmax_attention`; F is the number of features per head.
 """
 
 import zlib
@@ -14,55 +14,56 @@ import torch
 from torch import nn
 
 from ...ops.variant_attention import AttentionHeads, VariantAttention
-from ...transformers_internals import known_imports
+from ...transformers_internals import guarded_imports
 from ..mechanism import Mechanism
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
 __all__ = [
     "AttentionKernel",
     "KernelTensor",
+    "draw_orthogonal_vectors",
     "draw_vectors",
+    "get_kernel_tensors",
     "init_kernel",
     "install_kernel",
-    "kernel_tensors",
-    "orthogonal_rows",
 ]
 
 
 def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torch.Tensor:
-    """Return random vectors [count, size] from the standard normal distribution.
+    """Draw random vectors [count, size] from the standard normal distribution.
 
     Args:
-        count, size: the number of vectors and the size of each.
+        count, size: the number of vectors and their size.
         seed: the seed of the generator.
-        are_orthogonal: `True` to make each group of `size` vectors orthogonal (arXiv 2009.14794, section 2.4).
+        are_orthogonal: True to make the vectors in each group of `size` vectors orthogonal (arXiv 2009.14794, section
+            2.4).
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(count, size, generator=generator)
     if not are_orthogonal:
         return drawn
-    turned = orthogonal_rows(count, size, generator)
-    return turned * drawn.norm(dim=1, keepdim=True)  # the norms are those of independent vectors
+    turned = draw_orthogonal_vectors(count, size, generator)
+    return turned * drawn.norm(dim=1, keepdim=True)  # orthogonal vectors with the same norms
 
 
-def orthogonal_rows(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random unit vectors [count, size]; the vectors within each group of `size` are orthogonal."""
+def draw_orthogonal_vectors(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw random unit vectors [count, size]. The vectors in each group of `size` vectors are orthogonal."""
     blocks = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for _ in range(-(-count // size))]
     return torch.cat([torch.empty(0, size), *blocks])[:count]
 
 
 class KernelTensor(NamedTuple):
-    """A tensor that an attention with a kernel has in addition to its projections."""
+    """A tensor of a kernel, which an attention module has in addition to its projections."""
 
     shape: tuple[int, ...]
-    begin: Callable[[], torch.Tensor]  # returns its initial values, float32
+    begin: Callable[[], torch.Tensor]  # returns the initial values in float32
 
 
 @dataclass(frozen=True)
 class AttentionKernel(Mechanism, ABC):
-    """The kernel of one attention.
+    """The kernel of one attention module.
 
     Args:
         features: the width of learned projections, or the number of random vectors or rows
@@ -71,11 +72,12 @@ class AttentionKernel(Mechanism, ABC):
         seed: the seed of the random numbers.
 
     Class attributes:
-        features_a_number: the default number of features per dimension of a head; None if the kernel has no such size.
-        learned, drawn: the names of its parameters, and of its buffers of random numbers.
-        of_key_heads: the names of the tensors that have a part for each key head.
-        counts_tokens: `True` if the position of a token matters, so that padding before it must be moved.
-        reads_window: `True` if the kernel needs an `attention_window`.
+        features_per_dimension: the default number of features per head dimension, or None if the kernel has no such
+            setting.
+        learned, drawn: the names of the parameters and of the random buffers.
+        tensors_per_key_head: the names of the tensors with a part for each key head.
+        depends_on_positions: True if the outputs depend on token positions, so that left padding must be moved.
+        needs_window: True if the kernel requires an `attention_window`.
     """
 
     features: int
@@ -83,53 +85,54 @@ class AttentionKernel(Mechanism, ABC):
     seed: int
 
     field = "attention_kernel"
-    features_a_number: ClassVar[int | None] = None
+    features_per_dimension: ClassVar[int | None] = None
     learned: ClassVar[tuple[str, ...]] = ()
     drawn: ClassVar[tuple[str, ...]] = ()
-    of_key_heads: ClassVar[tuple[str, ...]] = ()
-    counts_tokens: ClassVar[bool] = False
-    reads_window: ClassVar[bool] = False
+    tensors_per_key_head: ClassVar[tuple[str, ...]] = ()
+    depends_on_positions: ClassVar[bool] = False
+    needs_window: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> Self:
-        """Return the kernel of the attention at a path.
+    def from_config(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> Self:
+        """Create the kernel of the attention module at a path.
 
         Args:
             config: a variant configuration.
-            prefix: the prefix of the field that names the kernel.
+            prefix: the prefix of the field that selects the kernel.
             head_dim: d, the size of the heads.
-            path: the path of the attention inside the base model. Each attention has its own random numbers.
-            is_causal: `True` if the queries do not attend to later keys.
+            path: the path of the attention module inside the base model. Each attention module has its own random
+                numbers.
+            is_causal: True if queries do not attend to later keys.
             layer: the index of the layer.
         """
-        features = config.attention_kernel_features or (cls.features_a_number or 1) * head_dim
+        features = config.attention_kernel_features or (cls.features_per_dimension or 1) * head_dim
         return cls(features, is_causal, zlib.crc32(f"{config.attention_kernel_seed}:{path}".encode()))
 
     @classmethod
     def check(cls, config: Any, field: str) -> None:
-        """Check the requirements of this kernel in a configuration whose `field` names it.
+        """Check that a configuration whose `field` selects this kernel meets its requirements.
 
         Raises:
             ValueError: if the configuration does not support the kernel.
         """
 
     @classmethod
-    def draws(cls, features: int | None, head_dim: int) -> bool:
-        """Check if any tensor of the kernel is drawn from the seed.
+    def uses_random_numbers(cls, features: int | None, head_dim: int) -> bool:
+        """Return True if any of the kernel's tensors depend on the seed.
 
         Args:
-            features: the number of features in the configuration; None for the default of the kernel.
+            features: the number of features in the configuration, or None for the kernel's default.
             head_dim: d.
         """
         return bool(cls.drawn)
 
     @property
     def is_exported_as_weights(self) -> bool:
-        """Whether an exported graph computes the weights, because a graph of chunks would have a fixed length."""
+        """True if exported graphs compute the weights, because graphs with chunks would have a fixed length."""
         return self.is_causal
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return the tensors of the kernel for an attention with these heads: {name: tensor}."""
+        """Return the kernel's tensors for an attention module with these heads: {name: tensor}."""
         return {}
 
     @abstractmethod
@@ -143,20 +146,21 @@ class AttentionKernel(Mechanism, ABC):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Attend with memory and time that are linear in n and m.
+        """Compute attention with memory and time that are linear in n and m.
 
         Args:
-            module: the module with the tensors of this kernel: the attention, or `AttentionTensors` in a conversion.
+            module: the object with this kernel's tensors: the attention module, or `AttentionTensors` during
+                conversion.
             query: [b, h, n, d], or [b B, h, n, d] for B beams per row of keys.
             key, value: [b, k, m, d] and [b, k, m, d_v].
-            read: the keys to attend to, boolean [b or 1, 1, m, 1]; None means all keys.
-            scaling: the factor of the dot products of a softmax.
-            state: the state that an earlier call returned for the keys before these (causal attention only).
+            read: a boolean mask [b or 1, 1, m, 1] of the keys to attend to, or None for all keys.
+            scaling: the factor of the dot products in a softmax.
+            state: the state that an earlier call returned for the previous keys (only for causal attention).
 
         Returns:
-            The outputs [b, n, h, d_v], zeros if a query attends to no key, and the state after these keys, or None. If
-            a kernel of cross-attention returns a state, its method `read_state` computes the outputs of later queries
-            (see `FeatureKernel`).
+            The outputs [b, n, h, d_v], which are zero for queries without any keys, and the state after these keys, or
+            None if the kernel has no state. If a cross-attention kernel returns a state, its method `attend_to_state`
+            computes the outputs for later queries (see `FeatureKernel`).
         """
 
     @abstractmethod
@@ -168,26 +172,26 @@ class AttentionKernel(Mechanism, ABC):
         read: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Return the equivalent attention weights [b, h, n, m]; the arguments are those of `attend`."""
+        """Return the equivalent attention weights [b, h, n, m]. See `attend` for the arguments."""
 
     @abstractmethod
-    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the floating-point operations per key in one key head, and per query in one query head.
+    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+        """Return the floating-point operations per key and key head, and per query and query head.
 
         Args:
-            heads: the heads of the attention.
+            heads: the head counts of the attention module.
             attended: the number of keys that a query attends to.
         """
 
-    def state_numbers(self, heads: AttentionHeads) -> int:
-        """Return how many numbers a decoder's cache stores for this attention: 0 for a kernel without a state."""
+    def num_state_values(self, heads: AttentionHeads) -> int:
+        """Return the number of values in a decoder's cache for this attention module, which is 0 without a state."""
         return 0
 
 
 def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> None:
-    """Set the kernel of an attention module, if any, and add its uninitialized tensors.
+    """Set the kernel of an attention module and, if there is one, add its uninitialized tensors.
 
-    The head counts of the module must be set before.
+    The module's head counts must already be set.
     """
     module.kernel = kernel
     if kernel is None:
@@ -202,7 +206,7 @@ def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> 
         module._is_hf_initialized = False
 
 
-def kernel_tensors(module: Any) -> dict[str, torch.Tensor]:
+def get_kernel_tensors(module: Any) -> dict[str, torch.Tensor]:
     """Return the tensors that `install_kernel` added to an attention module: {name: tensor}."""
     kernel = getattr(module, "kernel", None)
     return {} if kernel is None else {name: getattr(module, name) for name in (*kernel.learned, *kernel.drawn)}

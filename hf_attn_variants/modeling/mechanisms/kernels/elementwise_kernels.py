@@ -1,4 +1,4 @@
-"""The kernels without parameters, whose features are a function of each number: elu(x) + 1 and relu(x)."""
+"""Kernels without parameters, whose features are elementwise functions: elu(x) + 1 and relu(x)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .feature_kernel import MapKernel
+from .feature_kernel import TokenwiseKernel
 
 __all__ = [
     "Elu",
@@ -15,13 +15,13 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Elu(MapKernel):
+class Elu(TokenwiseKernel):
     """phi(x) = elu(x) + 1, F = d."""
 
     name = "elu"
     paper = ("Transformers are RNNs: linear attention", "2006.16236")
 
-    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
         """Return phi(x)."""
         return nn.functional.elu(states) + 1
 
@@ -29,19 +29,19 @@ class Elu(MapKernel):
         """Return d."""
         return head_dim
 
-    def map_flops(self, head_dim: int) -> int:
+    def count_map_flops(self, head_dim: int) -> int:
         """Return 0, because there is no matrix product."""
         return 0
 
 
 @dataclass(frozen=True)
-class Relu(MapKernel):
-    """phi(x) = max(x, 0), F = d. The output is zero if a query and the keys have no positive feature in common."""
+class Relu(TokenwiseKernel):
+    """phi(x) = max(x, 0), F = d. The output is zero if a query and the keys have no positive features in common."""
 
     name = "relu"
     paper = ("cosFormer: rethinking softmax in attention", "2202.08791")
 
-    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
         """Return phi(x)."""
         return states.relu()
 
@@ -49,6 +49,6 @@ class Relu(MapKernel):
         """Return d."""
         return head_dim
 
-    def map_flops(self, head_dim: int) -> int:
+    def count_map_flops(self, head_dim: int) -> int:
         """Return 0, because there is no matrix product."""
         return 0

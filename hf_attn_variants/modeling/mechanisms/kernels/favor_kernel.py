@@ -1,4 +1,4 @@
-"""FAVOR+: positive random features whose products estimate softmax weights (arXiv 2009.14794, section 2.3)."""
+"""FAVOR+, with positive random features whose products estimate softmax weights (arXiv 2009.14794, section 2.3)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +17,12 @@ __all__ = ["Favor"]
 class Favor(FeatureKernel):
     """phi(x) = exp(w x - |x|^2 / 2), with orthogonal random vectors w.
 
-    The input x is scaled by the square root of the factor of the logits.
+    The input x is multiplied by the square root of `scaling`.
     """
 
     name = "favor"
     paper = ("Rethinking attention with Performers", "2009.14794")
-    features_a_number = 4
+    features_per_dimension = 4
     drawn = ("kernel_vectors",)
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
@@ -31,14 +31,14 @@ class Favor(FeatureKernel):
         return {"kernel_vectors": KernelTensor(shape, partial(draw_vectors, *shape, self.seed, are_orthogonal=True))}
 
     def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return phi(q), with each row divided by its largest value."""
+        """Return phi(q). Each row is divided by its largest value."""
         logits = _logits(module, query, scaling)
         return (logits - logits.amax(-1, keepdim=True).detach()).exp()
 
     def key_features(
         self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k), divided by the largest value over all keys, and the logarithm of this divisor."""
+        """Return phi(k), divided by its largest value over all keys, and the logarithm of the divisor."""
         logits = _logits(module, key, scaling)
         logits = logits if read is None else logits.masked_fill(~read, -torch.inf)
         top = logits.detach().amax((-2, -1), keepdim=True)

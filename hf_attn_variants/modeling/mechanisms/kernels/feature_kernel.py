@@ -1,16 +1,17 @@
-"""Linear attention with weights that are products of features, so that the sums of keys and values need no query.
+"""Linear attention, whose weights are products of query and key features.
 
-The features phi(q) and phi(k) have F numbers per head. The weights, phi(q) phi(k)^T divided by their row sums, are
-never stored:
+The features phi(q) and phi(k) have F dimensions per head. The weights, phi(q) phi(k)^T divided by their row sums, are
+never stored, because the sums over keys and values do not depend on the query:
 
     S = sum_j phi(k_j) [v_j, 1]^T    [F, d_v + 1], over all keys
-    o_i = phi(q_i) S                 d_v sums of values, and the sum of the weights that they are divided by
+    o_i = phi(q_i) S                 d_v weighted sums of values, and the sum of weights by which they are divided
 
-Each step takes n F d_v multiply-adds, for any length. In causal attention, S is a running sum. The weights are
-computed within a chunk of C tokens, and S holds the sum over all earlier chunks. A decoder caches only S. Sums are in
-float32 or a more precise dtype. Attention dropout is not applied, because there are no weights to drop.
+Each step takes n F d_v multiply-adds. In causal attention, S is a running sum over all earlier chunks of C tokens, and
+the weights within a chunk are computed explicitly. A decoder only caches S. Sums are computed in float32 or a more
+precise dtype. Attention dropout is not applied, because there are no weights to drop.
 
-Source: arXiv 2006.16236. The formulas are in `reference.linear`. The letters are those of `softmax_attention`.
+Source: arXiv 2006.16236. The formulas are implemented in `reference.linear`. The symbols are defined in
+`softmax_attention`.
 """
 
 from abc import abstractmethod
@@ -20,32 +21,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...ops.beams import QueryFold, beams_of, repeat_for_beams
-from ...ops.memory_efficient_attention import without_autocast
+from ...ops.beams import QueryFold, count_beams, repeat_for_beams
+from ...ops.memory_efficient_attention import disable_autocast
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import AttentionKernel
 
 __all__ = [
     "FeatureKernel",
     "KernelState",
-    "MapKernel",
-    "causal_sums",
+    "TokenwiseKernel",
+    "compute_causal_sums",
 ]
 
-# The number of tokens per chunk. The C x C weights of a chunk are about as large as a typical state.
+# The number of tokens per chunk. The C x C weights within a chunk are about as large as a typical state.
 CHUNK = 128
 
 
-def causal_sums(
+def compute_causal_sums(
     queries: torch.Tensor, features: torch.Tensor, values: torch.Tensor, sums: torch.Tensor | None, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return phi(q) times the sum of phi(k) v^T over the keys up to each query, and the total sum.
+    """Multiply phi(q) by the sum of phi(k) v^T over the keys up to each query.
 
     Args:
-        queries: phi(q) [b, k, g n, F], n queries for each of the g heads of a group.
+        queries: phi(q) [b, k, g n, F], with n queries for each of the g heads in a group.
         features: phi(k) [b, k, n, F].
         values: [b, k, n, x].
-        sums: the sums over earlier keys, [b, k, F, x], or None.
+        sums: the sums over earlier keys, [b, k, F, x], or None if there are no earlier keys.
         rows: g.
 
     Returns:
@@ -66,7 +67,7 @@ def causal_sums(
 
 
 class KernelState(NamedTuple):
-    """The cached state of the keys: sums, and the logarithm of their divisor, if any."""
+    """The cached state, with sums over keys and the logarithm of their divisor, if any."""
 
     sums: torch.Tensor  # [b, k, F, d_v + 1]
     log_scale: torch.Tensor | None = None  # [b, k, 1, 1]
@@ -74,31 +75,32 @@ class KernelState(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureKernel(AttentionKernel):
-    """A kernel with one feature map for queries and one for keys."""
+    """A kernel with a feature map for queries and one for keys."""
 
     @abstractmethod
     def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return phi(q) [b, h, n, F] of queries [b, h, n, d]; the arguments are those of `attend`.
+        """Return phi(q) [b, h, n, F] for queries [b, h, n, d]. See `attend` for the arguments.
 
-        The result may omit a factor of a whole row, because the division by the row sum removes it.
+        The result may omit a factor that is the same for a whole row, because it cancels out in the normalization.
         """
 
     @abstractmethod
     def key_features(
         self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k) [b, k, m, F] of keys [b, k, m, d], zeros at masked keys, and the logarithm of their divisor.
+        """Return phi(k) [b, k, m, F] for keys [b, k, m, d], and the logarithm of the divisor of phi(k).
 
-        The logarithm has the shape [b, k, 1, 1]; None means no divisor. The arguments are those of `attend`.
+        phi(k) is zero for masked keys. The logarithm has the shape [b, k, 1, 1], or is None if there is no divisor.
+        See `attend` for the arguments.
         """
 
     @abstractmethod
     def width(self, head_dim: int) -> int:
-        """Return F, the number of features of a head of size d."""
+        """Return F, the number of features for a head of size d."""
 
     def divisor(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the divisors of the outputs, computed from the sums of their weights."""
-        return sums.masked_fill(sums == 0, 1)  # a query without keys returns zeros
+        return sums.masked_fill(sums == 0, 1)  # the outputs are zero for queries without keys
 
     def attend(
         self,
@@ -110,54 +112,57 @@ class FeatureKernel(AttentionKernel):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Attend with sums of features; see `AttentionKernel.attend`. The state is a `KernelState`."""
+        """Attend with sums of features.
+
+        See `AttentionKernel.attend` for the arguments. The state is a `KernelState`.
+        """
         exact = torch.promote_types(value.dtype, torch.float32)
-        with without_autocast(query):
+        with disable_autocast(query):
             features, log_scale = self.key_features(module, key.to(exact), read, scaling)
             values = nn.functional.pad(value.to(exact), (0, 1), value=1.0)
             if not self.is_causal:
                 state = KernelState(features.mT @ values, log_scale)
-                return self.read_state(module, query, state, scaling), state
+                return self.attend_to_state(module, query, state, scaling), state
             sums, fold = None, QueryFold(query, key, 1)
             if state is not None:
-                features, sums, log_scale = _same_scale(features, log_scale, state)
-            queries = fold.rows(self.query_features(module, query.to(exact), scaling))
-            output, sums = causal_sums(queries, features, values, sums, fold.groups)
-            return fold.unfolded(self.divided(output).to(value.dtype)), KernelState(sums, log_scale)
+                features, sums, log_scale = _rescale_to_common_divisor(features, log_scale, state)
+            queries = fold.fold_queries(self.query_features(module, query.to(exact), scaling))
+            output, sums = compute_causal_sums(queries, features, values, sums, fold.groups)
+            return fold.unfold(self.normalize_outputs(output).to(value.dtype)), KernelState(sums, log_scale)
 
-    def read_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
-        """Return the outputs [b, n, h, d_v] of queries that attend to all keys of a state.
+    def attend_to_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
+        """Return the outputs [b, n, h, d_v] for queries that attend to all keys in a state.
 
-        The arguments are those of `attend`.
+        See `attend` for the arguments.
         """
-        fold = QueryFold(query, state.sums, beams_of(query, state.sums))
-        with without_autocast(query):
-            queries = fold.rows(self.query_features(module, query.to(state.sums.dtype), scaling))
-            return fold.unfolded(self.divided(queries @ state.sums).to(query.dtype))
+        fold = QueryFold(query, state.sums, count_beams(query, state.sums))
+        with disable_autocast(query):
+            queries = fold.fold_queries(self.query_features(module, query.to(state.sums.dtype), scaling))
+            return fold.unfold(self.normalize_outputs(queries @ state.sums).to(query.dtype))
 
-    def divided(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the sums of weighted values, divided by the sums of the weights in the last column."""
+    def normalize_outputs(self, output: torch.Tensor) -> torch.Tensor:
+        """Divide weighted sums of values by the sums of weights, which are in the last column."""
         return output[..., :-1] / self.divisor(output[..., -1:])
 
     def weights(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
-        """Return the weights [b, h, n, m]; see `AttentionKernel.weights`."""
+        """Return the weights [b, h, n, m]. See `AttentionKernel.weights` for the arguments."""
         exact = torch.promote_types(query.dtype, torch.float32)
-        if beams_of(query, key) > 1:
+        if count_beams(query, key) > 1:
             key = repeat_for_beams(key, query.shape[0])
             read = read if read is None or read.shape[0] == 1 else repeat_for_beams(read, query.shape[0])
-        with without_autocast(query):
+        with disable_autocast(query):
             queries = self.query_features(module, query.to(exact), scaling)
             features, _ = self.key_features(module, key.to(exact), read, scaling)
             groups = queries.shape[1] // features.shape[1]
             weights = (queries.unflatten(1, (-1, groups)) @ features.mT[:, :, None]).flatten(1, 2)
-            weights = self.with_near_keys(module, weights, query.to(exact), key.to(exact), read, scaling)
+            weights = self.replace_window_weights(module, weights, query.to(exact), key.to(exact), read, scaling)
             if self.is_causal:
                 weights = weights.tril(weights.shape[3] - weights.shape[2])
             return weights / self.divisor(weights.sum(-1, keepdim=True))
 
-    def with_near_keys(
+    def replace_window_weights(
         self,
         module: Any,
         weights: torch.Tensor,
@@ -166,50 +171,51 @@ class FeatureKernel(AttentionKernel):
         read: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Return the weights before normalization; a subclass may replace some of them."""
+        """Return the weights before normalization. Subclasses may replace some of them."""
         return weights
 
-    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return the operations per key and per query.
 
-        A key needs its features and an update of the sums. A query needs its features and a product with the sums.
+        For a key, they include its features and an update of the sums. For a query, they include its features and a
+        product with the sums.
         """
-        count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.map_flops(heads.head_dim)
+        count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.count_map_flops(heads.head_dim)
         return count, count
 
-    def map_flops(self, head_dim: int) -> int:
-        """Return the operations of the feature map for one token in one head."""
+    def count_map_flops(self, head_dim: int) -> int:
+        """Return the operations of the feature map for one token and one head."""
         return 2 * self.features * head_dim
 
-    def state_numbers(self, heads: AttentionHeads) -> int:
-        """Return the size of a state: the sums of values and weights of each key/value head."""
+    def num_state_values(self, heads: AttentionHeads) -> int:
+        """Return the size of a state, which contains each key/value head's sums of values and weights."""
         return heads.key * self.width(heads.head_dim) * (heads.value_dim + 1)
 
 
 @dataclass(frozen=True)
-class MapKernel(FeatureKernel):
-    """A kernel whose feature map treats each token of the queries and keys independently."""
+class TokenwiseKernel(FeatureKernel):
+    """A kernel whose feature map is applied to each query and key independently."""
 
     @abstractmethod
-    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
-        """Return phi(x) [b, heads, n, F] of states [b, heads, n, d]; the role is "query" or "key"."""
+    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+        """Return phi(x) [b, heads, n, F] for states [b, heads, n, d]. The role is "query" or "key"."""
 
     def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return phi(q); see `FeatureKernel.query_features`."""
-        return self.features_of(module, query, "query")
+        """Return phi(q). See `FeatureKernel.query_features` for the arguments."""
+        return self.compute_features(module, query, "query")
 
     def key_features(
         self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k) without a divisor; see `FeatureKernel.key_features`."""
-        features = self.features_of(module, key, "key")
+        """Return phi(k) without a divisor. See `FeatureKernel.key_features` for the arguments."""
+        features = self.compute_features(module, key, "key")
         return (features if read is None else features * read), None
 
 
-def _same_scale(
+def _rescale_to_common_divisor(
     features: torch.Tensor, log_scale: torch.Tensor | None, state: KernelState
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return features and earlier sums with the same divisor, the larger of the two, and its logarithm."""
+    """Rescale features and earlier sums to the larger of their divisors, and return its logarithm too."""
     if log_scale is None or state.log_scale is None:
         return features, state.sums, None
     both = torch.maximum(log_scale, state.log_scale)

@@ -1,4 +1,4 @@
-"""Hedgehog: learned features that approximate the weights of a softmax (arXiv 2402.04347, section 4.1)."""
+"""Hedgehog, with learned features that approximate softmax weights (arXiv 2402.04347, section 4.1)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,28 +7,28 @@ from typing import Any, ClassVar
 import torch
 
 from ...ops.variant_attention import AttentionHeads
-from .attention_kernel import KernelTensor, orthogonal_rows
-from .feature_kernel import MapKernel
+from .attention_kernel import KernelTensor, draw_orthogonal_vectors
+from .feature_kernel import TokenwiseKernel
 
 __all__ = ["Hedgehog"]
 
-# The initial feature maps are this factor times the identity, which is close to the result of a fit to a softmax.
+# The initial feature maps are this factor times the identity, which is close to what a fit to a softmax gives.
 FIRST_MAP = 2.0
 
 
 @dataclass(frozen=True)
-class Hedgehog(MapKernel):
+class Hedgehog(TokenwiseKernel):
     """phi(x) = softmax([x M, -x M]), with a matrix M [d, r] for each query head and each key head; F = 2 r."""
 
     name = "hedgehog"
     paper = ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347")
-    features_a_number = 1
+    features_per_dimension = 1
     learned: ClassVar[tuple[str, ...]] = ("query_kernel_proj", "key_kernel_proj")
-    of_key_heads = ("key_kernel_proj",)
+    tensors_per_key_head = ("key_kernel_proj",)
 
     @classmethod
-    def draws(cls, features: int | None, head_dim: int) -> bool:
-        """Check if the feature maps are wider than a head, because the columns beyond the identity are random."""
+    def uses_random_numbers(cls, features: int | None, head_dim: int) -> bool:
+        """Return True if the feature maps are wider than a head, because the additional columns are then random."""
         return (features or 0) > head_dim
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
@@ -38,12 +38,12 @@ class Hedgehog(MapKernel):
         return {name: KernelTensor(shape, partial(self._first_maps, shape)) for name, shape in shapes.items()}
 
     def _first_maps(self, shape: tuple[int, int, int]) -> torch.Tensor:
-        """Return the initial M: twice the identity, followed by randomly rotated columns if r is larger than d."""
+        """Return the initial M: twice the identity, followed by random orthogonal columns if r is larger than d."""
         _, size, width = shape
-        rows = orthogonal_rows(max(0, width - size), size, torch.Generator().manual_seed(self.seed))
+        rows = draw_orthogonal_vectors(max(0, width - size), size, torch.Generator().manual_seed(self.seed))
         return (FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]).expand(shape)
 
-    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
         """Return phi(x)."""
         mapped = states @ getattr(module, f"{role}_kernel_proj").to(states.dtype)
         return torch.cat([mapped, -mapped], -1).softmax(-1)

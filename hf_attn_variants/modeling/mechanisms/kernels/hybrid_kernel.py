@@ -1,14 +1,14 @@
-"""Softmax attention within a window and a kernel outside it, with one normalizer (LoLCATs, arXiv 2410.10254).
+"""Softmax attention inside a window and a kernel outside it, with a joint normalization (LoLCATs, arXiv 2410.10254).
 
-For query i, s_ij are the dot products, c_i is the largest of them within the window, and gamma is learned per head:
+For query i, s_ij are the dot products, c_i is their maximum within the window, and gamma is learned for each head:
 
     w_ij = gamma exp(s_ij - c_i) in the window, phi(q_i) phi(k_j) elsewhere;  o_i = sum_j w_ij v_j / sum_j w_ij
 
-A block of C queries has weights for the C + before + after keys that are in any of its windows. Two running sums of
-phi(k) v^T cover the keys before and after these. The code never subtracts from a sum, and no tensor is as large as
-n x m. A decoder caches the sum of the keys before the window of the next token, and the keys of that window.
+Weights are computed in blocks of C queries, for the C + before + after keys in any of their windows. Two running sums
+of phi(k) v^T cover the keys before and after these. Nothing is subtracted from a sum, and no tensor is as large as n x
+m. A decoder caches the sum over the keys before the next token's window, and the keys in that window.
 
-The formula is `reference.linear.hybrid_attention`. The letters are those of `softmax_attention`.
+The formula is implemented in `reference.linear.hybrid_attention`. The symbols are defined in `softmax_attention`.
 """
 
 import math
@@ -21,20 +21,20 @@ from torch import nn
 
 from ...ops.beams import QueryFold
 from ...ops.key_ranges import KeyRange
-from ...ops.memory_efficient_attention import without_autocast
+from ...ops.memory_efficient_attention import disable_autocast
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor
 from .hedgehog_kernel import Hedgehog
 
 __all__ = ["Hybrid", "HybridState", "NearKeys", "attend_in_blocks_and_sums", "hybrid_weights"]
 
-# A block has as many queries as the window, within these limits. Longer blocks compute more individual weights, and
-# shorter blocks store more sums.
+# A block has as many queries as the window has tokens, within these limits. Longer blocks require more individual
+# weights, and shorter blocks require more sums.
 LEAST_BLOCK, MOST_BLOCK = 64, 128
 
 
 class HybridState(NamedTuple):
-    """The cached state of a decoder: sums of the keys before the next window, and the keys for that window."""
+    """The cached state of a decoder, with sums over the keys before the next window and the keys in that window."""
 
     sums: torch.Tensor  # [b, k, F, d_v + 1]
     keys: torch.Tensor  # [b, k, before, d]
@@ -43,14 +43,14 @@ class HybridState(NamedTuple):
 
 
 class NearKeys(NamedTuple):
-    """The keys of one call, preceded by `before` cached keys or masked positions."""
+    """The keys in one call, preceded by `before` cached keys or masked positions."""
 
     keys: torch.Tensor  # [b, k, before + m, d]
     values: torch.Tensor  # [b, k, before + m, d_v]
     read: torch.Tensor  # [b, 1, before + m, 1]
 
     @classmethod
-    def of(
+    def from_call(
         cls,
         key_range: KeyRange,
         key: torch.Tensor,
@@ -58,12 +58,12 @@ class NearKeys(NamedTuple):
         read: torch.Tensor | None,
         state: HybridState | None,
     ) -> "NearKeys":
-        """Return the keys of a call, preceded by those of a state.
+        """Return the keys in a call, preceded by those in a state.
 
         Args:
             key_range: the key range of the window.
             key, value: [b, k, m, d] and [b, k, m, d_v].
-            read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
+            read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
             state: the state of the earlier tokens, if any.
         """
         read = key.new_ones(1, 1, key.shape[2], 1, dtype=torch.bool) if read is None else read
@@ -78,8 +78,8 @@ class NearKeys(NamedTuple):
         """Return the state for the next token.
 
         Args:
-            features: phi(k) [b, k, before + m, F], zeros at masked keys.
-            sums: the sums of the earlier keys, if any.
+            features: phi(k) [b, k, before + m, F], which is zero for masked keys.
+            sums: the sums over the earlier keys, if any.
             key_range: the key range of the window.
         """
         older = features.shape[2] - key_range.before
@@ -90,7 +90,7 @@ class NearKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Hybrid(Hedgehog):
-    """A softmax within a window, and the features of Hedgehog outside it.
+    """A softmax inside a window and Hedgehog features outside it.
 
     Args:
         window: w, the value of `attention_window`.
@@ -101,26 +101,29 @@ class Hybrid(Hedgehog):
     name = "hybrid"
     paper = ("LoLCATs: on low-rank linearizing of large language models", "2410.10254")
     learned = (*Hedgehog.learned, "window_log_factor")
-    reads_window = True
+    needs_window = True
 
     @classmethod
-    def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Hybrid":
-        """Return the kernel of the attention at a path, with the window of its layer; see `AttentionKernel.of`."""
-        maps = Hedgehog.of(config, prefix, head_dim, path, is_causal, layer)
-        return cls(maps.features, is_causal, maps.seed, config.layer_value(f"{prefix}attention_window", layer))
+    def from_config(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Hybrid":
+        """Create the kernel of an attention module, with the window of its layer.
+
+        See `AttentionKernel.from_config` for the arguments.
+        """
+        hedgehog = Hedgehog.from_config(config, prefix, head_dim, path, is_causal, layer)
+        return cls(hedgehog.features, is_causal, hedgehog.seed, config.layer_value(f"{prefix}attention_window", layer))
 
     @classmethod
     def check(cls, config: Any, field: str) -> None:
         """Check that each layer with this kernel has a window.
 
         Raises:
-            ValueError: if a layer has no window, or if the field belongs to cross-attention.
+            ValueError: if a layer has no window, or if the field is for cross-attention.
         """
         prefix = field.removesuffix("attention_kernel")
         if prefix == "cross_":
             raise ValueError(
-                f'`{field}` must not be "hybrid". The kernel needs the positions of queries among the keys, '
-                "which cross-attention does not have."
+                f'`{field}="hybrid"` is not supported, because the queries in cross-attention have no positions '
+                "among the keys. Choose another kernel."
             )
         window = f"{prefix}attention_window"
         layers = range(config.layer_count(window))
@@ -129,23 +132,23 @@ class Hybrid(Hedgehog):
         ]
         if None in values:
             got = values if any(values) else None
-            raise ValueError(f'`{window}` must be given in each layer with `{field}="hybrid"`, got {got}.')
+            raise ValueError(f'`{window}` must be set in all layers with `{field}="hybrid"`, got {got}.')
 
     @property
     def key_range(self) -> KeyRange:
         """The key range of the softmax."""
-        return KeyRange.of(self.window, 1, 0, self.is_causal)
+        return KeyRange.from_window(self.window, 1, 0, self.is_causal)
 
     @property
     def is_exported_as_weights(self) -> bool:
-        """Always `True`, because blocks would fix the length of the exported graph."""
+        """Always True, because graphs with blocks would have a fixed length."""
         return True
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return the feature maps of Hedgehog and the logarithm of gamma [h].
+        """Return the Hedgehog feature maps and the logarithm of gamma [h].
 
-        The initial value is gamma = 1 / F. If all features are equal, phi(q) phi(k) is 1 / F. If all logits are equal,
-        exp(s - c) is 1.
+        The initial value is gamma = 1 / F, because phi(q) phi(k) is 1 / F if all features are the same, and exp(s - c)
+        is 1 if all logits are the same.
         """
         begin = partial(torch.full, (heads.query,), -math.log(2 * self.features))
         return super().tensors(heads) | {"window_log_factor": KernelTensor((heads.query,), begin)}
@@ -160,23 +163,26 @@ class Hybrid(Hedgehog):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Attend with a window and sums; see `AttentionKernel.attend`. The state is a `HybridState`."""
+        """Attend with a window and sums.
+
+        See `AttentionKernel.attend` for the arguments. The state is a `HybridState`.
+        """
         exact = torch.promote_types(value.dtype, torch.float32)
-        with without_autocast(query):
+        with disable_autocast(query):
             key_range = self.key_range
-            near = NearKeys.of(key_range, key.to(exact), value.to(exact), read, state)
+            near = NearKeys.from_call(key_range, key.to(exact), value.to(exact), read, state)
             features, _ = self.key_features(module, near.keys, near.read, scaling)
             fold, sums = QueryFold(query, key, 1), None if state is None else state.sums
             query = query.to(exact)
-            rows = (fold.rows(tensor) for tensor in (query, self.query_features(module, query, scaling)))
+            rows = (fold.fold_queries(tensor) for tensor in (query, self.query_features(module, query, scaling)))
             queries, by_query = (tensor.unflatten(2, (fold.groups, -1)) for tensor in rows)
             log_factor = module.window_log_factor.to(exact).unflatten(0, (key.shape[1], -1))
             output = attend_in_blocks_and_sums(queries, by_query, near, features, log_factor, sums, key_range, scaling)
             output = output.flatten(2, 3)
             new_state = near.state(features, sums, key_range) if self.is_causal else None
-            return fold.unfolded(self.divided(output)).to(value.dtype), new_state
+            return fold.unfold(self.normalize_outputs(output)).to(value.dtype), new_state
 
-    def with_near_keys(
+    def replace_window_weights(
         self,
         module: Any,
         weights: torch.Tensor,
@@ -185,19 +191,19 @@ class Hybrid(Hedgehog):
         read: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Return the weights, with those of the softmax inside the window."""
+        """Replace the weights inside the window by softmax weights."""
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
         return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
 
-    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations of Hedgehog, plus the dot products and weighted sums of a query in the window."""
-        of_key, of_query = super().flops(heads, attended)
-        return of_key, of_query + 2 * self.key_range.keys_read(attended) * (heads.head_dim + heads.value_dim)
+    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+        """Return the operations for Hedgehog, plus a query's dot products and weighted sums in the window."""
+        of_key, of_query = super().count_flops(heads, attended)
+        return of_key, of_query + 2 * self.key_range.num_attended_keys(attended) * (heads.head_dim + heads.value_dim)
 
-    def state_numbers(self, heads: AttentionHeads) -> int:
-        """Return the size of the state: the sums, and the keys and values that the next window may contain."""
+    def num_state_values(self, heads: AttentionHeads) -> int:
+        """Return the size of the state, which consists of the sums and of the keys and values in the next window."""
         of_window = heads.key * self.key_range.before * (heads.head_dim + heads.value_dim)
-        return super().state_numbers(heads) + of_window
+        return super().num_state_values(heads) + of_window
 
 
 def attend_in_blocks_and_sums(
@@ -210,14 +216,14 @@ def attend_in_blocks_and_sums(
     key_range: KeyRange,
     scaling: float,
 ) -> torch.Tensor:
-    """Return the sum of weighted values of each query, followed by the sum of the weights.
+    """Return each query's weighted sum of values, followed by its sum of weights.
 
     Args:
         queries, query_features: q [b, k, g, n, d] and phi(q) [b, k, g, n, F].
         near: the keys.
-        key_features: phi(k) of these keys, [b, k, before + n, F], zeros at masked keys.
+        key_features: phi(k) for these keys, [b, k, before + n, F], which is zero for masked keys.
         log_factor: the logarithm of gamma, [k, g].
-        sums: the sums of all earlier keys, [b, k, F, d_v + 1], if any.
+        sums: the sums over all earlier keys, [b, k, F, d_v + 1], if any.
         key_range: the key range of the window.
         scaling: the factor of the dot products.
 
@@ -236,7 +242,7 @@ def attend_in_blocks_and_sums(
     operands = [near.keys, values, key_features, near.read]
     operands = [nn.functional.pad(tensor, (0, 0, 0, missing + key_range.after)) for tensor in operands]
     spans = [tensor.unfold(2, block + around, block) for tensor in operands]  # [b, k, N, ..., S]
-    is_near, is_far = _places(block, key_range, queries.device)
+    is_near, is_far = _create_window_masks(block, key_range, queries.device)
     logits = queries.flatten(3, 4) @ spans[0] * scaling
     logits = logits.unflatten(3, (-1, block)).masked_fill(~(is_near & spans[3][:, :, :, None]), -torch.inf)
     weights = _window_weights(logits, log_factor[:, None, :, None, None])
@@ -244,13 +250,13 @@ def attend_in_blocks_and_sums(
     weights = weights + by_features.masked_fill(~is_far, 0)
     output = weights.flatten(3, 4) @ spans[1].mT
     if count > 1 or sums is not None:
-        others = _sums_of_others(operands[2], operands[1], sums, block, around, key_range.is_causal)
+        others = _sum_other_keys(operands[2], operands[1], sums, block, around, key_range.is_causal)
         output = output + query_features.flatten(3, 4) @ others
     return output.unflatten(3, (-1, block)).transpose(2, 3).flatten(3, 4)[:, :, :, :length]
 
 
-def _places(block: int, key_range: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two masks [C, S] of the keys in a block's span: in a query's window, and attended outside it."""
+def _create_window_masks(block: int, key_range: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two masks [C, S] for the keys that a block reads: inside a query's window, and attended to outside it."""
     around = key_range.before + key_range.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
     is_before, is_after = distance < 0, distance > around
@@ -258,13 +264,13 @@ def _places(block: int, key_range: KeyRange, device: torch.device) -> tuple[torc
 
 
 def _window_weights(logits: torch.Tensor, log_factor: torch.Tensor) -> torch.Tensor:
-    """Return gamma exp(s - c) for logits that are -inf outside the window; c is the largest logit of a row."""
+    """Return gamma exp(s - c) for logits that are -inf outside the window, where c is the largest logit in a row."""
     top = logits.amax(-1, keepdim=True)
     top = top.clamp_min(torch.finfo(top.dtype).min)  # for an empty window, -inf - -inf would be NaN
     return (logits - top + log_factor).exp()
 
 
-def _sums_of_others(
+def _sum_other_keys(
     features: torch.Tensor,
     values: torch.Tensor,
     sums: torch.Tensor | None,
@@ -272,10 +278,10 @@ def _sums_of_others(
     around: int,
     is_causal: bool,
 ) -> torch.Tensor:
-    """Return for each block the sum over all keys before its span and, unless causal, after it.
+    """Return the sums over the keys before each block's span and, unless causal, after it.
 
-    A span starts at the first position of its block and is `around` positions longer than the block. The sums have the
-    shape [b, k, N, F, d_v + 1].
+    A span starts at the first position in its block and is `around` positions longer than the block. The shape of the
+    sums is [b, k, N, F, d_v + 1].
     """
     size = features.shape[2] - around
     before = _block_sums(features[:, :, :size], values[:, :, :size], block).cumsum(2)
@@ -299,17 +305,17 @@ def hybrid_weights(
     log_factor: torch.Tensor,
     key_range: KeyRange,
 ) -> torch.Tensor:
-    """Return all weights [b, h, n, m] before normalization.
+    """Return the unnormalized weights [b, h, n, m] for all keys.
 
     Args:
         logits: the scaled dot products, [b, h, n, m].
-        by_features: phi(q) phi(k) [b, h, n, m], zeros at masked keys.
-        read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
+        by_features: phi(q) phi(k) [b, h, n, m], which is zero for masked keys.
+        read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
         log_factor: the logarithm of gamma, [h].
         key_range: the key range of the window.
     """
     length, key_length = logits.shape[2:]
     places = torch.arange(key_length, device=logits.device)
-    is_near = key_range.allowed(places[key_length - length :], places)
+    is_near = key_range.get_allowed_mask(places[key_length - length :], places)
     logits = logits.masked_fill(~is_near if read is None else ~(is_near & read.mT), -torch.inf)
     return torch.where(is_near, _window_weights(logits, log_factor[:, None, None]), by_features)

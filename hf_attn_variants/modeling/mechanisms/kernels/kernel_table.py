@@ -1,4 +1,4 @@
-"""Table of the kernels. It does not import torch, because the commands create flags from these names."""
+"""The table of attention kernels. It does not import torch, because the commands create flags from these names."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -8,13 +8,20 @@ from ..mechanism import PREFIXES
 if TYPE_CHECKING:
     from .attention_kernel import AttentionKernel
 
-__all__ = ["KERNELS", "drawn_names", "kernel_class", "kernel_of", "kernels_of", "learned_names"]
+__all__ = [
+    "KERNELS",
+    "create_kernel",
+    "get_kernel_class",
+    "get_kernel_names",
+    "get_learned_parameter_names",
+    "get_random_buffer_names",
+]
 
 KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 
 
 @cache
-def kernel_class(name: str) -> "type[AttentionKernel]":
+def get_kernel_class(name: str) -> "type[AttentionKernel]":
     """Return the class of a kernel."""
     from .elementwise_kernels import Elu, Relu
     from .favor_kernel import Favor
@@ -26,30 +33,32 @@ def kernel_class(name: str) -> "type[AttentionKernel]":
     return {kernel.name: kernel for kernel in (Elu, Relu, Hedgehog, Favor, Rfa, Hybrid, Linformer)}[name]
 
 
-def kernels_of(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:
-    """Return the kernels that any configuration names: {field: kernel}."""
+def get_kernel_names(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:
+    """Return the kernels in a configuration of this package or of Transformers: {field: kernel}."""
     fields = [f"{prefix}attention_kernel" for prefix in prefixes]
     return {name: value for name in fields if (value := getattr(config, name, None)) is not None}
 
 
-def kernel_of(
+def create_kernel(
     config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
 ) -> "AttentionKernel | None":
-    """Return the kernel of the attention at a path, or None for a softmax.
+    """Create the kernel of the attention module at a path, or return None for a softmax.
 
-    The arguments are those of `AttentionKernel.of`.
+    See `AttentionKernel.from_config` for the arguments.
     """
     if getattr(config, f"{prefix}attention_kernel", None) is None:
         return None
     name = config.layer_value(f"{prefix}attention_kernel", layer)
-    return None if name is None else kernel_class(name).of(config, prefix, head_dim, path, is_causal, layer)
+    return (
+        None if name is None else get_kernel_class(name).from_config(config, prefix, head_dim, path, is_causal, layer)
+    )
 
 
-def learned_names() -> tuple[str, ...]:
+def get_learned_parameter_names() -> tuple[str, ...]:
     """Return the names of all kernel parameters."""
-    return tuple(dict.fromkeys(name for kernel in KERNELS for name in kernel_class(kernel).learned))
+    return tuple(dict.fromkeys(name for kernel in KERNELS for name in get_kernel_class(kernel).learned))
 
 
-def drawn_names() -> tuple[str, ...]:
-    """Return the names of all random buffers of kernels; checkpoints without a kernel do not contain them."""
-    return tuple(dict.fromkeys(name for kernel in KERNELS for name in kernel_class(kernel).drawn))
+def get_random_buffer_names() -> tuple[str, ...]:
+    """Return the names of all random kernel buffers. Checkpoints without a kernel do not contain them."""
+    return tuple(dict.fromkeys(name for kernel in KERNELS for name in get_kernel_class(kernel).drawn))

@@ -1,10 +1,10 @@
-"""Linformer: keys and values are projected along the length to r rows, followed by a softmax (arXiv 2006.04768).
+"""Linformer, which projects keys and values along the sequence to r rows before a softmax (arXiv 2006.04768).
 
     o_i = softmax(q_i (E K)^T) E V,  E [r, n_max], shared by the keys and values of all heads of a layer
 
-This is the "key-value sharing" of the paper (section 4). A text of m tokens uses the first m columns of E. Padding
-counts as zeros and therefore changes nothing. Time and memory are proportional to n r. The formula is
-`reference.linear.linformer_attention`. The letters are those of `softmax_attention`.
+This is the "key-value sharing" variant in section 4 of the paper. A text with m tokens uses the first m columns of E.
+Padding counts as zeros and therefore has no effect. Time and memory are proportional to n r. The formula is
+implemented in `reference.linear.linformer_attention`. The symbols are defined in `softmax_attention`.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from ...ops.variant_attention import AttentionHeads, is_exporting
 from ..sinusoidal_positions import has_sinusoids
 from .attention_kernel import AttentionKernel, KernelTensor
 
-__all__ = ["Linformer", "attend_to_projected", "projected_weights", "segment_means"]
+__all__ = ["Linformer", "attend_to_projected", "compute_projected_weights", "create_segment_means"]
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,28 @@ class Linformer(AttentionKernel):
 
     name = "linformer"
     paper = ("Linformer: self-attention with linear complexity", "2006.04768")
-    features_a_number = 4
+    features_per_dimension = 4
     learned = ("length_proj",)
-    counts_tokens = True
+    depends_on_positions = True
 
     @classmethod
-    def of(cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int) -> "Linformer":
-        """Return the kernel of the attention at a path; see `AttentionKernel.of`.
+    def from_config(
+        cls, config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
+    ) -> "Linformer":
+        """Create the kernel of the attention module at a path. See `AttentionKernel.from_config` for the arguments.
 
-        The kernel has at most as many rows as there are positions.
+        The number of rows is limited to the number of positions.
         """
-        length: Any = most_tokens(config)  # `check` requires it
-        rows = config.attention_kernel_features or cls.features_a_number * head_dim
+        length: Any = get_max_tokens(config)  # `check` requires a value
+        rows = config.attention_kernel_features or cls.features_per_dimension * head_dim
         return cls(min(rows, length), is_causal, 0, length)
 
     @classmethod
     def check(cls, config: Any, field: str) -> None:
-        """Check that the kernel belongs to an encoder with a maximum number of tokens.
+        """Check that the kernel is used in an encoder with a maximum number of tokens.
 
         Raises:
-            ValueError: if it does not, or if there are more rows than positions.
+            ValueError: if it is not, or if there are more rows than positions.
         """
         prefix = field.removesuffix("attention_kernel")
         is_decoder = not prefix and (
@@ -61,25 +63,25 @@ class Linformer(AttentionKernel):
         )
         if prefix == "cross_" or is_decoder:
             raise ValueError(
-                f'`{field}` must not be "linformer" in a decoder. The kernel sums over all tokens, and the '
-                "text of a decoder grows."
+                f'`{field}="linformer"` is not supported in a decoder, because the kernel combines all tokens of '
+                "a text. Choose another kernel."
             )
-        length, rows = most_tokens(config), config.attention_kernel_features
+        length, rows = get_max_tokens(config), config.attention_kernel_features
         if length is None or has_sinusoids(config):
             raise ValueError(
-                f'`max_position_embeddings` must limit the number of tokens with `{field}="linformer"`, got '
-                "an architecture without learned positions."
+                f'`{field}="linformer"` is only supported for encoders with learned positions, because it requires '
+                "a maximum number of tokens. Choose another kernel."
             )
         if rows is not None and rows > length:
             raise ValueError(
-                f"`attention_kernel_features` of linformer must be at most the number of positions, {length}, "
-                f"got {rows}."
+                f'`attention_kernel_features` must be at most {length} with `{field}="linformer"`, the number of '
+                f"positions, got {rows}."
             )
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
         """Return E [r, n_max]."""
         shape = (self.features, self.length)
-        return {"length_proj": KernelTensor(shape, partial(segment_means, *shape))}
+        return {"length_proj": KernelTensor(shape, partial(create_segment_means, *shape))}
 
     def attend(
         self,
@@ -91,28 +93,28 @@ class Linformer(AttentionKernel):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, None]:
-        """Attend to the projected rows; see `AttentionKernel.attend`. There is no state."""
+        """Attend to the projected rows. See `AttentionKernel.attend` for the arguments. There is no state."""
         return attend_to_projected(module.length_proj, query, key, value, read, scaling), None
 
     def weights(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
-        """Return the factors of the values in the outputs; see `AttentionKernel.weights`."""
-        return projected_weights(module.length_proj, query, key, read, scaling)
+        """Return the factors by which the values are multiplied. See `AttentionKernel.weights` for the arguments."""
+        return compute_projected_weights(module.length_proj, query, key, read, scaling)
 
-    def flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
+    def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
         """Return the operations per key (projection to the rows) and per query (attention to the rows)."""
         count = 2 * self.features * (heads.head_dim + heads.value_dim)
         return count, count
 
 
-def most_tokens(config: Any) -> int | None:
-    """Return the maximum number of tokens (audio: positions) of an encoder with this configuration, or None."""
+def get_max_tokens(config: Any) -> int | None:
+    """Return the maximum number of tokens, or of audio positions, in an encoder, or None if there is no limit."""
     return getattr(config, "max_source_positions", getattr(config, "max_position_embeddings", None))
 
 
-def segment_means(rows: int, length: int) -> torch.Tensor:
-    """Return the initial E [rows, length]: each row is the mean of a segment, and the segments have similar sizes."""
+def create_segment_means(rows: int, length: int) -> torch.Tensor:
+    """Return the initial E [rows, length], whose rows compute the means of segments of similar size."""
     segment = torch.arange(length) * rows // length
     means = nn.functional.one_hot(segment, rows).T.float()
     return means / means.sum(1, keepdim=True)
@@ -126,41 +128,41 @@ def attend_to_projected(
     read: torch.Tensor | None,
     scaling: float,
 ) -> torch.Tensor:
-    """Return the outputs [b, n, h, d_v].
+    """Attend to projected keys and values and return the outputs [b, n, h, d_v].
 
     Args:
         length_proj: E [r, n_max].
         query: [b, h, n, d].
         key, value: [b, k, m, d] and [b, k, m, d_v].
-        read: the keys that are tokens, boolean [b or 1, 1, m, 1]; None means all keys.
+        read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
         scaling: the factor of the dot products.
 
     Raises:
         ValueError: if there are more tokens than columns of E.
     """
-    along, fold = _columns(length_proj, key), QueryFold(query, key, 1)
+    along, fold = _select_columns(length_proj, key), QueryFold(query, key, 1)
     if read is not None:
         key, value = (states * read for states in (key, value))
     attend = nn.functional.scaled_dot_product_attention
-    return fold.unfolded(attend(fold.rows(query), along @ key, along @ value, scale=scaling))
+    return fold.unfold(attend(fold.fold_queries(query), along @ key, along @ value, scale=scaling))
 
 
-def projected_weights(
+def compute_projected_weights(
     length_proj: torch.Tensor, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return the factors of the values, softmax(q (E K)^T) E, [b, h, n, m]; a row does not always sum to one.
+    """Return the factors of the values, softmax(q (E K)^T) E, [b, h, n, m]. Rows do not necessarily sum to one.
 
-    The arguments and errors are those of `attend_to_projected`.
+    Takes the same arguments and raises the same errors as `attend_to_projected`.
     """
-    along, fold = _columns(length_proj, key), QueryFold(query, key, 1)
+    along, fold = _select_columns(length_proj, key), QueryFold(query, key, 1)
     key = key if read is None else key * read
-    logits = fold.rows(query) @ (along @ key).mT * scaling
+    logits = fold.fold_queries(query) @ (along @ key).mT * scaling
     exact = torch.promote_types(key.dtype, torch.float32)
-    weights = fold.unfolded(logits.softmax(-1, dtype=exact) @ along.to(exact)).transpose(1, 2)
+    weights = fold.unfold(logits.softmax(-1, dtype=exact) @ along.to(exact)).transpose(1, 2)
     return weights if read is None else weights * read.mT
 
 
-def _columns(length_proj: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _select_columns(length_proj: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     if is_exporting():  # a slice would make the graph depend on the length
         return length_proj.index_select(1, torch.arange(key.shape[2], device=key.device)).to(key.dtype)
     if key.shape[2] > length_proj.shape[1]:

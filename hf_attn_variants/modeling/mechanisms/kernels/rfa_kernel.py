@@ -1,4 +1,4 @@
-"""Random feature attention: sines and cosines of random projections (arXiv 2103.02143, section 3.1)."""
+"""Random feature attention, with sines and cosines of random projections (arXiv 2103.02143, section 3.1)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -9,34 +9,34 @@ from torch import nn
 
 from ...ops.variant_attention import AttentionHeads
 from .attention_kernel import KernelTensor, draw_vectors
-from .feature_kernel import MapKernel
+from .feature_kernel import TokenwiseKernel
 
 __all__ = ["Rfa"]
 
-# The minimum for the sum of a query's weights. Estimates may be near zero or negative (as in the authors' code).
+# The minimum for the sum of a query's weights, as in the authors' code. Estimates can be close to zero or negative.
 LEAST_SUM = 1e-2
 
 
 @dataclass(frozen=True)
-class Rfa(MapKernel):
+class Rfa(TokenwiseKernel):
     """phi(x) = [sin(w s x / |x|), cos(w s x / |x|)] / sqrt(D), with D random vectors w and scales s."""
 
     name = "rfa"
     paper = ("Random feature attention", "2103.02143")
-    features_a_number = 2
+    features_per_dimension = 2
     learned = ("kernel_scale",)
     drawn = ("kernel_vectors",)
-    of_key_heads = ("kernel_scale",)
+    tensors_per_key_head = ("kernel_scale",)
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
-        """Return the scale s of each key head [k, d], which its query heads share, and the vectors w [D, d]."""
+        """Return the scale s [k, d] of each key head, which is shared by its query heads, and the vectors w [D, d]."""
         scale, vectors = (heads.key, heads.head_dim), (self.features, heads.head_dim)
         return {
             "kernel_scale": KernelTensor(scale, partial(torch.ones, scale)),
             "kernel_vectors": KernelTensor(vectors, partial(draw_vectors, *vectors, self.seed, are_orthogonal=False)),
         }
 
-    def features_of(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
+    def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
         """Return phi(x)."""
         heads, scale = states.shape[1], module.kernel_scale.to(states.dtype)
         scale = scale.repeat_interleave(heads // scale.shape[0], 0)[:, None]

@@ -1,1 +1,1 @@
-"""Attention patterns, which select the keys that a query attends to, with one file per pattern."""
+"""Attention patterns, which determine the keys that each query attends to."""

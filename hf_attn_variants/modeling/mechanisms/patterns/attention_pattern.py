@@ -1,7 +1,7 @@
-"""Base class of the attention patterns.
+"""The base class of attention patterns.
 
-Each pattern is a class in its own file, with its paper, its fields, its checks and the keys that a query attends to.
-`pattern_table` lists the patterns. The letters are those of `softmax_attention`.
+Each pattern is a class with its paper, fields and checks, and with the keys that each query attends to.
+`pattern_table` lists the patterns. The symbols are defined in `softmax_attention`.
 """
 
 from abc import ABC, abstractmethod
@@ -13,41 +13,41 @@ __all__ = ["AttentionPattern"]
 
 
 class AttentionPattern(Mechanism, ABC):
-    """An attention pattern. The class is not instantiated; its methods read a configuration.
+    """An attention pattern. This class is not instantiated, and its methods read a configuration.
 
     Class attributes:
-        needed, optional: the required and the optional fields, without their prefix.
-        learned: `True` if the pattern has parameters. A conversion does not create them.
-        counts_tokens: `True` if the position of a token in the text matters, and not only distances.
+        needed, optional: the required and the optional fields, without a prefix.
+        learned: True if the pattern has parameters, which are not created by conversion.
+        depends_on_positions: True if the pattern depends on token positions, and not only on distances.
     """
 
     field = "attention_pattern"
     needed: ClassVar[tuple[str, ...]]
     optional: ClassVar[tuple[str, ...]] = ()
     learned: ClassVar[bool] = False
-    counts_tokens: ClassVar[bool] = True
+    depends_on_positions: ClassVar[bool] = True
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
-        """Check the requirements of this pattern in a configuration, other than its fields.
+        """Check that a configuration meets the requirements of this pattern, other than those for its fields.
 
         Args:
             config: a variant configuration.
-            prefix: the prefix of the fields of the encoder or decoder with the pattern.
+            prefix: the prefix of the fields for the encoder or decoder with the pattern.
 
         Raises:
-            ValueError: if the architecture or the place does not support the pattern, or if sizes do not fit.
+            ValueError: if the architecture or the place does not support the pattern, or if sizes are incompatible.
         """
 
     @classmethod
     @abstractmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> Any:
-        """Return the key range of the queries of one attention: a `KeyRange`, a similar object, or None for all keys.
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> Any:
+        """Return the key range of one attention module: a `KeyRange`, a similar object, or None for all keys.
 
         Args:
             config: a variant configuration.
-            prefix: the prefix of the fields of the attention's encoder or decoder.
+            prefix: the prefix of the fields for the encoder or decoder with this attention module.
             heads: the number of softmax heads.
             layer: the index of the layer in the encoder or decoder.
-            is_causal: `True` if a query does not attend to later keys.
+            is_causal: True if queries do not attend to later keys.
         """

@@ -1,16 +1,16 @@
-"""Patterns whose keys are defined by positions in the text instead of one window, and the attention to these keys.
+"""Patterns that select scattered keys by their positions in the text, and attention to these keys.
 
-Each pattern is a subclass of `ScatteredPattern`. `attend_in_blocks` computes one block of queries at a time. It
-gathers the keys that any query of the block attends to:
+Each pattern is a subclass of `ScatteredPattern`. `attend_in_blocks` computes one block of queries at a time and
+gathers the keys that any query in the block attends to:
 
-    keys       0 1 2 3 4 5 6 7 8 9          the pattern of the queries 6 and 7, which are one block
+    keys       0 1 2 3 4 5 6 7 8 9          the keys of queries 6 and 7, which form one block
     query 6    x . . x . . x . . .
     query 7    x . . . . . x x . .
     gathered   0 3 6 7                      one mask [2, 4] instead of a mask [2, 10]
 
-There is no mask of size n x m, and the backward pass recomputes each block. The cost of a block depends on the number
-of gathered keys. The pattern is evaluated for every key, which takes one or two comparisons each. The letters are
-those of `softmax_attention`.
+No mask has the size n x m, and the backward pass recomputes each block. The cost of a block depends on the number of
+gathered keys. The pattern itself is evaluated for all keys, which takes one or two comparisons per key. The symbols
+are defined in `softmax_attention`.
 """
 
 from abc import abstractmethod
@@ -21,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ...ops.key_ranges import MAX_SIZE, relative_bias
-from ...ops.padded_rows import is_of_keys, text_places
+from ...ops.padded_rows import find_text_spans, is_boolean_key_mask
 from ...ops.variant_attention import is_exporting, is_traced
 from .attention_pattern import AttentionPattern
 
@@ -34,74 +34,75 @@ __all__ = [
     "ScatteredPattern",
     "Strided",
     "attend_in_blocks",
-    "gathers",
+    "should_gather_keys",
 ]
 
 
 class BlockPattern(NamedTuple):
-    """The keys that the queries of one attention attend to, with the interface of `KeyRange`.
+    """The keys that the queries in one attention module attend to, with the same interface as `KeyRange`.
 
     The queries are at the positions of the last keys.
     """
 
     kind: "type[ScatteredPattern]"
-    block: int  # number of tokens in a block, or a stride
-    sizes: tuple[int, ...] = ()  # further sizes of its kind (`ScatteredPattern.sizes`)
-    heads: int = 0  # number of heads that the two parts are divided among; 0: each head has both
+    block: int  # number of tokens per block, or the stride
+    sizes: tuple[int, ...] = ()  # further sizes (`ScatteredPattern.get_extra_sizes`)
+    heads: int = 0  # number of heads to divide the two parts among, or 0 if each head has both parts
     global_tokens: int = 0
     is_causal: bool = False
-    first: torch.Tensor | None = None  # the position of the first token of each row, [b]; None: 0
-    blocks: torch.Tensor | None = None  # the number of blocks in each row, [b]; None: all
+    first: torch.Tensor | None = None  # the position of the first token in each row, [b]; None means 0
+    blocks: torch.Tensor | None = None  # the number of blocks in each row, [b]; None means all
 
     @property
     def before(self) -> int:
-        """All keys, because the cache keeps every token."""
+        """The maximum size, because the cache keeps all tokens."""
         return MAX_SIZE
 
     @property
-    def draws(self) -> bool:
-        """Whether blocks are drawn from the whole text, and not only from the blocks before the query."""
-        return self.kind.is_drawn and not self.is_causal
+    def uses_random_numbers(self) -> bool:
+        """True if blocks are drawn from the whole text, and not only from the blocks before the query."""
+        return self.kind.is_random and not self.is_causal
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether the position of a token in the text matters, and not only distances."""
-        return self.kind.counts_tokens or self.global_tokens > 0
+    def depends_on_positions(self) -> bool:
+        """True if the pattern depends on token positions, and not only on distances."""
+        return self.kind.depends_on_positions or self.global_tokens > 0
 
-    def of_rows(self, mask: torch.Tensor) -> "BlockPattern":
-        """Return the pattern for rows that may be padded.
+    def for_padded_rows(self, mask: torch.Tensor) -> "BlockPattern":
+        """Return the pattern for rows that may contain padding.
 
         Args:
-            mask: the mask of the keys, boolean [b, 1, 1 or n, m].
+            mask: a boolean mask of the keys, [b, 1, 1 or n, m].
         """
-        first, tokens = text_places(mask[:, 0, 0])
-        if not (self.draws or is_traced() or first.any()):
+        first, tokens = find_text_spans(mask[:, 0, 0])
+        if not (self.uses_random_numbers or is_traced() or first.any()):
             return self
-        return self._replace(first=first, blocks=-(-tokens // self.block) if self.draws else None)
+        return self._replace(first=first, blocks=-(-tokens // self.block) if self.uses_random_numbers else None)
 
-    def keys_read(self, key_length: int) -> int:
+    def num_attended_keys(self, key_length: int) -> int:
         """Return approximately how many of `key_length` keys a query attends to.
 
-        Queries of global tokens are not counted; they attend to all keys.
+        Queries of global tokens, which attend to all keys, are not considered.
         """
-        near, far = self.kind.counted(self, key_length)
+        near, far = self.kind.count_keys(self, key_length)
         read = -(-(near + far) // 2) if self.heads else near + far  # average over the heads
         return min(key_length, read + self.global_tokens)
 
-    def covers(self, length: int, key_length: int) -> bool:
-        """Check if the last `length` of all positions attend to every position (causal: to every one before them)."""
-        return self.kind.covers(self, key_length) and not self.heads
+    def covers_all_keys(self, length: int, key_length: int) -> bool:
+        """Return True if queries at the last `length` positions attend to all keys (if causal, all earlier keys)."""
+        return self.kind.covers_all_keys(self, key_length) and not self.heads
 
-    def allowed(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return which of the keys 0 .. m - 1 the queries at positions [n] attend to, [n, m] or, per head, [h, n, m].
+    def get_allowed_mask(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return a mask of the keys 0 .. m - 1 that queries at positions [n] attend to, [n, m] or [h, n, m].
 
-        If the rows differ (`of_rows`), the shape is [b, 1 or h, n, m]. The values at padding are undefined.
+        If rows contain padding (see `for_padded_rows`), the shape is [b, 1 or h, n, m], and values at padding are
+        undefined.
         """
         if self.first is not None:
             queries, keys = (places - self.first[:, None, None] for places in (queries, keys))  # [b, 1, n], [b, 1, m]
         queries, keys = queries[..., None], keys[..., None, :]
         distance = queries - keys
-        near, far = self.kind.near_and_far(self, distance, queries, keys)
+        near, far = self.kind.find_near_and_far_keys(self, distance, queries, keys)
         if self.heads and far is not None:
             parts = [near] * (self.heads - self.heads // 2) + [far | (distance == 0)] * (self.heads // 2)
             allowed = torch.stack(parts) if self.first is None else torch.cat(parts, 1)
@@ -112,57 +113,57 @@ class BlockPattern(NamedTuple):
 
 
 class ScatteredPattern(AttentionPattern):
-    """A pattern with one or two parts: near keys and far keys.
+    """A pattern with one or two parts, which are near keys and far keys.
 
     Class attributes:
-        is_drawn: `True` if a part of the pattern is drawn at random for each text.
+        is_random: True if a part of the pattern is drawn at random.
     """
 
-    is_drawn: ClassVar[bool] = False
+    is_random: ClassVar[bool] = False
 
     @classmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> BlockPattern:
-        """Return the pattern of one attention; see `AttentionPattern.key_range`."""
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> BlockPattern:
+        """Return the pattern of one attention module. See `AttentionPattern.get_key_range` for the arguments."""
         return BlockPattern(
             cls,
             getattr(config, f"{prefix}attention_block_size"),
-            cls.sizes(config, prefix, layer),
+            cls.get_extra_sizes(config, prefix, layer),
             heads if getattr(config, f"{prefix}split_attention_heads") else 0,
             0 if is_causal else getattr(config, f"{prefix}num_global_tokens"),
             is_causal,
         )
 
     @classmethod
-    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
-        """Return the sizes of the pattern other than its block; the arguments are those of `key_range`."""
+    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+        """Return the sizes of the pattern other than its block size. See `get_key_range` for the arguments."""
         return ()
 
     @staticmethod
     @abstractmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the near keys, boolean [.., n, m], and the far keys, or None if the pattern has only one part.
+        """Return boolean masks [.., n, m] of the near keys and of the far keys, or None if there are no far keys.
 
         Args:
-            pattern: the pattern of the attention.
-            distance: the distance from a key to a query, [.., n, m].
+            pattern: the pattern of the attention module.
+            distance: the distances from keys to queries, [.., n, m].
             queries, keys: their positions in the text, [.., n, 1] and [.., 1, m].
         """
 
     @staticmethod
     @abstractmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return approximately how many of `key_length` keys a query attends to: near keys and far keys."""
 
     @staticmethod
-    def covers(pattern: BlockPattern, key_length: int) -> bool:
-        """Check if each of `key_length` positions attends to all of them (causal: to all before it)."""
+    def covers_all_keys(pattern: BlockPattern, key_length: int) -> bool:
+        """Return True if each of `key_length` positions attends to all of them (if causal, to all earlier ones)."""
         return key_length <= pattern.block
 
 
 class LocalBlocks(ScatteredPattern):
-    """A pattern with which a token attends to the tokens of its own block."""
+    """A pattern in which each token attends to the tokens in its own block."""
 
     name = "local_blocks"
     paper = ("Generating Wikipedia by summarizing long sequences: local blocks", "1801.10198")
@@ -170,20 +171,20 @@ class LocalBlocks(ScatteredPattern):
     optional = ("num_global_tokens",)
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys in the block of the query; see `ScatteredPattern.near_and_far`."""
+        """Return the keys in the query's block. See `ScatteredPattern.find_near_and_far_keys` for the arguments."""
         return queries // pattern.block == keys // pattern.block, None
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of tokens in a block."""
         return pattern.block, 0
 
 
 class DilatedBlocks(ScatteredPattern):
-    """A pattern with dilated blocks. Its size is r, the step between two attended tokens."""
+    """A pattern with dilated blocks. Its extra size is r, the step between two attended tokens."""
 
     name = "dilated_blocks"
     paper = ("LongNet: dilated blocks", "2307.02486")
@@ -191,31 +192,31 @@ class DilatedBlocks(ScatteredPattern):
     optional = ("num_global_tokens",)
 
     @classmethod
-    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
         """Return r."""
         return (getattr(config, f"{prefix}attention_dilation"),)
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys of the same block at multiples of r; see `ScatteredPattern.near_and_far`."""
+        """Return the keys in the query's block at multiples of r from the query."""
         (step,) = pattern.sizes
         return (queries // pattern.block == keys // pattern.block) & (distance % step == 0), None
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
         """Return the number of attended tokens in a block."""
         return -(-pattern.block // pattern.sizes[0]), 0
 
     @staticmethod
-    def covers(pattern: BlockPattern, key_length: int) -> bool:
-        """Check if each position attends to all positions, which is true only for one position."""
+    def covers_all_keys(pattern: BlockPattern, key_length: int) -> bool:
+        """Return True if each position attends to all positions, which is only true for a single position."""
         return key_length <= 1
 
 
 class Fixed(ScatteredPattern):
-    """A pattern with summary tokens. Its size is the number of tokens at the end of a block that all tokens attend to.
+    """A pattern with summary tokens, which are at the end of each block and to which all tokens attend.
 
     With `split_attention_heads`, each of the two parts belongs to half of the heads.
     """
@@ -226,27 +227,27 @@ class Fixed(ScatteredPattern):
     optional = ("split_attention_heads", "num_global_tokens")
 
     @classmethod
-    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
-        """Return the number of summary tokens at the end of a block."""
+    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+        """Return the number of summary tokens per block."""
         return (getattr(config, f"{prefix}num_summary_tokens"),)
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys of the same block, and the ends of all blocks; see `ScatteredPattern.near_and_far`."""
+        """Return the keys in the query's block, and the summary tokens of all blocks."""
         (summary,) = pattern.sizes
         is_summary = (keys % pattern.block >= pattern.block - summary).expand_as(distance)
         return queries // pattern.block == keys // pattern.block, is_summary
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
-        """Return the number of tokens in a block, and in the ends of all blocks."""
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return the number of tokens in a block, and the number of summary tokens."""
         return pattern.block, -(-key_length // pattern.block) * pattern.sizes[0]
 
 
 class Strided(ScatteredPattern):
-    """A pattern with near and strided keys. Its block is the stride l.
+    """A pattern with near and strided keys. Its block size is the stride l.
 
     With `split_attention_heads`, each of the two parts belongs to half of the heads.
     """
@@ -255,49 +256,49 @@ class Strided(ScatteredPattern):
     paper = ("Sparse Transformers: strided and fixed patterns", "1904.10509")
     needed = ("attention_block_size",)
     optional = ("split_attention_heads", "num_global_tokens")
-    counts_tokens = False
+    depends_on_positions = False
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys within a stride, and those at a multiple of it; see `ScatteredPattern.near_and_far`."""
+        """Return the keys within one stride of the query, and the keys at multiples of the stride."""
         return distance.abs() <= pattern.block, distance % pattern.block == 0
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
-        """Return the number of keys within a stride, and one key per stride."""
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return the number of keys within one stride, and one key per stride."""
         return pattern.block * (1 if pattern.is_causal else 2) + 1, -(-key_length // pattern.block)
 
 
-# Draws are 32-bit numbers that depend only on positions, so that a text has the same draws on every device.
+# Draws are 32-bit integers that depend only on positions, so that they are the same on all devices.
 BITS = 0xFFFFFFFF
 MAX_BLOCKS = 2**20
 NEVER = 2**62
 
 
 class RandomBlocks(ScatteredPattern):
-    """A pattern with random blocks. Its sizes are the number of drawn blocks and the seed of the layer."""
+    """A pattern with random blocks. Its extra sizes are the number of random blocks and the seed of the layer."""
 
     name = "random_blocks"
     paper = ("BigBird: random blocks", "2007.14062")
     needed = ("attention_block_size", "num_random_blocks")
     optional = ("attention_seed", "num_global_tokens")
-    is_drawn = True
+    is_random = True
 
     @classmethod
-    def sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
-        """Return the number of drawn blocks and the seed."""
-        seed = _mixed(_mixed(getattr(config, f"{prefix}attention_seed")) + layer)
+    def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
+        """Return the number of random blocks and the seed."""
+        seed = _hash_number(_hash_number(getattr(config, f"{prefix}attention_seed")) + layer)
         return getattr(config, f"{prefix}num_random_blocks"), seed
 
     @staticmethod
-    def near_and_far(
+    def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys of a block and its neighbors, and those of the drawn blocks.
+        """Return the keys in the query's block and its neighbors, and the keys in the random blocks.
 
-        See `ScatteredPattern.near_and_far`.
+        See `ScatteredPattern.find_near_and_far_keys`.
         """
         random, seed = pattern.sizes
         block = queries // pattern.block
@@ -306,9 +307,10 @@ class RandomBlocks(ScatteredPattern):
         others = apart > 1 if pattern.is_causal else apart.abs() > 1
         if pattern.blocks is not None:
             others = others & (blocks < pattern.blocks[:, None, None, None])
-        # The draw of a pair of blocks depends on nothing else, and a block attends to those with the smallest draws. A
-        # causal block therefore attends to the same blocks in a text of any length.
-        draws = _mixed((_mixed((seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
+        # Each pair of blocks has a random number that depends only on this pair, and a block attends to the blocks
+        # with the smallest numbers. In causal attention, a block therefore attends to the same blocks regardless of
+        # the text length.
+        draws = _hash_number((_hash_number((seed + block) & BITS) + blocks) & BITS) * MAX_BLOCKS + blocks
         draws = torch.where(others, draws, NEVER)
         last = draws.sort(-1).values[..., :random].amax(-1, keepdim=True)
         drawn = others & (draws <= last)
@@ -317,35 +319,35 @@ class RandomBlocks(ScatteredPattern):
         return (block - of_keys).abs() <= 1, drawn.gather(-1, index)
 
     @staticmethod
-    def counted(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
-        """Return the number of tokens in a block, its neighbors and the drawn blocks."""
+    def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
+        """Return the number of tokens in a block, in its neighbors and in the random blocks."""
         return ((2 if pattern.is_causal else 3) + pattern.sizes[0]) * pattern.block, 0
 
 
-def _mixed(number: Any) -> Any:
-    """Return a pseudo-random hash of a number below 2^32, or of a tensor of such numbers."""
+def _hash_number(number: Any) -> Any:
+    """Return a pseudo-random hash of an integer below 2^32, or of a tensor of such integers."""
     for _ in range(2):
         number = (((number >> 16) ^ number) * 0x45D9F3B) & BITS
     return (number >> 16) ^ number
 
 
-# The number of queries per block, and the length from which blocks are used. One mask is faster for shorter texts.
+# The number of queries per block, and the minimum length for blocks. For shorter texts, a single mask is faster.
 GATHERED_ROWS, FEWEST_KEYS = 128, 1024
 
 
-def gathers(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Check if a call has a scattered pattern and is computed in blocks.
+def should_gather_keys(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Return True if a call has a scattered pattern and should be computed in blocks.
 
-    The mask must be boolean and equal for all queries.
+    The mask must be boolean and the same for all queries.
     """
     if not isinstance(pattern, BlockPattern) or torch.compiler.is_compiling() or is_exporting():
         return False
     length, key_length = query.shape[2], key.shape[2]
-    # Mask creation raises an error for keys before the queries of an encoder, such as the prefixes of peft.
+    # If an encoder has keys before its queries, such as PEFT prefixes, mask creation raises an error.
     if query.shape[0] != key.shape[0] or not (pattern.is_causal or length == key_length):
         return False
-    by_key = mask is None or is_of_keys(mask)
-    return by_key and length > 1 and key_length >= FEWEST_KEYS and not pattern.covers(length, key_length)
+    by_key = mask is None or is_boolean_key_mask(mask)
+    return by_key and length > 1 and key_length >= FEWEST_KEYS and not pattern.covers_all_keys(length, key_length)
 
 
 def attend_in_blocks(
@@ -355,14 +357,15 @@ def attend_in_blocks(
     mask: torch.Tensor | None,
     table: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the outputs [b, n, h_v, d_v] of attention to the keys of a pattern.
+    """Attend to the keys that a pattern selects, and return the outputs [b, n, h_v, d_v].
 
     Args:
-        attend: a function of query, key, value, mask and position bias. It may also return the weights.
+        attend: an attention function with the arguments query, key, value, mask and position bias. It may also return
+            the weights.
         pattern: the pattern that selects the keys (`BlockPattern`).
-        states: the query [b, h_k, n, d], the key [b, k, m, d] and the value.
-        mask: the mask of the keys, boolean [b, 1, 1 or n, m or more]; only the last m keys are used.
-        table: the bias by distance (`relative_bias`).
+        states: the queries [b, h_k, n, d], the keys [b, k, m, d] and the values.
+        mask: a boolean mask of the keys, [b, 1, 1 or n, m or more], of which the last m keys are used.
+        table: the bias table by distance (see `relative_bias`).
     """
     query, key, value = states
     length, key_length = query.shape[2], key.shape[2]
@@ -374,7 +377,7 @@ def attend_in_blocks(
 
     def block(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: Any, begin: int) -> torch.Tensor:
         queries = torch.arange(begin, begin + query.shape[2], device=query.device) + key_length - length
-        allowed = pattern.allowed(queries, keys)
+        allowed = pattern.get_allowed_mask(queries, keys)
         read = allowed.flatten(0, -2).any(0).nonzero()[:, 0]
         allowed = allowed[..., read][(None,) * (4 - allowed.dim())]
         allowed = allowed if mask is None else allowed & mask[..., read]
@@ -384,7 +387,7 @@ def attend_in_blocks(
 
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*states, table))
     outputs = []
-    # The first block ends with a block of the pattern, because queries after a cache may start inside a block.
+    # The first block ends at a boundary of the pattern, because queries after a cache may start inside a block.
     begin, end = 0, rows - (key_length - length) % rows
     while begin < length:
         arguments = (query[:, :, begin:end], key, value, table, begin)

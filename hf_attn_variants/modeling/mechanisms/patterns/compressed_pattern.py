@@ -1,8 +1,8 @@
-"""Memory-compressed attention: a strided convolution shortens keys and values (arXiv 1801.10198, section 4.2.4).
+"""Memory-compressed attention, in which a strided convolution shortens keys and values (arXiv 1801.10198, 4.2.4).
 
-Every query attends to all n / s compressed keys. The convolution is as wide as its stride s, so that its inputs do not
-overlap. Each key/value head has its own convolution. It starts as the mean of s tokens, so that checkpoints without
-these parameters can be loaded. The letters are those of `softmax_attention`.
+All queries attend to all n / s compressed keys. The convolution is as wide as its stride s, so that its inputs do not
+overlap. Each key/value head has its own convolution, which is initialized as the mean of s tokens, so that checkpoints
+without these parameters can be loaded. The symbols are defined in `softmax_attention`.
 """
 
 from collections.abc import Callable
@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ops.padded_rows import is_of_keys
-from ...transformers_internals import known_imports
+from ...ops.padded_rows import is_boolean_key_mask
+from ...transformers_internals import guarded_imports
 from .attention_pattern import AttentionPattern
 
-with known_imports():
+with guarded_imports():
     from transformers import initialization as init
 
-__all__ = ["MemoryCompressed", "MemoryCompression", "compressing", "compression_of"]
+__all__ = ["MemoryCompressed", "MemoryCompression", "compress_keys_and_values", "create_compression"]
 
 
 class MemoryCompressed(AttentionPattern):
-    """A pattern that attends to all keys after a convolution has combined several tokens into one key."""
+    """A pattern in which queries attend to all keys after a convolution has combined several tokens into one key."""
 
     name = "memory_compressed"
     paper = ("Generating Wikipedia by summarizing long sequences: memory-compressed attention", "1801.10198")
@@ -32,26 +32,26 @@ class MemoryCompressed(AttentionPattern):
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
-        """Check that the attention is not in a decoder, because several tokens are combined into one key.
+        """Check that the pattern is not used in a decoder, because several tokens are combined into one key.
 
         Raises:
-            ValueError: if the attention is in a decoder.
+            ValueError: if the pattern is used in a decoder.
         """
         is_decoder = getattr(config, "is_decoder", False) or hasattr(config, "encoder_attention_pattern")
         if is_decoder and not prefix:
             raise ValueError(
-                f'`{prefix}attention_pattern` cannot be "memory_compressed" in a decoder. A compressed key '
-                "contains later tokens, which a decoder must not read."
+                f'`{prefix}attention_pattern="memory_compressed"` is not supported in a decoder, because compressed '
+                "keys contain later tokens. Choose another pattern."
             )
 
     @classmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
-        """Return None, because a query attends to all compressed keys."""
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> None:
+        """Return None, because queries attend to all compressed keys."""
         return None
 
 
 class MemoryCompression(nn.Module):
-    """The convolutions of the keys and values of an attention.
+    """The convolutions for the keys and values of an attention module.
 
     Args:
         key_heads, value_heads: k, and the number of value heads.
@@ -71,17 +71,17 @@ class MemoryCompression(nn.Module):
         self.value_conv = nn.Parameter(torch.empty(value_heads, stride * value_dim, value_dim, **options))
 
     def init_projections(self) -> None:
-        """Initialize each convolution as the mean."""
+        """Initialize each convolution as a mean."""
         for conv in (self.key_conv, self.value_conv):
             mean = torch.eye(conv.shape[-1], dtype=conv.dtype, device=conv.device) / self.stride
             init.copy_(conv, mean.repeat(self.stride, 1).expand_as(conv))
 
-    def keys_read(self, key_length: int) -> int:
-        """Return the number of compressed keys of `key_length` tokens."""
+    def num_attended_keys(self, key_length: int) -> int:
+        """Return the number of compressed keys for `key_length` tokens."""
         return -(-key_length // self.stride)
 
-    def flops(self) -> tuple[int, int]:
-        """Return the floating-point operations per key token, and per query token."""
+    def count_flops(self) -> tuple[int, int]:
+        """Return the number of floating-point operations per key token and per query token."""
         return 2 * (self.key_conv.numel() + self.value_conv.numel()) // self.stride, 0
 
     def forward(
@@ -93,17 +93,17 @@ class MemoryCompression(nn.Module):
 
         Args:
             key, value: the keys and values of all tokens. Padding counts as zeros.
-            mask: the tokens that are not padding, boolean [b, 1, 1 or n, m]; None means that there is no padding. A
+            mask: a boolean mask [b, 1, 1 or n, m] that is False for padding, or None if there is no padding. A
                 compressed key is masked only if all of its s tokens are padding.
 
         Raises:
             ValueError: if the mask is additive or differs between queries.
         """
         if mask is not None:
-            if not is_of_keys(mask):
+            if not is_boolean_key_mask(mask):
                 raise ValueError(
-                    'The mask must be a boolean padding mask with `attention_pattern="memory_compressed"`, [b, '
-                    f"m] or [b, 1, 1, m], got {list(mask.shape)} of {mask.dtype}."
+                    "The mask must be a boolean padding mask of shape [b, m] or [b, 1, 1, m] with "
+                    f'`attention_pattern="memory_compressed"`, got {list(mask.shape)} of type {mask.dtype}.'
                 )
             mask = mask[..., :1, :]
             key, value = (states * mask.transpose(-1, -2) for states in (key, value))
@@ -117,8 +117,8 @@ class MemoryCompression(nn.Module):
         return *short, mask
 
 
-def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
-    """Return the compression of an attention with these `AttentionHeads` in the dtype of its weights, or None."""
+def create_compression(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
+    """Create the compression of an attention module, or return None if the module has no compression."""
     prefix = site.stack_prefix
     if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != MemoryCompressed.name:
         return None
@@ -127,12 +127,12 @@ def compression_of(module: nn.Module, heads: Any, site: Any, config: Any) -> Mem
     return MemoryCompression(*sizes, stride, next(module.parameters()))
 
 
-def compressing(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an attention function that compresses keys and values first if the attention module has a compression."""
+def compress_keys_and_values(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap an attention function, so that keys and values are compressed first if the module has a compression."""
 
     @wraps(attend)
     def forward(
-        module: Any,  # a `VariantAttention`; its import would be circular
+        module: Any,  # a `VariantAttention`, whose import would be circular
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -143,8 +143,7 @@ def compressing(attend: Callable[..., Any]) -> Callable[..., Any]:
         if module.compression is not None:
             if kwargs.get("global_attention_mask") is not None:
                 raise ValueError(
-                    '`global_attention_mask` must be None with `attention_pattern="memory_compressed"`, which '
-                    "has no global tokens."
+                    '`global_attention_mask` is not supported with `attention_pattern="memory_compressed"`. Remove it.'
                 )
             key, value, attention_mask = module.compression(key, value, attention_mask)
         return attend(module, query, key, value, attention_mask, *args, **kwargs)

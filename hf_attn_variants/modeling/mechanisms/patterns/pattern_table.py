@@ -1,4 +1,4 @@
-"""Table of the attention patterns. It does not import torch, because the commands create flags from these names."""
+"""The table of attention patterns. It does not import torch, because the commands create flags from these names."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention_pattern import AttentionPattern
 
-__all__ = ["PATTERNS", "has_pattern", "pattern_class", "pattern_prefixes", "takes_global_mask"]
+__all__ = ["PATTERNS", "get_pattern_class", "get_pattern_prefixes", "has_pattern", "supports_global_mask"]
 
 PATTERNS = (
     "sliding_window",
@@ -21,7 +21,7 @@ PATTERNS = (
 
 
 @cache
-def pattern_class(name: str) -> "type[AttentionPattern]":
+def get_pattern_class(name: str) -> "type[AttentionPattern]":
     """Return the class of a pattern."""
     from .block_patterns import DilatedBlocks, Fixed, LocalBlocks, RandomBlocks, Strided
     from .compressed_pattern import MemoryCompressed
@@ -34,24 +34,24 @@ def pattern_class(name: str) -> "type[AttentionPattern]":
 
 
 def has_pattern(config: Any, is_causal: bool | None = None) -> bool:
-    """Check if any attention of this configuration has a pattern.
+    """Return True if any attention module with this configuration has a pattern.
 
     Args:
-        config: any configuration.
-        is_causal: if `True`, consider only the self-attention of a decoder; None considers all attentions.
+        config: a configuration of this package or of Transformers.
+        is_causal: True to consider only decoder self-attention, or None to consider all attention modules.
     """
-    names = [f"{prefix}attention_pattern" for prefix in pattern_prefixes(config)]
+    names = [f"{prefix}attention_pattern" for prefix in get_pattern_prefixes(config)]
     return any(getattr(config, name, None) is not None for name in (names[:1] if is_causal else names))
 
 
-def takes_global_mask(config: Any) -> bool:
-    """Check if a model of this configuration is an encoder that accepts a `global_attention_mask`."""
+def supports_global_mask(config: Any) -> bool:
+    """Return True if models with this configuration are encoders that accept a `global_attention_mask`."""
     pattern = getattr(config, "attention_pattern", None)
     if pattern is None or config.is_encoder_decoder or hasattr(config, "relative_attention_num_buckets"):
         return False
-    return "num_global_tokens" in pattern_class(pattern).optional
+    return "num_global_tokens" in get_pattern_class(pattern).optional
 
 
-def pattern_prefixes(config: Any) -> tuple[str, ...]:
-    """Return the prefixes of the pattern fields of the encoder and decoder."""
+def get_pattern_prefixes(config: Any) -> tuple[str, ...]:
+    """Return the prefixes of the pattern fields for the encoder and the decoder."""
     return ("", "encoder_") if hasattr(config, "encoder_attention_pattern") else ("",)

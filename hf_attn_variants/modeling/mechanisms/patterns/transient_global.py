@@ -1,13 +1,13 @@
-"""Transient-global attention of the encoder of T5 (LongT5, arXiv 2112.07916, section 3.1.2).
+"""Transient-global attention for the T5 encoder (LongT5, arXiv 2112.07916, section 3.1.2).
 
-A token attends to the tokens within a window and to one summary of each block of the text. A summary is the normalized
-sum of the inputs of its block and is used as an additional input. Summaries have their own bias, by distance in
-blocks. They are not queries, and every layer computes them again. The tokens after the last whole block belong to that
-block.
+Each token attends to the tokens within a window and to a summary of each block in the text. A summary is the
+normalized sum of the inputs in its block. It is used as an additional key and value, with a separate position bias for
+distances in blocks. Summaries are not queries and are recomputed in every layer. Tokens after the last complete block
+belong to that block.
 
-The code computes one block of queries at a time and recomputes it in the backward pass. No tensor has n x n elements,
-but the logits of the summaries have n x n / l. The letters are those of `softmax_attention`; G is the number of
-summaries and l the number of tokens per block.
+Attention is computed for one block of queries at a time, and each block is recomputed in the backward pass. No tensor
+has n x n elements, but the logits of the summaries have n x n / l elements. The symbols are defined in
+`softmax_attention`; G is the number of summaries and l the number of tokens per block.
 """
 
 from collections.abc import Callable
@@ -19,25 +19,25 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ...ops.key_ranges import MAX_SIZE, TransientGlobal, relative_bias
-from ...ops.padded_rows import is_of_keys, rolled_rows
+from ...ops.padded_rows import get_row_roller, is_boolean_key_mask
 from ...ops.softmax_attention import attention_with_weights, fused_attention
-from ...ops.variant_attention import VariantAttention, is_exporting, wants_weights
-from ...transformers_internals import check_method, known_imports, refuse_unknown
+from ...ops.variant_attention import VariantAttention, is_exporting, should_return_weights
+from ...transformers_internals import check_known_arguments, check_method, guarded_imports
 from ..talking_heads import PROJECTIONS
 from .attention_pattern import AttentionPattern
 
 __all__ = [
-    "SummingAttention",
+    "SummarizingAttention",
     "TransientPattern",
     "add_summary_parameters",
+    "assign_tokens_to_blocks",
     "attend_with_summaries",
-    "blocks_of_tokens",
-    "summary_table",
+    "compute_summary_bias",
 ]
 
 
 class TransientPattern(AttentionPattern):
-    """A pattern with near tokens and a summary of each block."""
+    """A pattern with nearby tokens and a summary of each block."""
 
     name = "transient_global"
     paper = ("LongT5: transient global tokens", "2112.07916")
@@ -46,20 +46,20 @@ class TransientPattern(AttentionPattern):
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
-        """Check that the pattern belongs to the encoder of T5.
+        """Check that the pattern is used in the T5 encoder.
 
         Raises:
-            ValueError: if it does not.
+            ValueError: if it is not.
         """
         if not (prefix and config.makes_summaries):
             raise ValueError(
-                f'`{prefix}attention_pattern` can be "transient_global" only in the encoder of T5, got '
-                f"model_type {config.model_type!r}."
+                f'`{prefix}attention_pattern="transient_global"` is only supported for the T5 encoder, got '
+                f"model_type={config.model_type!r}. Choose another pattern."
             )
 
     @classmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
-        """Return the radius and the block size; see `AttentionPattern.key_range`."""
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> TransientGlobal:
+        """Return the radius and the block size. See `AttentionPattern.get_key_range` for the arguments."""
         window = config.layer_value(f"{prefix}attention_window", layer)
         block = getattr(config, f"{prefix}attention_block_size")
         return TransientGlobal(MAX_SIZE if window is None else window // 2, block)
@@ -68,8 +68,8 @@ class TransientPattern(AttentionPattern):
 SUMMARY_ROWS = 128  # number of queries per block
 
 
-class SummingAttention(VariantAttention):
-    """The attributes of an attention of the encoder of T5 that this module uses, for type checkers."""
+class SummarizingAttention(VariantAttention):
+    """The attributes of a T5 encoder attention module that are used here, for type checkers."""
 
     k: nn.Linear
     v: nn.Linear
@@ -83,25 +83,26 @@ class SummingAttention(VariantAttention):
 
 
 class _Summaries(NamedTuple):
-    """The summaries of one call."""
+    """The summaries in one call."""
 
     key: torch.Tensor  # [b, k, G, d]
     value: torch.Tensor
-    read: torch.Tensor  # [b, 1, 1, G]: the block has a token
+    read: torch.Tensor  # [b, 1, 1, G]: True if the block has any tokens
     blocks: torch.Tensor  # [b, n]: the block of each token
 
 
-def add_summary_parameters(module: SummingAttention, config: Any, heads: int) -> None:
-    """Add the norm of the summaries to an attention of the encoder of T5.
+def add_summary_parameters(module: SummarizingAttention, config: Any, heads: int) -> None:
+    """Add the norm for summaries to an attention module of the T5 encoder.
 
-    If the attention computes the position bias, add the bias of the summaries as well. The names are those of LongT5.
+    If the module computes the position bias, the bias for summaries is added as well. The names are the same as in
+    LongT5.
 
     Args:
         module: the attention module.
-        config: the configuration of the model.
+        config: the model configuration.
         heads: h, the number of softmax heads.
     """
-    with known_imports():
+    with guarded_imports():
         from transformers.models.t5.modeling_t5 import T5LayerNorm
     arguments = ("relative_position", "bidirectional", "num_buckets", "max_distance")
     check_method(type(module), "_relative_position_bucket", arguments)
@@ -114,24 +115,25 @@ def add_summary_parameters(module: SummingAttention, config: Any, heads: int) ->
     module._is_hf_initialized = False
 
 
-def blocks_of_tokens(real: torch.Tensor, block: int) -> torch.Tensor:
-    """Return the block of each token, [b, n], or -1 for tokens without a block.
+def assign_tokens_to_blocks(real: torch.Tensor, block: int) -> torch.Tensor:
+    """Return the index of each token's block, [b, n], or -1 for tokens without a block.
 
-    A token has no block if `real` [b, n] is False, or if the text is shorter than a block.
+    A token has no block if it is padding (`real` [b, n] is False) or if the text is shorter than a block.
     """
     places = torch.arange(real.shape[1], device=real.device)
     ends = real & (places % block == block - 1)
-    last = torch.where(ends, places // block, -1).amax(1, keepdim=True)  # the last whole block
+    last = torch.where(ends, places // block, -1).amax(1, keepdim=True)  # the last complete block
     return torch.where(real, torch.minimum(places // block, last), -1)
 
 
-def summary_table(module: SummingAttention, length: int, device: torch.device) -> torch.Tensor:
-    """Return the bias of the summaries [1, h, 1, 2 G - 1] by distance in blocks, from -(G - 1); it is empty if G = 0.
+def compute_summary_bias(module: SummarizingAttention, length: int, device: torch.device) -> torch.Tensor:
+    """Return the bias table for summaries [1, h, 1, 2 G - 1], by distance in blocks from -(G - 1) to G - 1.
 
     Args:
         module: the attention module that computes the bias.
         length: n, the length of the text.
-        device: the device of the inputs. Between calls, weights that Accelerate offloads are on a different device.
+        device: the device of the inputs. Weights that are offloaded by Accelerate are on a different device between
+            calls.
     """
     count = length // module.key_range.block
     distance = torch.arange(1 - count, max(count, 1 - count), device=device)
@@ -141,7 +143,7 @@ def summary_table(module: SummingAttention, length: int, device: torch.device) -
 
 
 def attend_with_summaries(
-    module: SummingAttention,
+    module: SummarizingAttention,
     states: torch.Tensor,
     operands: tuple[torch.Tensor, ...],
     mask: torch.Tensor | None,
@@ -149,39 +151,39 @@ def attend_with_summaries(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to near tokens and to summaries.
+    """Attend to nearby tokens and to summaries.
 
     Args:
         module: the attention module, whose `key_range` is a `TransientGlobal`.
         states: the inputs [b, n, D].
-        operands: the query [b, h_k, n, d], the key [b, k, n, d] and the value.
-        mask: the padding mask, boolean [b, 1, 1 or n, n], or None.
-        tables: the bias of the tokens by distance [1, h, 1, 2 n - 1], followed by that of the summaries
-            (`summary_table`).
+        operands: the queries [b, h_k, n, d], the keys [b, k, n, d] and the values.
+        mask: a boolean padding mask [b, 1, 1 or n, n], or None.
+        tables: the bias table for tokens [1, h, 1, 2 n - 1], followed by the table for summaries (see
+            `compute_summary_bias`).
         dropout: the dropout probability of the weights.
-        kwargs: further arguments of the call.
+        kwargs: further arguments of the call, such as `output_attentions`.
 
     Returns:
-        The outputs [b, n, h_v, d_v] and, if requested, the weights [b, h_v, n, G + n], with the summaries first.
+        The outputs [b, n, h_v, d_v] and, if requested, the weights [b, h_v, n, G + n], which start with the summaries.
 
     Raises:
         ValueError: if the mask is additive or differs between queries.
     """
-    if mask is not None and not is_of_keys(mask):
+    if mask is not None and not is_boolean_key_mask(mask):
         raise ValueError(
-            'The mask must be a boolean padding mask with `attention_pattern="transient_global"`, [b, n] '
-            f"or [b, 1, 1, n], got {list(mask.shape)} of {mask.dtype}."
+            "The mask must be a boolean padding mask of shape [b, n] or [b, 1, 1, n] with "
+            f'`attention_pattern="transient_global"`, got {list(mask.shape)} of type {mask.dtype}.'
         )
     batch, length, _ = states.shape
-    moved = rolled_rows(module, mask, length)
+    moved = get_row_roller(module, mask, length)
     if moved is not None and mask is not None:
-        states, mask = moved.rolled(states, 1), moved.rolled(mask[..., :1, :], 3)
-        operands = tuple(moved.rolled(tensor, 2) for tensor in operands)
+        states, mask = moved.roll(states, 1), moved.roll(mask[..., :1, :], 3)
+        operands = tuple(moved.roll(tensor, 2) for tensor in operands)
     real = torch.ones(batch, length, dtype=torch.bool, device=states.device)
     real = real if mask is None else mask[:, 0, 0].expand(batch, length)
     summaries = _make_summaries(module, states, real)
-    refuse_unknown(kwargs)
-    with_weights = wants_weights(module, kwargs)
+    check_known_arguments(kwargs)
+    with_weights = should_return_weights(module, kwargs)
     rows = length if with_weights or is_exporting() else SUMMARY_ROWS
     attend = _attend(module, dropout, with_weights)
     tensors = (*operands, *summaries, *(() if tables is None else (tables,)))
@@ -189,16 +191,16 @@ def attend_with_summaries(
     outputs = []
     for begin in range(0, length, rows):
         span = slice(begin, min(begin + rows, length))
-        call = partial(_block, attend, module.key_range.radius, span)
+        call = partial(_attend_in_block, attend, module.key_range.radius, span)
         arguments = (operands, summaries, real, tables)
         outputs.append(checkpoint(call, *arguments, use_reentrant=False) if learns else call(*arguments))
     output, weights = outputs[0] if with_weights else (torch.cat(outputs, 1), None)
     if moved is None:
         return output, weights
-    return moved.unrolled(output, 1), None if weights is None else moved.unrolled_weights(weights)
+    return moved.unroll(output, 1), None if weights is None else moved.unroll_weights(weights)
 
 
-def _attend(module: SummingAttention, dropout: float, with_weights: bool) -> Callable[..., Any]:
+def _attend(module: SummarizingAttention, dropout: float, with_weights: bool) -> Callable[..., Any]:
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
     if not (with_weights or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
@@ -208,11 +210,11 @@ def _attend(module: SummingAttention, dropout: float, with_weights: bool) -> Cal
     return lambda *operands: attention_with_weights(*operands, **options)[0]
 
 
-def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
+def _make_summaries(module: SummarizingAttention, states: torch.Tensor, real: torch.Tensor) -> _Summaries:
     batch, length, width = states.shape
     block, count = module.key_range.block, length // module.key_range.block
-    blocks = blocks_of_tokens(real, block)
-    places = torch.where(blocks < 0, count, blocks)  # tokens without a summary go to an additional last block
+    blocks = assign_tokens_to_blocks(real, block)
+    places = torch.where(blocks < 0, count, blocks)  # a last block for tokens without a summary
     sums = states.new_zeros(batch, count + 1, width).scatter_add(1, places[..., None].expand(states.shape), states)
     read = torch.zeros(batch, count + 1, dtype=torch.bool, device=states.device).scatter(1, places, True)
     normed = module.global_input_layer_norm(sums[:, :count])
@@ -221,7 +223,7 @@ def _make_summaries(module: SummingAttention, states: torch.Tensor, real: torch.
     return _Summaries(key.transpose(1, 2), value.transpose(1, 2), read[:, None, None, :count], blocks)
 
 
-def _block(
+def _attend_in_block(
     attend: Callable[..., Any],
     radius: int,
     rows: slice,

@@ -1,12 +1,12 @@
 """Sliding windows and global tokens (Longformer, arXiv 2004.05150, section 3.1).
 
-A token attends to the tokens in a window around it. The first `num_global_tokens` attend to all tokens, and all tokens
-attend to them. A `global_attention_mask` (the name in Longformer) selects global tokens at any position.
+Each token attends to the tokens in a window around it. The first `num_global_tokens` tokens attend to all tokens, and
+all tokens attend to them. As in Longformer, a `global_attention_mask` can select global tokens at any position.
 
-The block code expects global tokens at the first positions. The queries, keys and values of the selected tokens are
-therefore copied to the front. Their original keys are masked, and their outputs are replaced by those of the copies.
-Distances between the other tokens do not change. The letters are those of `softmax_attention`; G is the largest number
-of global tokens in a row.
+Blocked attention expects global tokens at the first positions. The queries, keys and values of the selected tokens are
+therefore copied to the front. The original keys are masked, and the original outputs are replaced by those of the
+copies. The distances between other tokens do not change. The symbols are defined in `softmax_attention`; G is the
+largest number of global tokens in a row.
 """
 
 from collections.abc import Callable
@@ -21,28 +21,28 @@ from .attention_pattern import AttentionPattern
 __all__ = [
     "MASK",
     "SlidingWindow",
+    "attend_with_global_tokens_first",
     "check_global_mask",
-    "global_tokens_of",
-    "with_global_tokens_first",
+    "get_global_tokens",
 ]
 
 
 class SlidingWindow(AttentionPattern):
-    """A window with one half on each side of a token; a causal window contains the token and those before it."""
+    """A window with one half on each side of a token. A causal window contains the token and the tokens before it."""
 
     name = "sliding_window"
     paper = ("Longformer: sliding windows and global tokens", "2004.05150")
     needed = ("attention_window",)
     optional = ("attention_dilation", "num_global_tokens")
-    counts_tokens = False
+    depends_on_positions = False
 
     @classmethod
-    def key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
-        """Return the window; see `AttentionPattern.key_range`."""
+    def get_key_range(cls, config: Any, prefix: str, heads: int, layer: int, is_causal: bool) -> KeyRange:
+        """Return the window as a key range. See `AttentionPattern.get_key_range` for the arguments."""
         window = config.layer_value(f"{prefix}attention_window", layer)
         dilation = getattr(config, f"{prefix}attention_dilation")
         global_tokens = getattr(config, f"{prefix}num_global_tokens")
-        return KeyRange.of(window, dilation, global_tokens, is_causal)
+        return KeyRange.from_window(window, dilation, global_tokens, is_causal)
 
 
 MASK = "global_attention_mask"
@@ -57,30 +57,32 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
         kwargs: the arguments of the call.
 
     Raises:
-        ValueError: if the shape of the mask is not [b, n], or if the attention has a relative position bias.
+        ValueError: if the shape of the mask is not [b, n], or if the attention module has a relative position bias.
     """
     mask = kwargs.get(MASK)
     if mask is None:
         return
-    if module.key_range is None or module.key_range.is_causal:  # attention without global tokens, as in a decoder
+    if module.key_range is None or module.key_range.is_causal:  # this attention has no global tokens, as in a decoder
         return
     if hasattr(module, "has_relative_attention_bias"):
         raise ValueError(
-            f"`{MASK}` must be None for a model with a relative position bias. Use `encoder_num_global_tokens`."
+            f"`{MASK}` is not supported for models with a relative position bias. Use `encoder_num_global_tokens`."
         )
     if mask.shape != states.shape[:2]:
-        raise ValueError(f"`{MASK}` must have one number per token, {list(states.shape[:2])}, got {list(mask.shape)}.")
+        raise ValueError(
+            f"`{MASK}` must have one value per token, {list(states.shape[:2])}, got the shape {list(mask.shape)}."
+        )
 
 
-def global_tokens_of(key_range: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the global tokens of a call, boolean [b, n] from its mask and the first positions, or None."""
+def get_global_tokens(key_range: KeyRange | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return a boolean mask [b, n] of the global tokens, or None if there is no `global_attention_mask`."""
     mask = kwargs.get(MASK)
     if mask is None or key_range is None or key_range.is_causal:
         return None
     return mask.bool() | (torch.arange(mask.shape[1], device=mask.device) < key_range.global_tokens)
 
 
-def with_global_tokens_first(
+def attend_with_global_tokens_first(
     attend: Callable[..., torch.Tensor],
     key_range: KeyRange,
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -90,11 +92,12 @@ def with_global_tokens_first(
     """Return the outputs [b, n, h_v, d_v] of windowed attention with global tokens at any position.
 
     Args:
-        attend: a function of query, key, value and mask, with the keyword argument `key_range`.
-        key_range: the key range of the attention.
-        states: the query [b, h_k, n, d], the key [b, k, n, d] and the value.
-        mask: the mask of the keys, boolean [b, 1, 1 or n, n], or None.
-        is_global: [b, n].
+        attend: an attention function with the arguments query, key, value and mask, and the keyword argument
+            `key_range`.
+        key_range: the key range of the attention module.
+        states: the queries [b, h_k, n, d], the keys [b, k, n, d] and the values.
+        mask: a boolean mask of the keys, [b, 1, 1 or n, n], or None.
+        is_global: a boolean mask [b, n] of the global tokens.
     """
     most = int(is_global.sum(1).max())
     order = is_global.int().argsort(dim=1, descending=True, stable=True)[:, :most]  # [b, G], in the order of the text
