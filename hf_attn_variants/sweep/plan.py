@@ -131,7 +131,7 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
     if command not in commands:
         raise ValueError(f"`command` must be one of {', '.join(commands)}, got {command}.")
     launch, metrics = ([str(word) for word in _as_list(content.get(key))] for key in ("launch", "metrics"))
-    variants, references = (_parse_parts(content.get(key), f"`{key}`") for key in ("variants", "references"))
+    variants, references = (_parse_named_flags(content.get(key), f"`{key}`") for key in ("variants", "references"))
     grid = {
         str(axis): _parse_axis(str(axis), values)
         for axis, values in _check_object(content.get("grid"), "`grid`").items()
@@ -146,7 +146,7 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
 def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
     """Return the values of an axis of the grid with their flags: the flag with the name of the axis, or an object."""
     if isinstance(values, dict):
-        return {_parse_value(value): flags for value, flags in _parse_parts(values, f"`grid`, `{axis}`").items()}
+        return {_parse_value(value): flags for value, flags in _parse_named_flags(values, f"`grid`, `{axis}`").items()}
     points = [_parse_value(value) for value in _as_list(values)]
     if not points or any(isinstance(point, list | dict | None) or points.count(point) > 1 for point in points):
         raise ValueError(f"`grid`, `{axis}` must be a list of different values or an object, got {values}.")
@@ -154,7 +154,7 @@ def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
     return {point: {flag: point} if flag == axis else {CONVERT: {flag: point}} for point in points}
 
 
-def _parse_parts(value: Any, where: str) -> dict[str, Flags]:
+def _parse_named_flags(value: Any, where: str) -> dict[str, Flags]:
     return {
         str(name): _check_object(flags, f"{where}, `{name}`") for name, flags in _check_object(value, where).items()
     }
@@ -180,7 +180,12 @@ def _parse_value(value: Any) -> Any:
 
 # The subfolders of a run, for the converted checkpoint and for the output of the training.
 CONVERTED, TRAINED = "converted", "trained"
-OWN_FLAGS = ("output_dir", "seed", "overwrite_output_dir", "resume_from_checkpoint")  # flags that only the sweep sets
+RESERVED_FLAGS = (
+    "output_dir",
+    "seed",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+)  # flags that only the sweep sets
 
 
 @dataclass(frozen=True)
@@ -238,7 +243,9 @@ def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list
     """
     runs: dict[Path, SweepRun] = {}
     for seed, (variant, point, flags, convert) in itertools.product(sweep.seeds, [*_iterate_contestants(sweep)]):
-        contestant = ", ".join([variant] * bool(variant) + [f"{axis_name(a)} {value}" for a, value in point.items()])
+        contestant = ", ".join(
+            [variant] * bool(variant) + [f"{get_axis_name(a)} {value}" for a, value in point.items()]
+        )
         try:
             if convert is not None and flags.get(MODEL) is not None:
                 raise ValueError(f"`{MODEL}` must be under `{CONVERT}`, because the converted model is trained.")
@@ -254,7 +261,7 @@ def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list
     return list(runs.values())
 
 
-def axis_name(axis: str) -> str:
+def get_axis_name(axis: str) -> str:
     """Return the name of an axis of the grid: its flag without the name of the command."""
     return axis.removeprefix(f"{CONVERT}.")
 
@@ -276,7 +283,7 @@ def _build_command(
     """Return the words of a command with its flags. Flags with the value None are left out."""
     options, words = command_module(command).make_parser()._option_string_actions, [command]
     for name, value in flags.items():
-        if name in OWN_FLAGS:
+        if name in RESERVED_FLAGS:
             raise ValueError(f"`{name}` must not be given, because the sweep sets it. Leave it out.")
         is_switch = f"--{name}" in options and options[f"--{name}"].nargs == 0
         if value is not None and is_switch != isinstance(value, bool):

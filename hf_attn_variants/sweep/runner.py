@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import TerminatedError
 from ..files import CONFIG_NAME, RESULTS_NAME, atomic_write, load_json, make_folders
 from ..training.engine.checkpoints import FolderInUseError, list_checkpoints, lock_folder
-from .plan import CONVERTED, TRAINED, Sweep, SweepRun, axis_name
+from .plan import CONVERTED, TRAINED, Sweep, SweepRun, get_axis_name
 
 # Files in the folder of a run: its commands and results, and the output of its commands.
 RECORD_NAME, LOG_NAME = "run.json", "output.log"
@@ -74,7 +74,7 @@ class RunFolder:
 
     def _execute(self) -> None:
         self._write()
-        for words in self._unfinished_commands():
+        for words in self._list_unfinished_commands():
             if status := _run_command(words, self.path / LOG_NAME):
                 self.failure = f"status {status}: {_read_last_error(self.path / LOG_NAME)}"
                 return
@@ -84,7 +84,7 @@ class RunFolder:
     def _write(self) -> None:
         atomic_write(self.path / RECORD_NAME, json.dumps({**self.record, "results": self.results}, indent=2) + "\n")
 
-    def _unfinished_commands(self) -> list[list[str]]:
+    def _list_unfinished_commands(self) -> list[list[str]]:
         """Return the unfinished commands. A training continues from its last checkpoint, if it has one."""
         *conversion, training = self.run.commands(self.path)
         for leftover in self.path.glob(f".{CONVERTED}.partial-*"):  # left from a killed conversion
@@ -139,7 +139,7 @@ DEFAULT_METRICS = {
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "black")  # palette of Okabe and Ito
 
 
-def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
+def collect_results(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
     """Return the results of a sweep as JSON values, with the contestants in the order of the file."""
     grouped: dict[str, list[RunFolder]] = {}
     for folder in folders:
@@ -155,7 +155,7 @@ def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
         }
         for name, runs in grouped.items()
     ]
-    defaults, reported = DEFAULT_METRICS[sweep.command], _list_reported(contestants)
+    defaults, reported = DEFAULT_METRICS[sweep.command], _list_reported_metrics(contestants)
     # A curve is drawn over the first axis of the grid that has several numbers.
     numeric_axes = (axis for axis, points in sweep.grid.items() if len(points) > 1 and all(map(_is_number, points)))
     return {
@@ -167,7 +167,7 @@ def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
     }
 
 
-def markdown(results: dict[str, Any]) -> str:
+def format_markdown(results: dict[str, Any]) -> str:
     """Return a Markdown table of means, with ranges if there are several seeds, and warnings below the table."""
     metrics, contestants = results["metrics"], results["contestants"]
     rows = [["variant", *(name.removeprefix("eval_") for name in metrics), "parameters", "training, s", "runs"]]
@@ -184,7 +184,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 def _iterate_warnings(results: dict[str, Any]) -> Iterator[str]:
     """Yield warnings about missing metrics, and about models that need a longer training."""
-    contestants, reported = results["contestants"], _list_reported(results["contestants"])
+    contestants, reported = results["contestants"], _list_reported_metrics(results["contestants"])
     if reported and (missing := [name for name in results["metrics"] if name not in reported]):
         yield f"No run reports {', '.join(missing)}. The `metrics` can be {', '.join(reported)}."
     gates = {entry["name"]: [run.get("gate_passed") for run in entry["runs"].values()] for entry in contestants}
@@ -195,8 +195,8 @@ def _iterate_warnings(results: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def draw_sweep(results: dict[str, Any]) -> Any:
-    """Return a figure of the finished runs of a sweep (see `collect`), with one panel per metric."""
+def plot_sweep(results: dict[str, Any]) -> Any:
+    """Return a figure of the finished runs of a sweep (see `collect_results`), with one panel per metric."""
     from matplotlib.figure import Figure  # imported here, because it takes half a second
 
     count, curve = len(results["metrics"]), results["curve"]
@@ -212,7 +212,7 @@ def draw_sweep(results: dict[str, Any]) -> Any:
                 axes.axhline(spread["mean"], linestyle="--", linewidth=1, color="gray", label=names[row])
                 axes.axhspan(spread["min"], spread["max"], alpha=0.12, linewidth=0, color="gray")
             elif spread:
-                others = [f"{axis_name(axis)} {value}" for axis, value in point.items() if axis != curve]
+                others = [f"{get_axis_name(axis)} {value}" for axis, value in point.items() if axis != curve]
                 variant = contestant["variant"]
                 name = ", ".join([variant] * bool(variant) + others).replace("$", r"\$") if curve else ""
                 ends = spread["mean"] - spread["min"], spread["max"] - spread["mean"]
@@ -225,7 +225,7 @@ def draw_sweep(results: dict[str, Any]) -> Any:
             axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
         elif axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
-        axes.set(xlabel=axis_name(curve or ""), ylabel=metric.removeprefix("eval_"))
+        axes.set(xlabel=get_axis_name(curve or ""), ylabel=metric.removeprefix("eval_"))
         axes.grid(alpha=0.25)
     return figure
 
@@ -242,7 +242,7 @@ def _compute_spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, floa
     return spreads
 
 
-def _list_reported(contestants: Iterable[dict[str, Any]]) -> list[str]:
+def _list_reported_metrics(contestants: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for contestant in contestants for name in contestant["spread"]))
 
 

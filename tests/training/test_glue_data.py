@@ -6,7 +6,7 @@ from transformers import AlbertConfig, AutoTokenizer, T5Config
 
 from hf_attn_variants.glue_tasks import TASKS, format_prediction, get_task, parse_label
 from hf_attn_variants.training.classification.data import ClassificationSplit, tokenize_split
-from hf_attn_variants.training.engine.models import fit_token_types
+from hf_attn_variants.training.engine.models import configure_token_types
 from hf_attn_variants.training.glue.task import load_ax, load_glue, read_tsv
 
 
@@ -156,18 +156,18 @@ def test_pairs_have_token_types_if_the_model_uses_them(glue, tiny_bert):
     split = load_glue(get_task("stsb"), str(glue / "STS-B"))["train"]
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     tokenizer.model_input_names = ["input_ids", "attention_mask"]  # as ALBERT's
-    fit_token_types(tokenizer, T5Config())
+    configure_token_types(tokenizer, T5Config())
     assert "token_type_ids" not in tokenize_split(split, tokenizer, max_length=12).column_names
-    fit_token_types(tokenizer, AlbertConfig())
+    configure_token_types(tokenizer, AlbertConfig())
     assert sum(tokenize_split(split, tokenizer, max_length=12)[0]["token_type_ids"]) > 0
-    fit_token_types(tokenizer, T5Config())
+    configure_token_types(tokenizer, T5Config())
     assert "token_type_ids" not in tokenize_split(split, tokenizer, max_length=12).column_names
 
 
 def test_token_types_are_kept_when_the_tokenizer_is_saved(shared_data, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
     assert "token_type_ids" not in tokenizer("a text", "another")
-    fit_token_types(tokenizer, AlbertConfig())
+    configure_token_types(tokenizer, AlbertConfig())
     tokenizer.save_pretrained(tmp_path)
     assert sum(AutoTokenizer.from_pretrained(tmp_path)("a text", "another")["token_type_ids"]) > 0
 

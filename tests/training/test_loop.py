@@ -21,7 +21,7 @@ from hf_attn_variants.training.engine import loop as training_loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import Objective
-from hf_attn_variants.training.engine.session import save_bad_batch
+from hf_attn_variants.training.engine.session import save_failed_batches
 from hf_attn_variants.training.engine.settings import count_training_steps
 
 
@@ -162,7 +162,7 @@ def test_unwritable_log_error_names_the_last_checkpoint(tmp_path):
 def test_nan_in_a_shared_tensor_is_detected(tmp_path):
     ids = torch.arange(6).reshape(2, 3)
     batches = [{"input_ids": ids, "labels": ids, "turned": ids.T}, {"input_ids": ids[:1]}]
-    save_bad_batch(SimpleNamespace(process_index=1), batches, tmp_path, 7)
+    save_failed_batches(SimpleNamespace(process_index=1), batches, tmp_path, 7)
     saved = load_file(tmp_path / "bad_batch-7-1.safetensors")
     assert saved.keys() == {"0.input_ids", "0.labels", "0.turned", "1.input_ids"}
     assert torch.equal(saved["0.labels"], ids) and torch.equal(saved["0.turned"], ids.T)

@@ -36,7 +36,7 @@ from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import compute_label_sums, make_label_objective
 from hf_attn_variants.training.pretraining.task import (
-    CausalLMPreparation,
+    CausalLMPreparer,
     compute_causal_logits,
     shuffle_positions,
 )
@@ -110,7 +110,7 @@ def scratch(model_type="bert", *more):
 
 def batch_of(tokenizer, length=10, rows=3):
     """Return random blocks, the last one short, and the batch that they form."""
-    prepare = CausalLMPreparation(tokenizer, length)
+    prepare = CausalLMPreparer(tokenizer, length)
     generator = np.random.default_rng(0)
     blocks = [generator.integers(5, 60, length if i < rows - 1 else length - 4) for i in range(rows)]
     examples = [prepare(block, (0, i)) for i, block in enumerate(blocks)]
@@ -119,7 +119,7 @@ def batch_of(tokenizer, length=10, rows=3):
 
 def test_each_token_is_predicted_once_from_earlier_tokens(tokenizer):
     blocks, batch = batch_of(tokenizer)
-    prepare = CausalLMPreparation(tokenizer, 10)
+    prepare = CausalLMPreparer(tokenizer, 10)
     assert prepare.block_length == 10 and prepare.separator == tokenizer.sep_token_id
     for i, block in enumerate(blocks):
         n = len(block)

@@ -11,7 +11,7 @@ from hf_attn_variants.commands.training import squad
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import push
 from hf_attn_variants.training.squad.data import (
-    compute_squad,
+    compute_squad_metrics,
     compute_stride,
     make_window_collator,
     make_windows,
@@ -54,7 +54,7 @@ def test_every_architecture_learns_its_questions(run, readers, kind):
     assert results["eval_f1"] > 90 and results["eval_loss"] < results["train_loss"]
     assert results["train_windows"] > results["train_samples"] == 5 and results["eval_windows"] > 5
     predictions = load(run.out, "predictions_dev.json")
-    scores = compute_squad(read_squad(run.file()), predictions)
+    scores = compute_squad_metrics(read_squad(run.file()), predictions)
     assert scores["f1"] == results["eval_f1"] and scores["exact_match"] == results["eval_exact_match"]
     nbest = load(run.out, "predictions_nbest_dev.json")
     assert {key: entries[0]["text"] for key, entries in nbest.items()} == predictions

@@ -34,7 +34,7 @@ from hf_attn_variants.inspection import sentence_embeddings
 from hf_attn_variants.text_files import read_lines
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.uptraining.objective import UptrainingObjective
-from hf_attn_variants.training.uptraining.task import hold_out
+from hf_attn_variants.training.uptraining.task import split_off_held_out_rows
 
 main, parse_args = uptrain.main, uptrain.parse_args
 
@@ -107,7 +107,7 @@ def test_distillation_recovers_the_embeddings_of_the_teacher(run, bert, grouped_
     saved = json.loads((run.out / "all_results.json").read_text())
     assert saved["eval_loss"] == results["eval_loss"] and saved["arguments"]["teacher"] == str(bert)
     # The saved model is the one that was evaluated.
-    held_out = hold_out(read_lines([source]))[1]
+    held_out = split_off_held_out_rows(read_lines([source]))[1]
     tokenizer = AutoTokenizer.from_pretrained(run.out)
     embeddings = [
         sentence_embeddings(AutoModel.from_pretrained(folder), tokenizer, held_out) for folder in (run.out, bert)

@@ -111,7 +111,7 @@ class ClassificationSettings(TableSettings):
             )
         if names is not None and (len({*names}) < len(names) or not all(name.strip() == name != "" for name in names)):
             raise ValueError(f"--labels must be different, without surrounding spaces, got {list(names)}.")
-        is_mapping = isinstance(weights, dict) and weights and all(map(_is_weight, weights.values()))
+        is_mapping = isinstance(weights, dict) and weights and all(map(_is_valid_weight, weights.values()))
         if weights not in (None, "balanced") and not is_mapping:
             raise ValueError(
                 f"--class_weights must be balanced, or map labels to numbers above 0, got {weights!r}. Give, say, "
@@ -119,6 +119,6 @@ class ClassificationSettings(TableSettings):
             )
 
 
-def _is_weight(value: Any) -> bool:
+def _is_valid_weight(value: Any) -> bool:
     """Return whether a value is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -133,7 +133,7 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
     firsts = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
     words = sorted((text for text in firsts if not NUMBER.fullmatch(text)), key=firsts.__getitem__)
     numbers = sorted(firsts.keys() - words, key=firsts.__getitem__)
-    _check_writing(words, numbers, firsts, describe_row)
+    _check_label_format(words, numbers, firsts, describe_row)
     pointed = [text for text in numbers if not DIGITS.fullmatch(text)]
     if pointed and all(float(text).is_integer() for text in numbers):
         raise ValueError(
@@ -158,7 +158,7 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
     return SINGLE_LABEL
 
 
-def _check_writing(
+def _check_label_format(
     words: Sequence[str], numbers: Sequence[str], firsts: Mapping[str, int], describe_row: RowDescriber
 ) -> None:
     """Raise ValueError if words and numbers are mixed, or if words are numbers in another format."""
@@ -202,7 +202,7 @@ def has_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
     return max(map(int, labels)) - min(map(int, labels)) >= 2 * len(labels)
 
 
-def reject_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None:
+def check_no_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None:
     """Check that lists of labels hold names, and not one indicator per class.
 
     Raises:
@@ -654,7 +654,7 @@ def _infer_training_scheme(
         kind = MULTI_LABEL if any(isinstance(cell, tuple) for cell in rows.cells) else SINGLE_LABEL
     kind = kind or infer_problem_type(rows.cells, rows.describe_row)
     if kind == MULTI_LABEL:
-        reject_indicators(rows.cells, rows.describe_row)
+        check_no_indicators(rows.cells, rows.describe_row)
     if kind == REGRESSION:
         return LabelScheme(kind, ())
     names = tuple(settings.labels or class_names or sort_class_names(rows.cells))

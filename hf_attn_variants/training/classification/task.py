@@ -33,10 +33,10 @@ from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask
 from ..engine.models import (
     LabelMap,
-    append_end_tokens,
     check_max_length,
     check_trained_head,
-    fit_token_types,
+    configure_end_tokens,
+    configure_token_types,
     get_model_name,
     load_classifier,
     load_config,
@@ -218,7 +218,7 @@ MAX_NUMBERED_CLASSES, MAX_DRAWN_CLASSES = 40, 200
 MAX_NAME_LENGTH = 24
 
 
-def draw_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
+def plot_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
     """Draw a confusion matrix. The shade of a cell is its share of the rows of the true class.
 
     If the plot fails, log a warning.
@@ -238,7 +238,7 @@ def draw_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str],
 
 
 def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
-    """Return the figure of `draw_confusion_matrix`."""
+    """Return the figure of `plot_confusion_matrix`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -372,8 +372,8 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         Raises:
             ValueError: If the tokenizer or the length does not fit the model.
         """
-        fit_token_types(self.tokenizer, self.config)
-        append_end_tokens(self.tokenizer, self.config, pair)
+        configure_token_types(self.tokenizer, self.config)
+        configure_end_tokens(self.tokenizer, self.config, pair)
         length, multiple = self.settings.max_length, self.settings.pad_to_multiple_of
         check_max_length(length, self.config, self.tokenizer, pair, multiple=multiple)
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=multiple)
@@ -420,7 +420,7 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
             return (compute_logits(self.model, batch).float(),)
 
-        return self.run_rows(eval_set.batches, outputs, eval_set.split.name)[0]
+        return self.run_model_on_rows(eval_set.batches, outputs, eval_set.split.name)[0]
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
@@ -444,10 +444,10 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         with self.accelerator.main_process_first():
             data = tokenize_split(split, self.tokenizer, self.settings.max_length)
         if self.config.is_encoder_decoder:
-            self._check_end_tokens(split, data)
+            self._check_end_token_counts(split, data)
         return data
 
-    def _check_end_tokens(self, split: ClassificationSplit, data: Dataset) -> None:
+    def _check_end_token_counts(self, split: ClassificationSplit, data: Dataset) -> None:
         """Check that all rows have the same number of end tokens.
 
         The classification heads of Transformers for encoder-decoders read the last end token, and require that all
@@ -559,7 +559,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         for dev in self.dev_sets:
-            self._draw_confusion_matrix(dev, self.dev_predictions, CONFUSION_FILE, "dev")
+            self._plot_confusion_matrix(dev, self.dev_predictions, CONFUSION_FILE, "dev")
         if self.test is None:
             return {}, {}
         predicted = self._to_predictions(self.predict_logits(self.test))
@@ -570,7 +570,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
                 self.scheme, predicted, labels
             )
             results |= {f"test_{name}": value for name, value in values.items()}
-            self._draw_confusion_matrix(self.test, predicted, CONFUSION_FILE.replace(".", "_test."), "test")
+            self._plot_confusion_matrix(self.test, predicted, CONFUSION_FILE.replace(".", "_test."), "test")
         return results, {"test.jsonl": self._format_predictions(self.test, predicted)}
 
     def summary(self, results: dict[str, Any]) -> str:
@@ -583,14 +583,14 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
                 lines.append(f"{self.name} {split} ({results[f'{prefix}samples']} rows): {scores}\n")
         return "".join(lines)
 
-    def _draw_confusion_matrix(self, rows: EvalSet, predicted: Predictions, name: str, split: str) -> None:
+    def _plot_confusion_matrix(self, rows: EvalSet, predicted: Predictions, name: str, split: str) -> None:
         """Draw the confusion matrix of a split, if there is one label per row and not too many classes."""
         drawn = self.problem_type not in (REGRESSION, MULTI_LABEL) and len(self.scheme.names) <= MAX_DRAWN_CLASSES
         if not drawn or not self.accelerator.is_main_process:
             return
         matrix = compute_metric_details(self.scheme, predicted, np.asarray(rows.labels))["confusion_matrix"]
         title = f"{get_model_name(self.settings)}, {split}: {len(rows.split):,} rows"
-        draw_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
+        plot_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
 
     def _format_predictions(self, rows: EvalSet, predicted: Predictions) -> str:
         """Return the content of a JSONL file of predictions.
@@ -606,8 +606,8 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
             record: dict[str, Any] = {"file": files[i]} if several else {}
             record["row"] = number
             if rows.labels is not None:
-                record["label"] = self._to_names(rows.labels[i])
-            record["prediction"] = self._to_names(predicted.chosen[i])
+                record["label"] = self._to_label_names(rows.labels[i])
+            record["prediction"] = self._to_label_names(predicted.chosen[i])
             if self.labels is not None:
                 shares = [float(f"{share:.6g}") for share in predicted.probabilities[i]]
                 record["probabilities"] = dict(zip(self.scheme.names, shares, strict=True))
@@ -615,7 +615,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
             lines.append(json.dumps(record, ensure_ascii=False))
         return "\n".join(lines) + "\n"
 
-    def _to_names(self, value: Any) -> Any:
+    def _to_label_names(self, value: Any) -> Any:
         """Return a label as its name, as a list of names, or as a number."""
         names = self.scheme.names
         if self.problem_type == REGRESSION:

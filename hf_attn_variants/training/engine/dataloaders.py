@@ -245,7 +245,7 @@ def find_word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     raise ValueError("--whole_word_mask needs a tokenizer that marks the beginnings of words with '##', '▁' or 'Ġ'.")
 
 
-class MaskedLMPreparation:
+class MaskedLMPreparer:
     """Makes a masked example from a block of tokens and pads it to a fixed length.
 
     The example is [CLS] block [SEP]. With a sentence task it is [CLS] segment [SEP] segment [SEP], for which the block
@@ -394,7 +394,7 @@ class TextRows(Dataset):
         """Return the number of characters of each row, with the sum for a pair, to group rows by length."""
         return [sum(map(len, row)) if isinstance(row, tuple) else len(row) for row in self.texts]
 
-    def longest_first(self) -> "TextRows":
+    def sort_longest_first(self) -> "TextRows":
         """Return the rows with the longest first, so that padding is short and a lack of memory shows at once."""
         by_length = sorted(zip(self.lengths(), self.texts, strict=True), key=lambda row: -row[0])
         return TextRows([text for _, text in by_length])
@@ -437,7 +437,7 @@ def make_masked_text_collator(
     Raises:
         ValueError: If the tokenizer lacks a special token that masking needs.
     """
-    prepare = MaskedLMPreparation(tokenizer, max_length, probability, seed)
+    prepare = MaskedLMPreparer(tokenizer, max_length, probability, seed)
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
         batch = _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)

@@ -124,7 +124,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         return self.accelerator.prepare(loader), order
 
     @torch.no_grad()
-    def run_rows(
+    def run_model_on_rows(
         self, batches: EvalBatches, outputs: Callable[[dict[str, Tensor]], tuple[Tensor, ...]], name: str
     ) -> list[np.ndarray]:
         """Run the model on all rows of `make_eval_batches`.

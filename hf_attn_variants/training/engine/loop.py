@@ -33,7 +33,7 @@ from .checkpoints import (
     save_checkpoint,
 )
 from .optimization import Objective
-from .session import RunLog, progress_bar, save_bad_batch
+from .session import RunLog, progress_bar, save_failed_batches
 from .settings import LoopSettings
 
 __all__ = ["TrainingCost", "TrainingLoop", "compute_utilization"]
@@ -47,30 +47,30 @@ class TrainingCost:
     Args:
         model: The model that is trained, without wrappers. If its architecture is not supported by this package, the
             FLOPs are 0.
-        head_of_items: Whether the layers after the base model process only the counted items (the masked tokens)
+        head_on_items_only: Whether the layers after the base model process only the counted items (the masked tokens)
             instead of all tokens.
 
     Attributes:
-        coefficients: The FLOPs of a forward pass per token of the encoder and of the decoder, as returned by
+        flops_per_token: The FLOPs of a forward pass per token of the encoder and of the decoder, as returned by
             `_compute_flops_per_token`.
         passes: The FLOPs of a training step, as a multiple of those of a forward pass.
-        head: The FLOPs of the head per counted item, if `head_of_items` is set.
+        head: The FLOPs of the head per counted item, if `head_on_items_only` is set.
     """
 
-    def __init__(self, model: nn.Module, head_of_items: bool = False):
+    def __init__(self, model: nn.Module, head_on_items_only: bool = False):
         config = getattr(model, "config", None)
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self.coefficients = _compute_flops_per_token(model, config)
+        self.flops_per_token = _compute_flops_per_token(model, config)
         # The gradient of the activations costs one forward pass. The gradient of the weights costs another one for
         # the layers that are trained. A frozen head counts as if a gradient passed through it.
         self.passes = 2 + _compute_trained_share(model, config)
         self.head = 0
-        if head_of_items and self.coefficients:
+        if head_on_items_only and self.flops_per_token:
             self.head = sum(2 * layer.weight.numel() for layer in _find_head_layers(model))
         if self.head:
-            part = next(iter(self.coefficients))  # a masked language model has only an encoder
-            per_token, per_attended = self.coefficients[part]
-            self.coefficients[part] = per_token - self.head, per_attended
+            part = next(iter(self.flops_per_token))  # a masked language model has only an encoder
+            per_token, per_attended = self.flops_per_token[part]
+            self.flops_per_token[part] = per_token - self.head, per_attended
 
     def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
         """Return the number of tokens of a batch without padding, and the FLOPs of a training step with it.
@@ -89,7 +89,7 @@ class TrainingCost:
         tokens = sum(lengths) + (sum(targets) if has_targets else 0)
         flops = self.head * items
         for n, t in zip(lengths, targets, strict=True):
-            for part, (per_token, (per_key, per_source_key)) in self.coefficients.items():
+            for part, (per_token, (per_key, per_source_key)) in self.flops_per_token.items():
                 length = n if part == "encoder" else t
                 flops += length * (per_token + per_key * length + per_source_key * n)
         return tokens, round(self.passes * flops)
@@ -233,7 +233,9 @@ class TrainingLoop:
         self.dataloader, self.objective, self.settings = dataloader, objective, settings
         self.evaluate, self.start_epoch, self.seek = evaluate, start_epoch, seek
         self.state = TrainState()
-        self.cost = TrainingCost(accelerator.unwrap_model(model, keep_torch_compile=False), objective.head_of_items)
+        self.cost = TrainingCost(
+            accelerator.unwrap_model(model, keep_torch_compile=False), objective.head_on_items_only
+        )
         self.fingerprint = {
             "processes": accelerator.num_processes,
             "gradient_accumulation_steps": settings.gradient_accumulation_steps,
@@ -303,7 +305,7 @@ class TrainingLoop:
         finally:
             bar.close()
         if state.window_steps or self._pending is not None:
-            self._log_window()
+            self._log_progress()
         if settings.keep_best and state.best_step is not None:
             load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
         return state
@@ -347,7 +349,7 @@ class TrainingLoop:
                 self._check_last_loss()  # waits for the step, so that its time is counted
             state.train_seconds += time.perf_counter() - clock
             if log_is_due:
-                self._log_window()
+                self._log_progress()
             bar.update()
             self._maybe_evaluate(is_last)
             self._maybe_checkpoint(is_last)
@@ -420,9 +422,9 @@ class TrainingLoop:
         value, norm_value = float(loss), float(norm)
         # With fp16, the loss scaler finds its scale from infinite gradients, and skips these steps.
         bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
-        if bad == "loss" or (bad and not self._scaler_can_adapt()):
+        if bad == "loss" or (bad and not self._can_lower_loss_scale()):
             bad_value = value if bad == "loss" else norm_value
-            saved = save_bad_batch(self.accelerator, group, self.settings.output_dir, step)
+            saved = save_failed_batches(self.accelerator, group, self.settings.output_dir, step)
             raise NonFiniteLossError(
                 f"The {bad} became {bad_value} at step {step} and training stopped. The batches of this step {saved}."
                 f"{describe_last_checkpoint(self.settings.output_dir)} Try a lower --learning_rate, more warm-up or "
@@ -432,12 +434,12 @@ class TrainingLoop:
         self.state.window_loss += value
         self.state.window_steps += 1
 
-    def _scaler_can_adapt(self) -> bool:
+    def _can_lower_loss_scale(self) -> bool:
         """Return whether there is a loss scaler that can still lower its scale."""
         scaler = self.accelerator.scaler
         return scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
 
-    def _log_window(self) -> None:
+    def _log_progress(self) -> None:
         """Log the mean loss and the throughput since the last record."""
         state = self.state
         self._check_last_loss()
@@ -446,7 +448,7 @@ class TrainingLoop:
                 "step": state.step,
                 "loss": state.window_loss / state.window_steps,
                 "lr": float(self._lr),  # Adafactor's own learning rate is a tensor
-                "epoch": round(self.epochs_done(), 4),
+                "epoch": round(self.count_epochs_done(), 4),
                 "time": round(state.train_seconds, 3),
                 "tokens_per_second": _compute_rate(
                     state.tokens - state.window_tokens, state.train_seconds - state.window_begin
@@ -472,7 +474,7 @@ class TrainingLoop:
         state = self.state
         return {
             "train_loss": state.loss_total / state.step if state.step else None,
-            "epoch": round(self.epochs_done(), 4),
+            "epoch": round(self.count_epochs_done(), 4),
             "steps": state.step,
             "train_samples": samples,
             "train_runtime": round(state.train_seconds, 3),
@@ -484,7 +486,7 @@ class TrainingLoop:
             "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
         }
 
-    def epochs_done(self) -> float:
+    def count_epochs_done(self) -> float:
         """Return the number of epochs trained, with the fraction of the current one if its length is known."""
         return self.state.epoch + (self.state.batch_in_epoch / len(self.dataloader) if self._has_length else 0.0)
 
@@ -516,7 +518,7 @@ class TrainingLoop:
         self.log.write(
             {
                 "step": state.step,
-                "epoch": round(self.epochs_done(), 4),
+                "epoch": round(self.count_epochs_done(), 4),
                 **{f"eval_{key}": value for key, value in metrics.items()},
             }
         )
@@ -525,9 +527,9 @@ class TrainingLoop:
         name = (settings.metric_for_best_model or "").removeprefix("eval_")
         if name not in metrics:
             raise ValueError(f"--metric_for_best_model must be one of {', '.join(metrics)}, got {name!r}.")
-        self._remember_best(metrics[name])
+        self._save_if_best(metrics[name])
 
-    def _remember_best(self, value: float) -> None:
+    def _save_if_best(self, value: float) -> None:
         """Save the weights if the metric is the best so far, otherwise count towards early stopping."""
         settings, state = self.settings, self.state
         sign = 1 if settings.greater_is_better else -1

@@ -62,7 +62,7 @@ def load_tokenizer(
     with reading_checkpoint(source) as folder:
         check_tokenizer_files(folder, advice)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-        if words and _needs_space(tokenizer):
+        if words and _needs_leading_space(tokenizer):
             options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_learned_tokens(tokenizer, source, advice)
@@ -76,7 +76,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def _needs_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _needs_leading_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the tokenizer reads a first word without a space before it as the middle of a word."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     pre_tokenizer = json.loads(backend.to_str())["pre_tokenizer"] if backend is not None else None
@@ -89,7 +89,7 @@ def get_vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
-def fit_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pairs: bool = True) -> bool:
+def configure_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pairs: bool = True) -> bool:
     """Make a tokenizer return token types if the model has them, and only then. This is also saved.
 
     In Transformers v5, ALBERT's tokenizer returns them only on request. BERT's tokenizer returns them also for a
@@ -112,7 +112,7 @@ def fit_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
     return True
 
 
-def append_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
+def configure_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
     """Make a tokenizer append the end token to each text if the classifier of the model reads it. This is also saved.
 
     The classifiers of encoder-decoders read the end token. T5's own tokenizer appends it to every text, but a
@@ -637,12 +637,12 @@ def check_new_model(settings: NewModelSettings) -> None:
         ValueError: If the tokenizer cannot be used or the model cannot be built.
     """
     config = make_new_config(settings, load_tokenizer(settings, None))
-    with torch.device("meta"), _building_model(settings):
+    with torch.device("meta"), _converting_build_errors(settings):
         AutoModel.from_config(config)
 
 
 @contextmanager
-def _building_model(settings: NewModelSettings) -> Iterator[None]:
+def _converting_build_errors(settings: NewModelSettings) -> Iterator[None]:
     """Convert any error of a model's constructor into a ValueError, because the configuration causes it."""
     try:
         yield
@@ -661,14 +661,14 @@ def load_or_make_model(
     """
     if settings.model_name_or_path is not None:
         return load_model(settings, config, auto_class, needs_all=needs_all)
-    with _building_model(settings):
+    with _converting_build_errors(settings):
         model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
 
 
-def iterate_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
+def iterate_attention_modules(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
     """Yield each attention module of a model with its `AttentionSite` and its path inside the base model.
 
     Args:
@@ -682,7 +682,7 @@ def iterate_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, 
     return attention_sites.named_attentions(model, variant_class.attention_sites)
 
 
-def select_trainable(model: PreTrainedModel, trainable: str) -> None:
+def select_trainable_parameters(model: PreTrainedModel, trainable: str) -> None:
     """Set `requires_grad` for the parameters to train.
 
     Args:
@@ -692,7 +692,7 @@ def select_trainable(model: PreTrainedModel, trainable: str) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(trainable == "all")
     if trainable == "attention":
-        for site, path, module in iterate_attentions(model):
+        for site, path, module in iterate_attention_modules(model):
             latent = site.latent_map(model.base_model, path)  # all layers share it, so it is not inside the module
             for parameter in (*module.parameters(), *(latent.parameters() if latent is not None else ())):
                 parameter.requires_grad_(True)
@@ -715,7 +715,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
 
     names = {id(module): name for name, module in model.named_modules()}
     layers = []
-    for site, path, module in iterate_attentions(model):
+    for site, path, module in iterate_attention_modules(model):
         layers += [module.get_submodule(linear) for linear in site.projections.values()]
         latent = site.latent_map(model.base_model, path)
         layers += [] if latent is None else [latent]
@@ -724,7 +724,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=lora_alpha, target_modules=targets, lora_dropout=0.0))
 
 
-def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
+def freeze_unused_parameters(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
     """Freeze trainable parameters on which the loss does not depend, such as a pooler, and return their names.
 
     Data-parallel training would otherwise wait for their gradients.

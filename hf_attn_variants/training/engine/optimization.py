@@ -34,29 +34,29 @@ class Objective:
         count: Maps a batch to its number of items (examples or target tokens). It does not need the model.
         examples: Maps a batch to its number of examples, for the throughput. The default is the length of the first
             tensor.
-        head_of_items: Whether the layers after the base model process only the counted items (the masked tokens).
+        head_on_items_only: Whether the layers after the base model process only the counted items (the masked tokens).
             The FLOPs depend on it.
     """
 
     loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     count: Callable[[dict[str, Tensor]], int]
     examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
-    head_of_items: bool = False
+    head_on_items_only: bool = False
 
 
 def make_label_objective(
-    logits_of: Callable[[nn.Module, dict[str, Tensor]], Tensor], label_smoothing: float = 0.0
+    compute_logits_fn: Callable[[nn.Module, dict[str, Tensor]], Tensor], label_smoothing: float = 0.0
 ) -> Objective:
     """Make an objective that sums the cross-entropy of all "labels" [b, n] of a batch that are not -100.
 
     Args:
-        logits_of: Maps (model, batch) to logits [b, n, V].
+        compute_logits_fn: Maps (model, batch) to logits [b, n, V].
         label_smoothing: The share of the weight of each label that is distributed evenly over all V classes.
     """
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return functional.cross_entropy(
-            logits_of(model, batch).flatten(0, 1).float(),
+            compute_logits_fn(model, batch).flatten(0, 1).float(),
             batch["labels"].flatten(),
             ignore_index=IGNORED_LABEL,
             reduction="sum",
@@ -91,7 +91,7 @@ def compute_target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**inputs, use_cache=False).logits
 
 
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
+def compute_token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
     """Return the cross-entropy of the labels that are not -100, in nats.
 
     Args:
@@ -202,14 +202,14 @@ def prepare_training(
     optimizer = create_optimizer(model, settings)
     scheduler = create_scheduler(optimizer, settings, total_steps)
     if accelerator.is_fsdp2:
-        _unite_tied_embeddings(model)
+        _merge_tied_embeddings(model)
         plugin = accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
             plugin.transformer_cls_names_to_wrap = sorted(list_sharded_layers(model))
     return accelerator.prepare(model, optimizer, scheduler)
 
 
-def _unite_tied_embeddings(model: Any) -> None:
+def _merge_tied_embeddings(model: Any) -> None:
     # PyTorch shards a parameter in only one group, so T5's three embedding modules with one weight become one module.
     embeddings = model.get_input_embeddings()
     for parent in list(model.modules()):

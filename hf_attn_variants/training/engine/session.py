@@ -157,10 +157,10 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
     Raises:
         OSError: If the file cannot be written.
     """
-    write_picture(Path(path), lambda: _draw_curves(list(records), metrics, title), dpi=120)
+    write_picture(Path(path), lambda: _make_curves_figure(list(records), metrics, title), dpi=120)
 
 
-def _draw_curves(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
+def _make_curves_figure(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
     """Draw the plot of `plot_curves`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -286,7 +286,7 @@ def _restore_class(model: Any) -> Iterator[Any]:
         model.__class__ = sharded
 
 
-def save_bad_batch(
+def save_failed_batches(
     accelerator: Accelerator, batches: list[dict[str, Tensor]], output_dir: str | Path, step: int
 ) -> str:
     """Save the batches of a failed step of this process.
@@ -382,7 +382,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
                 _check_output_dir(settings)
             yield accelerator
     except (KeyboardInterrupt, TerminatedError) as stop:
-        advice = _describe_resuming(settings) if accelerator in _started_accelerators else "No file was changed."
+        advice = _describe_how_to_resume(settings) if accelerator in _started_accelerators else "No file was changed."
         raise type(stop)(f"{(str(stop) or INTERRUPTED).rstrip('.')}. {advice}") from stop
     finally:
         remove_empty_folders(new_folders)
@@ -465,7 +465,7 @@ def _make_output_dir(output_dir: str) -> list[Path]:
     return new_folders
 
 
-def _describe_resuming(settings: TrainingSettings) -> str:
+def _describe_how_to_resume(settings: TrainingSettings) -> str:
     """Return the advice on resuming for the message of a stopped run."""
     checkpoints = list_checkpoints(settings.output_dir)
     if not checkpoints:

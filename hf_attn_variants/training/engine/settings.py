@@ -77,7 +77,7 @@ class _OptionChange(NamedTuple):
     metadata: dict[str, Any]
 
 
-def redefault(default: Any = MISSING, *, owner: "type[Settings] | None" = None, **changed: Any) -> Any:
+def override_option(default: Any = MISSING, *, owner: "type[Settings] | None" = None, **changed: Any) -> Any:
     """Change a field of a settings class in a class that inherits from it.
 
     Args:
@@ -123,7 +123,7 @@ class Settings:
         """Return all settings as a dictionary."""
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
-    def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
+    def get_resume_values(self, with_best_weights: bool) -> dict[str, Any]:
         """Return the settings that must not change when a run resumes, as JSON values.
 
         Args:
@@ -204,13 +204,13 @@ def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsCla
         types = {prefix + row.name: SETTING_TYPES.get(row.kind, row.kind | None) for prefix, row in fields}
         settings.__annotations__ = {**settings.__annotations__, **types}
         for prefix, row in fields:
-            setattr(settings, prefix + row.name, _make_option(prefix, row))
+            setattr(settings, prefix + row.name, _make_variant_option(prefix, row))
         return dataclass(frozen=True, kw_only=True)(settings)
 
     return add_fields
 
 
-def _make_option(prefix: str, row: Field) -> Any:
+def _make_variant_option(prefix: str, row: Field) -> Any:
     """Make the option of a field. Its default is None, so that the configuration uses its own default."""
     text = describe_field(prefix + row.name)
     if "_" not in text.split(":")[0]:  # a text that begins with the name of a pattern keeps its lower case
@@ -356,7 +356,7 @@ class DataSettings(Settings):
 class RowSettings(DataSettings):
     """Data settings for examples that are rows of different lengths instead of blocks of a text stream."""
 
-    max_length: int = redefault(help="Tokens per example, including special tokens. Longer examples are cut.")
+    max_length: int = override_option(help="Tokens per example, including special tokens. Longer examples are cut.")
     max_train_samples: int | None = option("Use only the first N training rows.", None, range=AT_LEAST_1)
     group_by_length: bool = option(
         "Put examples of similar length into the same batch, which reduces padding. Batches stay in random order.",
@@ -587,7 +587,7 @@ class TrainingSettings(ModelSettings, DataSettings, OptimizationSettings, Output
 class FineTuningSettings(TrainingSettings, RowSettings):
     """Settings that every training on rows has."""
 
-    max_length: int = redefault()  # otherwise a dataclass takes this field from its first base
+    max_length: int = override_option()  # otherwise a dataclass takes this field from its first base
 
 
 def get_warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
@@ -609,7 +609,7 @@ def get_warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
 
 
 # Dev metrics that decrease as a model gets better. All other metrics increase.
-FALLING_METRICS = re.compile(
+DECREASING_METRICS = re.compile(
     r"(\w+_)?(loss|perplexity|ppl|nll|cross_entropy|brier|[wctm]er|wil|r?mse|s?mape|mae|mase|error|distance|divergence)"
     r"(_mm|_rate|_score)?",
     re.IGNORECASE,
@@ -618,7 +618,7 @@ FALLING_METRICS = re.compile(
 
 def is_greater_better(metric: str) -> bool:
     """Return whether a higher value of a dev metric (its name without "eval_") is better."""
-    return FALLING_METRICS.fullmatch(metric) is None
+    return DECREASING_METRICS.fullmatch(metric) is None
 
 
 @dataclass(frozen=True)
@@ -686,7 +686,7 @@ class LoopSettings:
             "fingerprint": {
                 **fingerprint,
                 **(dev_fingerprint if keep_best else {}),
-                **settings.resume_values(with_best_weights=keep_best),
+                **settings.get_resume_values(with_best_weights=keep_best),
                 "warm-up steps": get_warmup_steps(settings, total_steps),
             },
             **others,

@@ -116,11 +116,11 @@ def read_splits(settings: TableSettings) -> dict[str, SplitRows]:
 
 def _read_file_splits(settings: TableSettings) -> dict[str, SplitRows]:
     """Read the splits of the table files."""
-    paths = {name: getattr(settings, f"{name}_file") for name in _list_read_splits(settings)}
+    paths = {name: getattr(settings, f"{name}_file") for name in _list_used_splits(settings)}
     return {name: SplitRows(_read_file_rows(files)) for name, files in paths.items() if files}
 
 
-def _list_read_splits(settings: TableSettings) -> list[str]:
+def _list_used_splits(settings: TableSettings) -> list[str]:
     """Return the names of the splits that the run uses."""
     unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
     return [name for name in SPLITS if not unread.get(name)]
@@ -147,7 +147,7 @@ def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
     files = find_split_files(settings)
     splits: Any = load_splits(settings) if files is None else files
     sources = {}
-    for name in _list_read_splits(settings):
+    for name in _list_used_splits(settings):
         split_name = getattr(settings, f"{name}_split_name")
         split = split_name or name
         if files is not None and split in files:
@@ -256,16 +256,16 @@ def apply_recorded_columns(
         columns: The settings that name columns, each with the settings that define how this column is read.
         others: Settings that are taken regardless of the columns.
     """
-    recorded = _load_recorded(settings)
-    named_columns = {name for setting in columns for name in _list_names(getattr(settings, setting))}
+    recorded = _load_recorded_values(settings)
+    named_columns = {name for setting in columns for name in _as_list(getattr(settings, setting))}
     new_values: dict[str, Any] = {}
     for setting, reading_settings in columns.items():
-        names = _list_names(recorded.get(setting))
+        names = _as_list(recorded.get(setting))
         if not names or first is None or not all(has_column(first, name) for name in names):
             continue
         if getattr(settings, setting) is None and named_columns.isdisjoint(names):
             new_values[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
-        elif _list_names(getattr(settings, setting)) != names:
+        elif _as_list(getattr(settings, setting)) != names:
             continue
         for name in reading_settings:
             if getattr(settings, name) is None and recorded.get(name) is not None:
@@ -287,24 +287,24 @@ def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, A
         first: The row by column.
         setting: The setting that names the column.
     """
-    column = None if getattr(settings, setting) is not None else _load_recorded(settings).get(setting)
+    column = None if getattr(settings, setting) is not None else _load_recorded_values(settings).get(setting)
     return column if isinstance(column, str) and not has_column(first, column) else None
 
 
 def _format_value(value: Any) -> str:
     """Return the value of a flag as it would be typed."""
-    return " ".join(map(repr, _list_names(value))) if isinstance(value, str | tuple | list) else str(value)
+    return " ".join(map(repr, _as_list(value))) if isinstance(value, str | tuple | list) else str(value)
 
 
 def warn_about_max_length(settings: TrainingSettings) -> None:
     """Warn if a run that only evaluates cuts texts at another length than the training of the model."""
-    length = _load_recorded(settings).get("max_length", settings.max_length)
+    length = _load_recorded_values(settings).get("max_length", settings.max_length)
     if length != settings.max_length:
         message = "Texts are cut at %d tokens, but the model was trained with --max_length %s."
         logger.warning(message, settings.max_length, length)
 
 
-def _load_recorded(settings: TrainingSettings) -> dict[str, Any]:
+def _load_recorded_values(settings: TrainingSettings) -> dict[str, Any]:
     """Return the recorded arguments and results of the training of a model that is only evaluated, if they exist."""
     if not settings.only_evaluates or settings.model_name_or_path is None:
         return {}
@@ -319,6 +319,6 @@ def _load_recorded(settings: TrainingSettings) -> dict[str, Any]:
         return {}
 
 
-def _list_names(value: Any) -> list[str]:
+def _as_list(value: Any) -> list[str]:
     """Return a value, which is a text, a sequence or None, as a list."""
     return [value] if isinstance(value, str) else list(value or ())

@@ -18,13 +18,13 @@ from ..engine.finetune import FineTuningTask
 from ..engine.models import (
     check_max_length,
     check_trained_head,
+    configure_token_types,
     encode_words,
-    fit_token_types,
     load_classifier,
     load_config,
     load_tokenizer,
 )
-from ..engine.optimization import Objective, compute_logits, make_label_objective, token_cross_entropy
+from ..engine.optimization import Objective, compute_logits, compute_token_cross_entropy, make_label_objective
 from ..engine.tables import find_split_files
 from . import ENTITY_METRICS, NerSettings
 
@@ -163,7 +163,10 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
             f"--dataset_name {name} cannot be loaded with splits train and validation and columns tokens and ner_tags "
             f"({type(error).__name__}: {error}). Use files instead."
         ) from error
-    return {split: _name_tags(rows, names, f"{name} ({split})", split != "test") for split, rows in loaded.items()}
+    return {
+        split: _convert_tags_to_names(rows, names, f"{name} ({split})", split != "test")
+        for split, rows in loaded.items()
+    }
 
 
 def _read_folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] | None:
@@ -177,7 +180,7 @@ def _read_folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] 
     }
 
 
-def _name_tags(
+def _convert_tags_to_names(
     sentences: list[tuple[list[str], list[Any]]], names: list[str] | None, place: str, needs_tags: bool
 ) -> list[Sentence]:
     """Return the sentences of a split of a `datasets` source with the names of their tags.
@@ -264,7 +267,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         self.config = load_config(settings)
         check_trained_head(settings, self.config, "ForTokenClassification", "tags words")
         self.tokenizer = load_tokenizer(settings, self.config, words=True)
-        fit_token_types(self.tokenizer, self.config, pairs=False)
+        configure_token_types(self.tokenizer, self.config, pairs=False)
         check_max_length(settings.max_length, self.config, self.tokenizer, multiple=settings.pad_to_multiple_of)
         self.splits = {"train": [], **load_sentences(settings)}
         for name, limit in (("train", settings.max_train_samples), ("validation", settings.max_eval_samples)):
@@ -364,10 +367,10 @@ class NerFineTuning(FineTuningTask[NerSettings]):
             logits = compute_logits(self.model, batch)
             tag_ids = pad(logits.argmax(-1), (0, self.settings.max_length - logits.shape[1]))  # [b, max_length]
             # Sentences without tags have no loss. The largest logit then shows whether outputs are finite.
-            return tag_ids, *token_cross_entropy(logits, batch["labels"]), logits.amax((1, 2))
+            return tag_ids, *compute_token_cross_entropy(logits, batch["labels"]), logits.amax((1, 2))
 
         batches, positions = self.sets[split]
-        tag_ids, losses, counts, _ = self.run_rows(batches, outputs, split)
+        tag_ids, losses, counts, _ = self.run_model_on_rows(batches, outputs, split)
         tags = [
             [self.names[int(row[at[i]])] if i in at else "O" for i in range(len(words))]
             for row, at, (words, _) in zip(tag_ids, positions, self.splits[split], strict=True)

@@ -15,7 +15,7 @@ from ..engine.settings import (
     check_dev_settings,
     check_metric,
     option,
-    redefault,
+    override_option,
 )
 
 PRETRAINING_METRICS = ("loss", "perplexity", "accuracy")
@@ -126,7 +126,7 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
         choices=(MASKED, CAUSAL),
         resume=ALWAYS,
     )
-    model_type: str | None = redefault(choices=MASKED_LM_TYPES)
+    model_type: str | None = override_option(choices=MASKED_LM_TYPES)
 
     @property
     def is_causal(self) -> bool:
@@ -173,4 +173,4 @@ class SpanCorruptionSettings(NoiseSettings, PretrainingSettings, EncoderDecoderV
         ```
     """
 
-    model_type: str | None = redefault(choices=("t5",))
+    model_type: str | None = override_option(choices=("t5",))

@@ -61,7 +61,7 @@ def get_sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int
     return [vocabulary.get(spelling.format(number)) for number in range(count)]
 
 
-def count_noise(length: int, density: float, mean_span: float) -> tuple[int, int]:
+def count_noise_tokens_and_spans(length: int, density: float, mean_span: float) -> tuple[int, int]:
     """Return the number of tokens of a block that are removed, and the number of removed spans.
 
     Args:
@@ -76,7 +76,7 @@ def count_noise(length: int, density: float, mean_span: float) -> tuple[int, int
 
 def compute_corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
     """Return the numbers of input and target tokens of a block, including sentinels and end tokens."""
-    noise, spans = count_noise(length, density, mean_span)
+    noise, spans = count_noise_tokens_and_spans(length, density, mean_span)
     return length - noise + spans + 1, noise + spans + 1
 
 
@@ -91,13 +91,13 @@ def compute_block_length(max_length: int, density: float, mean_span: float) -> i
     return length
 
 
-def draw_noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
+def sample_noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
     """Draw the start and the end of each removed span of a block [spans, 2].
 
     Text and spans alternate, and the text comes first. All divisions of the text and of the removed tokens are equally
     likely.
     """
-    noise, spans = count_noise(length, density, mean_span)
+    noise, spans = count_noise_tokens_and_spans(length, density, mean_span)
     lengths = np.stack([_divide(length - noise, spans, generator), _divide(noise, spans, generator)], axis=-1)
     return lengths.ravel().cumsum().reshape(-1, 2)
 
@@ -108,7 +108,7 @@ def _divide(items: int, parts: int, generator: np.random.Generator) -> np.ndarra
     return np.diff([0, *cuts, items])
 
 
-class SpanCorruption:
+class SpanCorruptionPreparer:
     """Preparation of a block of tokens for span corruption. Inputs and targets are padded to fixed lengths.
 
     Args:
@@ -137,7 +137,7 @@ class SpanCorruption:
         self.density, self.mean_span, self.seed = density, mean_span, seed
         self.block_length = compute_block_length(max_length, density, mean_span)
         self.input_length, self.target_length = compute_corrupted_lengths(self.block_length, density, mean_span)
-        num_spans = count_noise(self.block_length, density, mean_span)[1]
+        num_spans = count_noise_tokens_and_spans(self.block_length, density, mean_span)[1]
         sentinels = get_sentinel_ids(tokenizer, num_spans)
         if None in sentinels:
             raise ValueError(
@@ -158,7 +158,7 @@ class SpanCorruption:
         """
         generator = np.random.default_rng((self.seed, SPANS_KEY, *key))
         inputs, targets, previous_end = [], [], 0
-        spans = draw_noise_spans(len(block), self.density, self.mean_span, generator)
+        spans = sample_noise_spans(len(block), self.density, self.mean_span, generator)
         for sentinel, (begin, end) in zip(self.sentinels, spans, strict=False):
             inputs += [block[previous_end:begin], [sentinel]]
             targets += [[sentinel], block[begin:end]]
@@ -193,14 +193,14 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
     """Pretraining of a T5 by span corruption. Token counts in the results include inputs and targets."""
 
     name, items = "span corruption", "target_tokens"
-    prepare: SpanCorruption
+    prepare: SpanCorruptionPreparer
 
     def __init__(self, settings: SpanCorruptionSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config, self.tokenizer = load_or_make_config(settings, seq2seq=True)
         check_span_corruption(settings, settings.max_length, self.config, self.tokenizer)
         noise = settings.noise_density, settings.mean_noise_span_length
-        self.prepare = SpanCorruption(self.tokenizer, settings.max_length, settings.seed, *noise)
+        self.prepare = SpanCorruptionPreparer(self.tokenizer, settings.max_length, settings.seed, *noise)
 
     def load_model(self) -> PreTrainedModel:
         return load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
@@ -208,7 +208,7 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
     def objective(self) -> Objective:
         return make_label_objective(compute_target_logits)
 
-    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
 
     def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

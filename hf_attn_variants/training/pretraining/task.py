@@ -25,7 +25,7 @@ from transformers.utils import ModelOutput
 from ...registration import variant_config_class
 from ..engine.dataloaders import (
     IGNORED_LABEL,
-    MaskedLMPreparation,
+    MaskedLMPreparer,
     TrainingBatches,
     create_eval_dataloader,
     create_stream_dataloader,
@@ -34,7 +34,7 @@ from ..engine.finetune import FineTuningTask, fine_tune
 from ..engine.loop import TrainingLoop
 from ..engine.models import (
     check_max_length,
-    iterate_attentions,
+    iterate_attention_modules,
     load_or_make_config,
     load_or_make_model,
 )
@@ -46,7 +46,7 @@ from .text_stream import TextSource, TextStream, open_text_sources, read_blocks,
 logger = logging.getLogger(__name__)
 
 
-class BlockPreparation(Protocol):
+class BlockPreparer(Protocol):
     """Preparation of an example from a block of tokens.
 
     Attributes:
@@ -72,7 +72,7 @@ class BlockPreparation(Protocol):
 class PreparedBlocks(Dataset):
     """Held-out blocks. They are prepared in the same way in every evaluation and in every run with the same seed."""
 
-    def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparation):
+    def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparer):
         self.blocks, self.prepare = blocks, prepare
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ def make_stream_batches(
     accelerator: Accelerator,
     sources: Sequence[TextSource],
     tokenizer: PreTrainedTokenizerBase,
-    prepare: BlockPreparation,
+    prepare: BlockPreparer,
     window: int,
 ) -> TrainingBatches:
     """Make the training batches of a text stream.
@@ -170,7 +170,7 @@ def zero_attention(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         ValueError: If this package does not support the architecture.
     """
-    outputs = [module.get_submodule(site.output) for site, _, module in iterate_attentions(model)]
+    outputs = [module.get_submodule(site.output) for site, _, module in iterate_attention_modules(model)]
     hooks = [
         output.register_forward_pre_hook(lambda _, inputs: (torch.zeros_like(inputs[0]), *inputs[1:]))
         for output in outputs
@@ -199,7 +199,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
     """
 
     config: PreTrainedConfig
-    prepare: BlockPreparation
+    prepare: BlockPreparer
     items: str
     main_metric, shown_metrics, without_context = "loss", ("accuracy", "sentence_accuracy"), "unigram"
 
@@ -208,7 +208,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         self.text = open_text_sources(settings)
 
     @abstractmethod
-    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         """Return sums over the items of each example: the loss, the correct items and the items [b, 3].
 
         A sentence task adds the same three sums of the pairs [b, 6].
@@ -264,9 +264,9 @@ class Pretraining(FineTuningTask[PretrainingT]):
         """
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            return (self.sum_rows(self.model, change(batch)),)
+            return (self.compute_example_sums(self.model, change(batch)),)
 
-        rows = self.run_rows(self.dev_batches, outputs, "dev")[0]
+        rows = self.run_model_on_rows(self.dev_batches, outputs, "dev")[0]
         sums = torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU, because not every device has float64
         triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
         return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
@@ -314,7 +314,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         )
 
 
-class CausalLMPreparation:
+class CausalLMPreparer:
     """Preparation of a block of tokens for causal language modeling.
 
     The inputs are the begin token and the block without its last token. Each token of the text is predicted once: the
@@ -332,7 +332,7 @@ class CausalLMPreparation:
     takes_other_block = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int):
-        self.begin_id, self.separator, self.pad_id = *get_boundary_tokens(tokenizer), tokenizer.pad_token_id
+        self.begin_id, self.separator, self.pad_id = *get_boundary_token_ids(tokenizer), tokenizer.pad_token_id
         self.length = self.block_length = length
 
     def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
@@ -348,7 +348,7 @@ class CausalLMPreparation:
         return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
 
 
-def get_boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def get_boundary_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     """Return the tokens that begin and end a text.
 
     Raises:
@@ -379,7 +379,7 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
         self.config, self.tokenizer = load_or_make_config(settings)
         convert_to_decoder(settings, self.config, self.tokenizer)
         check_max_length(settings.max_length, self.config, self.tokenizer)
-        self.prepare = CausalLMPreparation(self.tokenizer, settings.max_length)
+        self.prepare = CausalLMPreparer(self.tokenizer, settings.max_length)
 
     def load_model(self) -> PreTrainedModel:
         return load_or_make_model(self.settings, self.config, AutoModelForCausalLM, needs_all=True)
@@ -387,7 +387,7 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
     def objective(self) -> Objective:
         return make_label_objective(compute_causal_logits)
 
-    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
 
 
@@ -409,7 +409,7 @@ def convert_to_decoder(
     if settings.model_name_or_path is not None and not getattr(config, "is_decoder", False):
         logger.info("%s was an encoder. It becomes a decoder, in which tokens attend only to earlier tokens.", name)
     config.is_decoder = True
-    config.bos_token_id, config.eos_token_id = get_boundary_tokens(tokenizer)
+    config.bos_token_id, config.eos_token_id = get_boundary_token_ids(tokenizer)
     check = getattr(config, "check_variant", None)  # only configurations of this package have it
     if check is not None:
         check()  # raises an error now if the attention has no causal form
@@ -444,7 +444,7 @@ def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.
     def count(batch: dict[str, Tensor]) -> int:
         return int((batch["labels"] != IGNORED_LABEL).sum())
 
-    return Objective(loss_sum=loss_sum, count=count, head_of_items=True)
+    return Objective(loss_sum=loss_sum, count=count, head_on_items_only=True)
 
 
 def _compute_logits(
@@ -471,7 +471,7 @@ def _compute_logits(
 
 
 def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `Pretraining.sum_rows` over masked tokens, and over pairs if there is a sentence task."""
+    """Return the sums of `Pretraining.compute_example_sums` over masked tokens, and over pairs if there is a sentence task."""
     logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()
@@ -501,7 +501,7 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         check_max_length(settings.max_length, self.config, self.tokenizer)
         _check_pairs(settings, self.config)
         masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
-        self.prepare = MaskedLMPreparation(self.tokenizer, settings.max_length, *masking)
+        self.prepare = MaskedLMPreparer(self.tokenizer, settings.max_length, *masking)
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
@@ -515,7 +515,7 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         sentence_weight = self.settings.mlm_probability * self.prepare.block_length
         return make_masked_lm_objective(self.unwrapped_model, sentence_weight)
 
-    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return compute_masked_lm_sums(model, self.unwrapped_model.base_model, batch)
 
 

@@ -115,14 +115,14 @@ def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
                 rest = line
                 continue
         if len(line) == MAX_ARTICLE_BYTES and not line.endswith(b"\n"):
-            cut = line.rfind(b" ") + 1 or _find_last_character(line) or len(line)
+            cut = line.rfind(b" ") + 1 or _find_last_character_start(line) or len(line)
             line, rest = line[:cut], line[cut:]
         yield line
     if rest:
         yield rest
 
 
-def _find_last_character(line: bytes) -> int:
+def _find_last_character_start(line: bytes) -> int:
     """Return the start of the last UTF-8 character of a line. The character may be incomplete."""
     begin = len(line) - 1
     while begin and line[begin] & 0xC0 == 0x80:
@@ -406,7 +406,7 @@ def pack_blocks(
             for i in range(whole):
                 yield rest[i * length : (i + 1) * length], _get_position(begins, i * length)
             if whole:
-                begins = _drop_tokens(begins, whole * length)
+                begins = _shift_article_starts(begins, whole * length)
                 rest = rest[whole * length :]
     if len(rest):
         yield rest, _get_position(begins, 0)
@@ -449,7 +449,7 @@ def _get_position(begins: list[tuple[int, TextPosition]], index: int) -> TextPos
     return place._replace(token=place.token + index - begin)
 
 
-def _drop_tokens(begins: list[tuple[int, TextPosition]], cut: int) -> list[tuple[int, TextPosition]]:
+def _shift_article_starts(begins: list[tuple[int, TextPosition]], cut: int) -> list[tuple[int, TextPosition]]:
     """Return the starts of the articles after the first `cut` tokens of `rest` in `pack_blocks` are removed."""
     # The rest of the article that contains the cut begins at index 0.
     later = [(begin - cut, place) for begin, place in begins if begin > cut]
@@ -527,7 +527,7 @@ class TextStream(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield batches with the prepared tensors [b, ...], "position" for `seek`, and "examples" (b or 0)."""
-        rows = self._numbered_blocks()
+        rows = self._iterate_numbered_blocks()
         while batch := list(itertools.islice(rows, self.batch_size * self.num_processes)):
             share = np.array_split(np.arange(len(batch)), self.num_processes)[self.process_index]
             # Every process must take part in the step. Without a row of its own, it gets a copy of the last row.
@@ -539,7 +539,7 @@ class TextStream(IterableDataset):
             counts = {"position": torch.tensor(batch[-1][2]), "examples": torch.tensor(len(share))}
             yield stack_rows(prepared) | counts
 
-    def _numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
+    def _iterate_numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
         """Yield the number and the tokens of each block, the position of its window, and another block if needed."""
         order = np.random.default_rng((self.seed, SHARD_ORDER, self.epoch)).permutation(len(self.sources))
         sources = [self.sources[i] for i in order]

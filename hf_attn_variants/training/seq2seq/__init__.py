@@ -19,7 +19,7 @@ from ..engine.settings import (
     NewModelSettings,
     Settings,
     option,
-    redefault,
+    override_option,
 )
 
 SQUAD = "squad"
@@ -194,8 +194,8 @@ class Seq2SeqSettings(
         range=FROM_0_BELOW_1,
         resume=ALWAYS,
     )
-    model_type: str | None = redefault(choices=("t5", "bart", "marian"))
-    learning_rate: float = redefault(3e-4)
+    model_type: str | None = override_option(choices=("t5", "bart", "marian"))
+    learning_rate: float = override_option(3e-4)
 
     def __post_init__(self) -> None:
         """Set the default values of `max_target_length` and `metrics`, and check the settings."""

@@ -28,7 +28,7 @@ LANGUAGES = {"zh": "zh", "zho": "zh", "yue": "zh", "ja": "ja", "jpn": "ja"}
 LANGUAGES |= dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"), "char")
 
 
-def choose_tokenizer(references: Iterable[str], target_lang: str | None = None) -> str:
+def choose_bleu_tokenizer(references: Iterable[str], target_lang: str | None = None) -> str:
     """Return the tokenizer of sacrebleu that fits the script of reference texts.
 
     Args:
@@ -41,7 +41,7 @@ def choose_tokenizer(references: Iterable[str], target_lang: str | None = None) 
 
     Example:
         ```python
-        choose_tokenizer(["A dog runs."])  # "13a"
+        choose_bleu_tokenizer(["A dog runs."])  # "13a"
         ```
     """
     language = LANGUAGES.get(re.split(r"[^a-z]", (target_lang or "").lower())[0])
@@ -61,13 +61,13 @@ def choose_tokenizer(references: Iterable[str], target_lang: str | None = None) 
     return language
 
 
-def log_tokenizer(name: str, is_user_choice: bool) -> None:
+def log_bleu_tokenizer(name: str, is_user_choice: bool) -> None:
     """Log the tokenizer of BLEU, and the flag to change it, unless the user has chosen it."""
     if not is_user_choice:
         logger.info("BLEU uses the tokenizer %r of sacrebleu. Set --tokenize to use another one.", name)
 
 
-def is_ascii_writing(texts: Iterable[str]) -> bool:
+def is_mostly_ascii(texts: Iterable[str]) -> bool:
     """Return whether at least 90 % of the letters are a to z, so that the tokenizer of rouge_score fits."""
     counts = _count_scripts(texts)
     return counts["ASCII"] >= (1 - MIN_OTHER_SHARE) * sum(counts.values())
@@ -138,7 +138,7 @@ def _compute_bleu(predictions: Sequence[str], references: References, tokenize: 
     """Compute BLEU."""
     import sacrebleu
 
-    tokenize = tokenize or choose_tokenizer(text for row in references for text in row)
+    tokenize = tokenize or choose_bleu_tokenizer(text for row in references for text in row)
     streams = list(zip_longest(*references))
     return {"bleu": sacrebleu.corpus_bleu(list(predictions), streams, tokenize=tokenize).score}
 
@@ -159,7 +159,7 @@ def _compute_rouge(predictions: Sequence[str], references: References) -> dict[s
     def split_sentences(text: str) -> str:  # rougeLsum takes lines as sentences, and models generate no line ends
         return SENTENCE_END.sub("\n", text)
 
-    is_ascii = is_ascii_writing(text for row in references for text in row)
+    is_ascii = is_mostly_ascii(text for row in references for text in row)
     tokenizer = None if is_ascii else UnicodeTokenizer()
     scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True, tokenizer=tokenizer)
     scores = [

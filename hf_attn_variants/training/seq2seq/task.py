@@ -44,7 +44,7 @@ from ..engine.models import (
     load_or_make_model,
     warn_about_truncation,
 )
-from ..engine.optimization import Objective, compute_target_logits, make_label_objective, token_cross_entropy
+from ..engine.optimization import Objective, compute_target_logits, compute_token_cross_entropy, make_label_objective
 from ..engine.session import progress_bar
 from ..engine.settings import check_dev_settings, check_metric, is_greater_better
 from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
@@ -52,7 +52,7 @@ from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
 from ..squad.data import Question, load_squad, score_answer
 from . import DEFAULT_COLUMNS, SPLITS, SQUAD, Seq2SeqSettings
-from .metrics import TEXT_METRICS, choose_tokenizer, get_text_metric, log_tokenizer, score_texts
+from .metrics import TEXT_METRICS, choose_bleu_tokenizer, get_text_metric, log_bleu_tokenizer, score_texts
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +139,8 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     if "bleu" in metrics:
         references_by_row = (row for split in reversed(splits.values()) for row in split.references or ())
         texts = (text for row in references_by_row for text in row)
-        tokenize = tokenize or choose_tokenizer(texts, settings.target_lang)
-        log_tokenizer(tokenize, settings.tokenize is not None)
+        tokenize = tokenize or choose_bleu_tokenizer(texts, settings.target_lang)
+        log_bleu_tokenizer(tokenize, settings.tokenize is not None)
         results["bleu_tokenizer"] = tokenize
     score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code, tokenize=tokenize)
     return Seq2SeqData(splits, score, names, names[0], results)
@@ -318,7 +318,7 @@ def format_label(task: GlueTask, label: float) -> str:
     return task.labels[int(label)]
 
 
-def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
+def parse_predictions(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
     """Parse generated texts as class ids, or as scores.
 
     Args:
@@ -350,7 +350,7 @@ def format_squad(question: Question) -> str:
     return f"question: {question.question} context: {question.context}"
 
 
-def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
+def load_text_task(settings: Seq2SeqSettings) -> Seq2SeqData:
     """Read the task of --task_name.
 
     Raises:
@@ -388,7 +388,7 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
     def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
         # Compare with the exact score, and not with the rounded score of the text.
         true = labels[: len(texts)]
-        return compute_glue_metrics(task.metrics, parse_texts(task, texts, true), true)
+        return compute_glue_metrics(task.metrics, parse_predictions(task, texts, true), true)
 
     names = (*task.metrics, *(["combined_score"] if len(task.metrics) > 1 else []))
     return Seq2SeqData(splits, score, names, task.main_metric, {"task_name": task.name})
@@ -480,8 +480,8 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         check_end_token(settings, self.tokenizer)
         check_seq2seq_lengths(settings, self.config, self.tokenizer)
         texts = apply_recorded_texts(settings)
-        self.data = load_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
-        self._choose_splits()
+        self.data = load_text_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
+        self._limit_splits()
         metrics = () if settings.eval_loss_only else self.data.metric_names
         check_metric(settings.metric_for_best_model, ("loss", *metrics))
         check_dev_settings(settings, "dev" in self.data.splits)
@@ -500,7 +500,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         self.shown_metrics = metrics
         self._warn_about_metric_direction()
 
-    def _choose_splits(self) -> None:
+    def _limit_splits(self) -> None:
         """Truncate the splits to the maximum numbers of samples, and check that the required splits exist."""
         settings, splits = self.settings, self.data.splits
         limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
@@ -575,11 +575,11 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         """Return the mean cross-entropy of the target tokens of the dev split in nats, without label smoothing."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            term = token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
+            term = compute_token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
             return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
 
         batches = self.sets["dev"].batches
-        rows = self.run_rows(batches, outputs, "dev loss")[0]
+        rows = self.run_model_on_rows(batches, outputs, "dev loss")[0]
         # Sum in the order of the batches, because a sum of floats depends on the order.
         total, tokens = torch.from_numpy(rows[list(batches[1])]).double().sum(0).tolist()
         return total / max(tokens, 1)

@@ -12,7 +12,7 @@ from ..engine.settings import (
     FineTuningSettings,
     check_metric,
     option,
-    redefault,
+    override_option,
 )
 
 # The metrics of v1.1 (False) and v2.0 (True) that can select the best weights.
@@ -75,7 +75,7 @@ class SquadSettings(FineTuningSettings):
         range=AT_LEAST_1,
         resume=WITH_BEST_WEIGHTS,
     )
-    max_length: int = redefault(384)
+    max_length: int = override_option(384)
 
     @property
     def threshold(self) -> float | None:

@@ -192,7 +192,7 @@ def load_squad(
         elif from_hub and name != "test":
             splits[name] = load_squad_hub(split, version_2)
         if name != "test" and name in splits:
-            check_unanswerable(path or f"The {split} split of the Hub", splits[name], version_2)
+            check_answers_exist(path or f"The {split} split of the Hub", splits[name], version_2)
     return splits
 
 
@@ -236,7 +236,7 @@ def _check_ids(source: str, questions: list[Question]) -> None:
         seen.add(question.id)
 
 
-def check_unanswerable(source: str, questions: Iterable[Question], version_2: bool) -> None:
+def check_answers_exist(source: str, questions: Iterable[Question], version_2: bool) -> None:
     """Check that all questions have an answer, unless the version is v2.0.
 
     Args:
@@ -372,7 +372,7 @@ def make_windows(
             window = Window(begin + row, ids, type_ids, first, offsets.reshape(-1, 2))
             if batch[row].answers:
                 is_first, is_last = row not in rows[i - 1 : i], row not in rows[i + 1 : i + 2]
-                window = _mark_answer(window, batch[row].answers[0], is_first, is_last)
+                window = _locate_answer(window, batch[row].answers[0], is_first, is_last)
             windows.append(replace(window, offsets=NO_OFFSETS) if for_training else window)
     if num_cut:
         message = "%d of %d questions have more than --max_query_length %d tokens and are cut."
@@ -394,7 +394,7 @@ def _cut_questions(
     return cut_texts, sum(long)
 
 
-def _mark_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
+def _locate_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
     """Return a window with the position of the answer, unless the answer is not completely inside the window.
 
     Args:
@@ -672,7 +672,7 @@ def find_best_threshold(
     return 100 * best / len(scores), threshold
 
 
-def compute_squad(
+def compute_squad_metrics(
     questions: Sequence[Question],
     texts: Mapping[str, str],
     odds: Mapping[str, float] | None = None,
@@ -698,7 +698,7 @@ def compute_squad(
     Example:
         ```python
         question = Question("1", "Who?", "It was Ada.", (Answer("Ada", 7),))
-        compute_squad([question], {"1": "Ada"})  # {"exact_match": 100.0, "f1": 100.0}
+        compute_squad_metrics([question], {"1": "Ada"})  # {"exact_match": 100.0, "f1": 100.0}
         ```
     """
     missing = [q.id for q in questions if q.id not in texts]

@@ -14,14 +14,14 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 from ...modeling.mechanisms.patterns.pattern_table import takes_global_mask
 from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask, list_shown_metrics
-from ..engine.models import check_trained_head, fit_token_types, load_config, load_model, load_tokenizer
+from ..engine.models import check_trained_head, configure_token_types, load_config, load_model, load_tokenizer
 from ..engine.optimization import Objective
 from . import SquadSettings
 from .data import (
     Prediction,
     Question,
     Window,
-    compute_squad,
+    compute_squad_metrics,
     compute_stride,
     find_predictions,
     hash_questions,
@@ -100,7 +100,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.config = load_config(settings)
         check_trained_head(settings, self.config, "ForQuestionAnswering", "answers questions")
         self.tokenizer = load_tokenizer(settings, self.config)
-        fit_token_types(self.tokenizer, self.config)
+        configure_token_types(self.tokenizer, self.config)
         self.stride = compute_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
         marks_questions = takes_global_mask(self.config)
@@ -139,11 +139,11 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.dev_predictions, loss = self._predict_answers(self.dev)
         threshold, texts = self.settings.threshold, {p.id: p.text for p in self.dev_predictions}
         null_options = () if threshold is None else ({p.id: p.null_odds for p in self.dev_predictions}, threshold)
-        return {**compute_squad(self.dev.questions, texts, *null_options), "loss": loss}
+        return {**compute_squad_metrics(self.dev.questions, texts, *null_options), "loss": loss}
 
     def _predict_answers(self, data: QuestionSet) -> tuple[list[Prediction], float]:
         """Return the predictions of a split, in the order of its questions, and the mean loss of its windows."""
-        logits, losses = self.run_rows(data.batches, self._compute_outputs, data.name)
+        logits, losses = self.run_model_on_rows(data.batches, self._compute_outputs, data.name)
         limits = self.settings.n_best_size, self.settings.max_answer_length
         predictions = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
         # Sum in the order of the batches, because a sum of floats depends on the order.

@@ -16,7 +16,7 @@ from ..engine.settings import (
     FineTuningSettings,
     LanguageSettings,
     option,
-    redefault,
+    override_option,
 )
 from ..pretraining import NoiseSettings, TextSettings, check_stream_workers
 from ..seq2seq import BleuSettings
@@ -54,14 +54,14 @@ class UptrainingTextSettings(BleuSettings):
         resume=WITH_BEST_WEIGHTS,
         metavar="COLUMN",
     )
-    dataset_name: str | None = redefault(
+    dataset_name: str | None = override_option(
         help="Folder or Hub id of a `datasets` source that is streamed, instead of --train_file (span_corruption).",
         owner=TextSettings,
     )
-    dataset_config_name: str | None = redefault(owner=TextSettings)
-    keep_whitespace: bool = redefault(owner=TextSettings)
+    dataset_config_name: str | None = override_option(owner=TextSettings)
+    keep_whitespace: bool = override_option(owner=TextSettings)
     # `UptrainingStream.fingerprint` contains the settings of a stream that a resumed run must share.
-    shuffle_buffer_size: int = redefault(
+    shuffle_buffer_size: int = override_option(
         help="Number of blocks of a stream that are held in memory and shuffled.",
         resume=None,
         owner=TextSettings,
@@ -176,48 +176,48 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         None,
         range=AT_LEAST_1,
     )
-    noise_density: float = redefault(resume=None)
-    mean_noise_span_length: float = redefault(resume=None)
-    max_length: int = redefault(
+    noise_density: float = override_option(resume=None)
+    mean_noise_span_length: float = override_option(resume=None)
+    max_length: int = override_option(
         None,
         help="Maximum length of an example in tokens, including special tokens. Longer examples are cut (default: 64; "
         f"span_corruption: {T5_LENGTH} input tokens).",
     )
-    optim: str = redefault(
+    optim: str = override_option(
         None,
         help="Optimizer. Adafactor stores no moments of whole matrices (default: adamw; span_corruption: adafactor).",
     )
-    adafactor_scale_parameter: bool = redefault(
+    adafactor_scale_parameter: bool = override_option(
         None,
         help="Scale the steps by the root mean square of each parameter (default: no; span_corruption with Adafactor: "
         "yes, as for T5).",
     )
-    learning_rate: float = redefault(
+    learning_rate: float = override_option(
         None,
         help="Peak learning rate (default: 0.001). With span_corruption, --pretraining_steps N and Adafactor: that of "
         f"T5 at this step, 1 / sqrt(max(N, {T5_FLAT_STEPS})).",
     )
-    lr_scheduler_type: str = redefault(
+    lr_scheduler_type: str = override_option(
         None,
         help=f"One of {', '.join(SCHEDULES)} (default: linear; span_corruption: inverse_sqrt, continued from "
         "--pretraining_steps, or constant without it).",
     )
-    lr_scheduler_kwargs: dict[str, Any] = redefault(None)  # noqa: RUF009 (None, until it is filled in)
-    max_grad_norm: float = redefault(
+    lr_scheduler_kwargs: dict[str, Any] = override_option(None)  # noqa: RUF009 (None, until it is filled in)
+    max_grad_norm: float = override_option(
         None,
         help="Maximum gradient norm; 0 disables clipping (default: 1.0; span_corruption: 0, because Adafactor clips "
         "each update).",
     )
-    gradient_accumulation_steps: int = redefault(None)
-    num_train_epochs: float | None = redefault(
+    gradient_accumulation_steps: int = override_option(None)
+    num_train_epochs: float | None = override_option(
         None, help="Number of epochs. 0: evaluate only (default: --max_train_steps, or 300 steps)."
     )
-    warmup_ratio: float = redefault(
+    warmup_ratio: float = override_option(
         None,
         help=f"Share of the steps for warm-up (default: {WARMUP_RATIO} without --num_warmup_steps; span_corruption: "
         "no warm-up).",
     )
-    eval_steps: int | None = redefault(help="Evaluate every N optimizer steps (default: five times in the run).")
+    eval_steps: int | None = override_option(help="Evaluate every N optimizer steps (default: five times in the run).")
 
     @property
     def is_stream(self) -> bool:
@@ -235,7 +235,7 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         """Set the defaults of the objective, and check the settings."""
         if self.total_train_batch_size is not None and self.gradient_accumulation_steps not in (None, 1):
             raise ValueError("Set either --total_train_batch_size or --gradient_accumulation_steps, but not both.")
-        defaults = self._t5_defaults() if self.is_stream else self._defaults()
+        defaults = self._get_t5_defaults() if self.is_stream else self._defaults()
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -258,7 +258,7 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
             "gradient_accumulation_steps": 1,
         }
 
-    def _t5_defaults(self) -> dict[str, Any]:
+    def _get_t5_defaults(self) -> dict[str, Any]:
         """Return the defaults of span corruption, which continue the pretraining of T5."""
         is_adafactor = self.optim in (None, "adafactor")
         # The schedule of Transformers falls as 1 / sqrt(timescale + step), like that of T5 after pretraining. If

@@ -19,10 +19,10 @@ from ...inspection.scores import mean_pooled
 from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
 from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
-from ..engine.models import iterate_attentions
-from ..engine.optimization import Term, sum_by_example, token_cross_entropy
+from ..engine.models import iterate_attention_modules
+from ..engine.optimization import Term, compute_token_cross_entropy, sum_by_example
 from ..engine.session import progress_bar
-from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
+from ..seq2seq.metrics import choose_bleu_tokenizer, log_bleu_tokenizer, score_texts
 from . import SPAN_CORRUPTION, UptrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -64,12 +64,12 @@ class ActivationRecorder:
     """
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
-        self.has_both_stacks = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
+        self.has_encoder_and_decoder = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
         self.answer = logits_kind(model)
         self._outputs: dict[str, list[Tensor]] | None = None  # None: no forward pass is recorded
         if attention_outputs:
-            for site, _, module in iterate_attentions(model):
-                side = site.stack_of(model.config) if self.has_both_stacks else ENCODER
+            for site, _, module in iterate_attention_modules(model):
+                side = site.stack_of(model.config) if self.has_encoder_and_decoder else ENCODER
                 self._record_output(module.get_submodule(site.output), side)
 
     def _record_output(self, module: nn.Module, side: str) -> None:
@@ -92,11 +92,11 @@ class ActivationRecorder:
         """
         self._outputs = {}
         # A decoder would store keys and values that are never read. An encoder does not have the argument.
-        options = {"use_cache": False} if self.has_both_stacks else {}
+        options = {"use_cache": False} if self.has_encoder_and_decoder else {}
         outputs = model(**inputs, output_hidden_states=hidden_states, **options)
         attention_outputs, self._outputs = self._outputs, None
         fields = {ENCODER: "hidden_states"}
-        if self.has_both_stacks:
+        if self.has_encoder_and_decoder:
             fields = {ENCODER: "encoder_hidden_states", DECODER: "decoder_hidden_states"}
         # The first hidden states are the embeddings.
         layers = {side: list(outputs[name][1:]) for side, name in fields.items() if hidden_states}
@@ -386,7 +386,7 @@ class UptrainingObjective:
     def __init__(self, model: Any, weights: TermWeights, teacher: Teacher | None):
         self.weights, self.teacher = weights, teacher
         self.recorder = ActivationRecorder(model, weights.attention_outputs > 0)
-        self.has_both_stacks = self.recorder.has_both_stacks
+        self.has_encoder_and_decoder = self.recorder.has_encoder_and_decoder
 
     def count(self, batch: dict[str, Tensor]) -> int:
         """Return the number of items of a batch."""
@@ -418,13 +418,13 @@ class UptrainingObjective:
         weights, labels = self.weights, batch.get("labels")
         inputs = get_model_inputs(batch)
         # With a teacher, the evaluation computes the embedding distance whatever the weights are.
-        embeds = self.teacher is not None and not self.has_both_stacks and self.teacher.hidden_states
+        embeds = self.teacher is not None and not self.has_encoder_and_decoder and self.teacher.hidden_states
         student = self.recorder.run(
             model, inputs, hidden_states=weights.needs_hidden_states or (evaluating and embeds)
         )
         terms: dict[str, Term] = {}
         if labels is not None and student.logits is not None and (weights.cross_entropy or evaluating):
-            terms["cross_entropy"] = token_cross_entropy(student.logits, labels)
+            terms["cross_entropy"] = compute_token_cross_entropy(student.logits, labels)
         if self.teacher is not None:
             terms |= self._compute_teacher_terms(
                 student, self.teacher, self.teacher.run(inputs), batch, embeds and evaluating
@@ -434,7 +434,7 @@ class UptrainingObjective:
     def get_masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the masks [b, n] of real tokens by side."""
         masks = {ENCODER: batch["attention_mask"]}
-        if not self.has_both_stacks:
+        if not self.has_encoder_and_decoder:
             return masks
         # If there are no targets, the decoder reads the same text as the encoder.
         return masks | {DECODER: (batch["labels"] >= 0).long() if "labels" in batch else batch["attention_mask"]}
@@ -518,9 +518,11 @@ class UptrainingEvaluator:
         self.bleu_tokenizer: str | None = None
         self.metric_options: dict[str, str] = {}
         if references is not None:
-            self.bleu_tokenizer = self.settings.tokenize or choose_tokenizer(references, self.settings.target_lang)
+            self.bleu_tokenizer = self.settings.tokenize or choose_bleu_tokenizer(
+                references, self.settings.target_lang
+            )
             self.metric_options["bleu_tokenizer"] = self.bleu_tokenizer
-            log_tokenizer(self.bleu_tokenizer, self.settings.tokenize is not None)
+            log_bleu_tokenizer(self.bleu_tokenizer, self.settings.tokenize is not None)
 
     @torch.no_grad()
     def compute_scores(self) -> dict[str, float]:

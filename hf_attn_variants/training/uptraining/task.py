@@ -44,24 +44,24 @@ from ..engine.loop import TrainingLoop
 from ..engine.models import (
     DROPOUT_FIELDS,
     add_lora,
-    append_end_tokens,
     check_end_token,
     check_max_length,
-    fit_token_types,
-    freeze_unused,
+    configure_end_tokens,
+    configure_token_types,
+    freeze_unused_parameters,
     load_config,
     load_model,
     load_model_and_unexpected_keys,
     load_tokenizer,
     resolve_architecture,
-    select_trainable,
+    select_trainable_parameters,
     set_dropout,
     warn_about_truncation,
 )
 from ..engine.optimization import Objective
 from ..engine.session import configure_deepspeed, is_trained_in_place, read_log, save_model
 from ..engine.settings import ModelSettings, count_training_steps
-from ..pretraining.span_corruption import SpanCorruption, check_span_corruption
+from ..pretraining.span_corruption import SpanCorruptionPreparer, check_span_corruption
 from ..pretraining.task import PreparedBlocks, make_stream_batches
 from ..pretraining.text_stream import open_text, read_blocks, stack_rows
 from . import SPAN_CORRUPTION, UptrainingSettings
@@ -105,7 +105,7 @@ class UptrainingStream:
     def __init__(self, settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase):
         check_span_corruption(settings, settings.max_length, config, tokenizer)
         self.settings, self.tokenizer, self.collate = settings, tokenizer, stack_rows
-        self.prepare = SpanCorruption(
+        self.prepare = SpanCorruptionPreparer(
             tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
         )
         self.packing = tokenizer, self.prepare.block_length, self.prepare.separator
@@ -115,12 +115,12 @@ class UptrainingStream:
                 f"--dataset_name must have a split 'validation', but {settings.dataset_name} has none. Set "
                 "--validation_file."
             )
-        self.get_first(1)  # raises an error now if the text has no tokens
+        self.get_first_examples(1)  # raises an error now if the text has no tokens
         self.held_out = PreparedBlocks(
             read_blocks(self.text.dev, *self.packing, settings.max_eval_samples), self.prepare
         )
 
-    def get_first(self, count: int) -> list[Any]:
+    def get_first_examples(self, count: int) -> list[Any]:
         """Return the first training examples, at most `count`."""
         blocks = read_blocks(self.text.train, *self.packing, count)
         return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
@@ -160,7 +160,7 @@ class UptrainingStream:
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
 
 
-def hold_out(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:
+def split_off_held_out_rows(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:
     """Split off the last rows for the evaluation, because neighboring rows often come from the same article.
 
     Args:
@@ -200,7 +200,7 @@ class UptrainingData:
         """Whether a row is a pair of texts."""
         return isinstance(self.train.texts[0], tuple)
 
-    def get_first(self, count: int) -> list[Any]:
+    def get_first_examples(self, count: int) -> list[Any]:
         """Return the first training rows, at most `count`."""
         return [self.train[i] for i in range(min(count, len(self.train)))]
 
@@ -240,11 +240,11 @@ def load_uptraining_data(
     collate = _make_collator(settings, config, tokenizer, input_kind.is_target)
     train, held_out = (_read_pairs if input_kind.is_target else _read_texts)(settings)
     if not held_out:
-        train, held_out = hold_out(train, settings.max_eval_samples)
+        train, held_out = split_off_held_out_rows(train, settings.max_eval_samples)
     train, held_out = train[: settings.max_train_samples], held_out[: settings.max_eval_samples]
     for split, rows in (("train", train), ("held out", held_out)):
         _warn_about_long_rows(settings, tokenizer, split, rows, input_kind.is_target)
-    return UptrainingData(TextRows(train), TextRows(held_out).longest_first(), collate)
+    return UptrainingData(TextRows(train), TextRows(held_out).sort_longest_first(), collate)
 
 
 def _get_target_length(settings: UptrainingSettings) -> int:
@@ -321,7 +321,7 @@ def _make_collator(
     return make_pair_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)
 
 
-def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
+def resolve_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
     """Return the settings with the number of accumulation steps for `total_train_batch_size` examples per step.
 
     Raises:
@@ -353,7 +353,7 @@ def compute_mean_step_size(examples: int, steps: int) -> int | float:
     return examples // steps if examples % steps == 0 else round(examples / steps, 2)
 
 
-def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruption) -> str:
+def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruptionPreparer) -> str:
     """Describe the numbers of sequences and tokens per step, without padding."""
     sequences = count_sequences_per_step(settings, accelerator)
     return (
@@ -402,7 +402,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
     shown_metrics: Sequence[str] = ()
 
     def __init__(self, settings: UptrainingSettings, accelerator: Accelerator):
-        super().__init__(fit_batch_size(settings, accelerator), accelerator)
+        super().__init__(resolve_batch_size(settings, accelerator), accelerator)
         self.name, settings = settings.objective, self.settings
         self._load_config()
         self.input_kind = self._get_decoder_input(settings, self.config)
@@ -418,9 +418,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         self.collate = self.data.collate
         pairs = not self.input_kind.is_target and self.data.pairs
         if self.input_kind is DecoderInput.SOURCE:
-            append_end_tokens(self.tokenizer, self.config, pairs)
+            configure_end_tokens(self.tokenizer, self.config, pairs)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of)
-        self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
+        self.tokenizer_changed = configure_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
             check_teacher_length(settings, self.teacher_config, self.input_kind, self.weights)
 
@@ -500,13 +500,13 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if self.target_start is not None:
             self.target_start.apply_to(model)
         self.student, self.extra_tensors = model, _read_tensors(settings.source, rest)
-        select_trainable(model, settings.trainable)
+        select_trainable_parameters(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
         self.uptraining_objective = UptrainingObjective(model, self.weights, self._load_teacher())
         model.to(self.accelerator.device)
         self._measure_variances()
-        self._freeze_unused()
+        self._freeze_unused_parameters()
         self.trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return model
 
@@ -526,7 +526,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def _make_first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
         """Yield batches of the first `count` training rows on the device."""
-        rows = self.data.get_first(count)
+        rows = self.data.get_first_examples(count)
         for start in range(0, len(rows), size):
             yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
 
@@ -542,11 +542,13 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             for batch in self._make_first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
 
-    def _freeze_unused(self) -> None:
+    def _freeze_unused_parameters(self) -> None:
         """Freeze the parameters that the loss does not depend on."""
         objective, model = self.uptraining_objective, self.student
         batch = next(self._make_first_batches(2, 2))
-        unused = freeze_unused(model.eval(), lambda: objective.sum_terms(objective.compute_terms(model, batch)))
+        unused = freeze_unused_parameters(
+            model.eval(), lambda: objective.sum_terms(objective.compute_terms(model, batch))
+        )
         if unused:
             message = "These parameters are frozen, because the loss does not depend on them: %s."
             logger.info(message, ", ".join(unused))
@@ -656,7 +658,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
         """Save the model with the other files of the original model."""
-        new_files = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer or self.target_start is not None else []
+        new_files = [TOKENIZER_CONFIG_FILE] if self.tokenizer_changed or self.target_start is not None else []
         new_files += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
         add_files = partial(_copy_side_files, self.settings, new_files)
         save_model(
