@@ -471,7 +471,7 @@ def _compute_logits(
 
 
 def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `Pretraining.compute_example_sums` over masked tokens, and over pairs if there is a sentence task."""
+    """Compute `Pretraining.compute_example_sums` over masked tokens and, with a sentence task, over pairs."""
     logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()
