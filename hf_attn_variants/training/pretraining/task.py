@@ -300,8 +300,8 @@ class Pretraining(FineTuningTask[PretrainingT]):
             return "no held-out text; "
         if not results["gate_passed"]:
             logger.warning(
-                "The model still behaves like a %s model. It does not use context, so experiments on its attention are "
-                "not meaningful. Train it for longer, or with a higher --learning_rate, a longer warm-up, a "
+                "The model still behaves like a %s model. It does not use context, so experiments on its attention "
+                "are not meaningful. Train it for longer, or with a higher --learning_rate, a longer warm-up, a "
                 "shorter --max_length or a smaller vocabulary.", self.without_context
             )  # fmt: skip
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
