@@ -89,14 +89,14 @@ def _load_yaml(text: bytes) -> dict[str, Any]:
             names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise ValueError(
-                    f"`{repeated[0]}` occurs more than once in the object at line {node.start_mark.line + 1}."
+                    f"`{repeated[0]}` must not occur more than once in the object at line {node.start_mark.line + 1}."
                 )
             return super().construct_mapping(node, deep)
 
     try:
         return _check_object(yaml.load(text, Loader), "The file")
     except yaml.YAMLError as error:
-        raise ValueError(f"The file is not valid YAML: {' '.join(str(error).split())}.") from None
+        raise ValueError(f"The file must be valid YAML: {' '.join(str(error).split())}.") from None
 
 
 def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
@@ -119,7 +119,9 @@ def _fill_variables(value: Any, variables: Mapping[str, Any]) -> Any:
     if not isinstance(value, str):
         return value
     if unknown := [name for name in VARIABLE.findall(value) if name not in variables]:
-        raise ValueError(f"{value!r} uses the variable `{unknown[0]}`, which is not defined under `variables`.")
+        raise ValueError(
+            f"{value!r} uses the variable `{unknown[0]}`, which is not defined under `variables`. Add it."
+        )
     whole = VARIABLE.fullmatch(value)
     return variables[whole[1]] if whole else VARIABLE.sub(lambda match: str(variables[match[1]]), value)
 

@@ -162,13 +162,13 @@ def test_variables_keep_their_type(dry_run):
         ({"sed": [0]}, "got sed"),
         ({"command": "pretain"}, "`command` must be one of"),
         ({"command": None}, "`command` must be one of"),
-        ({"seeds": [0, 0]}, "must not have the same folder"),
+        ({"seeds": [0, 0]}, "would use the same folder"),
         ({"seeds": ["one"]}, "--seed"),
         ({"seeds": []}, "`seeds` must not be empty"),
         ({"variants": {"a": {"train_file": []}}}, "--train_file"),
         ({"variants": []}, "`variants` must be an object"),
         ({"variants": {}}, "must contain `variants`"),
-        ({"variants": {"a b": {}, "a-B": {"optim": "adafactor"}}}, "must not have the same folder runs/a-b"),
+        ({"variants": {"a b": {}, "a-B": {"optim": "adafactor"}}}, "would use the same folder runs/a-b"),
         ({"variants": {"a": {"learning_reat": 1}}}, "did you mean --learning_rate?"),
         ({"variants": {"a": {"learning_reat": True}}}, "`learning_reat` must be text or a number"),
         ({"variants": {"a": {"max_steps": 1}}}, "--max_train_steps"),
@@ -198,7 +198,7 @@ def test_sweep_file_error_is_one_line(dry_run, change, message):
         ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` must occur only once in the object at line 1"),
         ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` must occur only once in the object at line 3"),
         ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` must occur only once in the object at line 2"),
-        ("command: [\n", "must be YAML: "),
+        ("command: [\n", "must be valid YAML: "),
         ("command: pretrain\nflags:\n\tmodel_type: bert\n", "line 3, column 1"),
         ("- a\n", "The file must be an object"),
         ('{"command": "pretrain", "command": "glue"}', "`command` must occur only once"),
@@ -209,7 +209,7 @@ def test_duplicate_keys_and_invalid_yaml_raise_an_error(dry_run, text, message):
 
 
 def test_unknown_variable_raises_an_error(dry_run):
-    assert "--set must name variables of the file" in dry_run(BASE, "--set", "A=1")
+    assert "--set must name variables from the file" in dry_run(BASE, "--set", "A=1")
 
 
 def test_sweep_command_line_rejects_invalid_arguments(capsys):

@@ -141,15 +141,15 @@ def test_label_cell_is_parsed(value, separator, expected):
         ("a;;b", ";", ".*'a', '', 'b'"),
         ("a;b;a", ";", ".*'a' twice"),
         ([1, 0, 0], None, r".*\['1', '0', '0'\] seems to indicate"),
-        ([True, True], None, ".* Give the names"),
-        ([0.0, 0.0, 1.0], None, ".* Give the names"),
+        ([True, True], None, ".* Provide label names"),
+        ([0.0, 0.0, 1.0], None, ".* Provide label names"),
         (["1", "1", "2"], None, ".*'1' twice"),
         (["a", ["b"]], None, r".*got \['b'\]"),
         (["a", None], None, ".*got None"),
         ({"x": 1}, None, ".*got {'x': 1}"),
         (float("nan"), None, ".*finite number, got nan"),
         (float("inf"), None, ".*finite number, got inf"),
-        ("\ud800", None, ".*got half a surrogate pair"),
+        ("\ud800", None, ".*got an incomplete surrogate pair"),
     ],
 )
 def test_invalid_label_cell_raises_an_error(value, separator, message):
@@ -446,7 +446,7 @@ def test_evaluation_uses_the_labels_of_the_model(load):
     assert alone.label_column is None and list(alone.splits) == ["test"]
     for config, message in (
         (classifier(["x", "y"]), "dev.csv, line 2, row 1, column 'label'.*'x', 'y', got 'b'"),
-        (classifier(["x", "y"], REGRESSION), "one output for regression, got 2"),
+        (classifier(["x", "y"], REGRESSION), "single output for regression, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             load(rows, *only, config=config)

@@ -54,7 +54,7 @@ def test_official_layouts_are_read_by_column_name(tmp_path):
 def test_qqp_skips_truncated_rows_with_a_warning(tmp_path, caplog):
     text = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tA?\tB?\t1\n1\t3\t4\tC?\nand D?\tE?\t0\n"
     assert len(read_tsv(write(tmp_path / "train.tsv", text), TASKS["qqp"])) == 1
-    assert "2 of 3 rows are cut" in caplog.text
+    assert "2 of 3 rows are split" in caplog.text
 
 
 @pytest.mark.parametrize(

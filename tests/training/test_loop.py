@@ -369,7 +369,7 @@ def test_stream_without_length_restarts_at_its_end(tmp_path):
     loop = make_loop(tmp_path, data=Stream(), total_steps=7)
     state = loop.run()
     assert state.step == 7 and (state.epoch, state.batch_in_epoch) == (2, 1)
-    with pytest.raises(ValueError, match="--max_train_steps must be given"):
+    with pytest.raises(ValueError, match="--max_train_steps is required"):
         count_training_steps(None, 1, 3.0, None)
 
 

@@ -124,7 +124,7 @@ def test_test_file_may_have_tags(tmp_path, caplog, text, tags):
     (tmp_path / "t.txt").write_text(text)
     with caplog.at_level("INFO", "hf_attn_variants"):
         assert read_conll(str(tmp_path / "t.txt"), needs_tags=False) == [(["Ann", "left"], tags)]
-    assert ("tagged and not scored" in caplog.text) == (not tags)
+    assert ("tagged but not scored" in caplog.text) == (not tags)
     assert any(record.levelname == "WARNING" for record in caplog.records) == ("B-PER" in text and not tags)
 
 
@@ -257,5 +257,5 @@ def test_ner_rejects_invalid_flags(flags, message):
 def test_dataset_without_tags_error_names_the_requirement(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(OSError, match="splits train and validation and columns tokens and ner_tags"):
+    with pytest.raises(OSError, match="splits train and validation and the columns tokens and ner_tags"):
         load_sentences(parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))

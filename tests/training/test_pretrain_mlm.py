@@ -601,7 +601,7 @@ def test_dataset_validation_split_is_used(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "--model_name_or_path must be given, or --model_type"),
+        ([], "Set --model_name_or_path, or set --model_type"),
         (["--model_type", "bert", "--model_name_or_path", "x"], "--model_type is only for a model from scratch"),
         (scratch("bert", "--mlm_probability", 1.5), r"--mlm_probability must be in \(0, 1\), got 1.5"),
         (scratch("bert", "--dataset_name", "x"), "--train_file.*--dataset_name"),

@@ -376,15 +376,15 @@ def test_best_weights_by_bleu_are_kept(run):
 
 def test_truncated_rows_are_counted(run, caplog):
     run("--num_train_epochs", 0, "--max_length", 6)
-    assert "dev: " in caplog.text and "sources have more than --max_length 6 tokens and are cut" in caplog.text
+    assert "dev: " in caplog.text and "sources have more than --max_length 6 tokens and are truncated" in caplog.text
     assert "targets have more than --max_target_length 6 tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--num_beams", 1, 1], "--num_beams must be different numbers"),
-        (["--num_beams", 0], "--num_beams must be different numbers of at least 1"),
+        (["--num_beams", 1, 1], "--num_beams must be distinct numbers"),
+        (["--num_beams", 0], "--num_beams must be distinct numbers of at least 1"),
         (["--metrics", "meteor"], "'meteor'"),
         (["--label_smoothing_factor", 1], r"--label_smoothing_factor must be in \[0, 1\)"),
         (["--max_target_length", 1], r"--max_target_length must be at least 2 \(1 special tokens\)"),
@@ -433,5 +433,5 @@ def test_tokenizer_without_an_end_token_raises_an_error(run, t5, tmp_path):
             run(*more, model=model)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
-    with pytest.raises(ValueError, match=r"has no end token"):
+    with pytest.raises(ValueError, match=r"has no end-of-sequence token"):
         run(model=folder)

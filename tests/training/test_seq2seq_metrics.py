@@ -101,7 +101,7 @@ def test_evaluate_metric_scores_its_numeric_results(script, tmp_path):
     one = script("one_reference", '{"letters": sum(map(len, predictions)), "each": [1], "right": references[0]}')
     result = score_texts(["accuracy", one], ["ab", "c"], [("ab",), ("d",)])
     assert result == {"accuracy": 0.5, "letters": 3.0}
-    with pytest.raises(ValueError, match="one reference per text"):
+    with pytest.raises(ValueError, match="a single reference per text"):
         score_texts([one], ["ab"], [("ab", "d")])
     several = script("several", '{"most": float(max(map(len, references)))}', "datasets.List(text)")
     assert score_texts([several], ["ab", "c"], [("ab", "x"), ("d",)]) == {"most": 2.0}

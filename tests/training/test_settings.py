@@ -66,7 +66,7 @@ def test_field_type_determines_the_flag_parser():
         ({"warmup_ratio": 1.0}, r"--warmup_ratio must be in \[0, 1\), got 1.0"),
         ({"optim": "sgd"}, "--optim must be one of adamw, adafactor, got 'sgd'"),
         ({"checkpointing_steps": 0}, "--checkpointing_steps must be a positive number or 'epoch', got 0"),
-        ({"model_name_or_path": None}, "--model_name_or_path must be given"),
+        ({"model_name_or_path": None}, "--model_name_or_path is required"),
         ({"task_name": "imdb"}, "--task_name must be .* got 'imdb'"),
     ],
 )

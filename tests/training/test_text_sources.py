@@ -61,7 +61,7 @@ EVALUATION_FLAGS = {"metric_for_best_model": "loss", "early_stopping_patience": 
 
 @pytest.mark.parametrize("flag", EVALUATION_FLAGS)
 def test_evaluation_text_needs_a_split(open_folder, flag):
-    with pytest.raises(ValueError, match=f"--{flag} needs dev rows"):
+    with pytest.raises(ValueError, match=f"--{flag} requires dev rows"):
         open_folder({"train.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]})
     assert open_folder({"validation.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]}).dev
 

@@ -517,7 +517,9 @@ class OptimizationSettings(Settings):
                 "--lr_scheduler_type constant does not support warm-up. Use constant_with_warmup instead."
             )
         if self.lr_scheduler_type in ("constant", "constant_with_warmup") and self.lr_scheduler_kwargs:
-            raise ValueError(f"--lr_scheduler_type {self.lr_scheduler_type} does not accept --lr_scheduler_kwargs.")
+            raise ValueError(
+                f"--lr_scheduler_type {self.lr_scheduler_type} does not support --lr_scheduler_kwargs. Remove it."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

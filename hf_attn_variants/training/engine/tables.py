@@ -59,7 +59,7 @@ def load_splits(settings: Any) -> Any:
         settings: Settings with `dataset_name` and `dataset_config_name`.
 
     Returns:
-        The splits by name.
+        A dictionary that maps split names to splits.
 
     Raises:
         OSError: If the source cannot be loaded.

@@ -128,7 +128,7 @@ class TextMetric:
 
     Attributes:
         names: The names of the values that the metric returns.
-        score: Maps (predictions, references) to values by name.
+        score: Maps (predictions, references) to a dictionary of values.
     """
 
     names: tuple[str, ...]
@@ -193,7 +193,7 @@ TEXT_METRICS: dict[str, TextMetric] = {
 
 
 def get_text_metric(name: str) -> TextMetric:
-    """Return a metric by name, or load and run an `evaluate` metric from its script or repository.
+    """Return a built-in metric, or load and run an `evaluate` metric from its script or repository.
 
     Raises:
         ValueError: If `evaluate` cannot load the metric, or if the metric returns no number for texts.
@@ -253,7 +253,7 @@ def score_texts(
         tokenize: The SacreBLEU tokenizer for BLEU. If None, it is chosen based on the script of the references.
 
     Returns:
-        The values of the metrics by name.
+        The values of the metrics.
 
     Raises:
         ValueError: If a metric is unknown or its package is not installed.

@@ -85,9 +85,9 @@ def _load_json(path: Path) -> Any:
     try:
         return parse_json(read_file(path))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise OSError(f"{path} is not a complete gzip file ({error}).") from error
+        raise OSError(f"{path} must be a complete gzip file ({error}).") from error
     except ValueError as error:  # includes UnicodeDecodeError
-        raise ValueError(f"{path} is not valid JSON ({error}).") from error
+        raise ValueError(f"{path} must be valid JSON ({error}).") from error
 
 
 def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question]:
@@ -620,7 +620,7 @@ def compute_token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> fl
 
 
 def score_answer(prediction: str, truths: Sequence[str], both_empty: float = 0.0) -> tuple[float, float]:
-    """Return the best exact match and F1 over all correct answers. If there are none, the empty text is correct."""
+    """Return the best exact match and F1 over all correct answers. Without answers, the empty text is correct."""
     truths = truths or [""]
     return (
         max(compute_exact_match(prediction, truth) for truth in truths),
@@ -636,7 +636,7 @@ def _compute_mean(values: Sequence[float]) -> float:
 def _compute_split_means(
     scores: Mapping[str, tuple[float, float]], prefix: str, chosen: Callable[[str], bool]
 ) -> dict[str, float]:
-    """Return the metrics for the questions selected by `chosen`, or an empty dictionary if there are none."""
+    """Return the metrics for the questions selected by `chosen`. Empty if none are selected."""
     rows = [row for key, row in scores.items() if chosen(key)]
     if not rows:
         return {}
