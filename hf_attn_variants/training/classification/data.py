@@ -319,7 +319,7 @@ def compute_class_weights(
     if isinstance(setting, Mapping):
         if unknown := [name for name in setting if name not in scheme.names]:
             raise ValueError(
-                f"--class_weights contains the unknown label {unknown[0]!r}. The labels are "
+                f"--class_weights contains the unknown label {unknown[0]!r}. Use only "
                 f"{format_names(scheme.names)}."
             )
         return [float(setting.get(name, 1.0)) for name in scheme.names]

@@ -193,7 +193,7 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def describe_last_checkpoint(output_dir: str | Path) -> str:
-    """Return a sentence that names the last complete checkpoint for an error message, or "" if no checkpoint exists."""
+    """Return a sentence that names the last complete checkpoint for a message, or "" if no checkpoint exists."""
     checkpoints = list_checkpoints(output_dir)
     return f" The last good checkpoint is {checkpoints[-1]}." if checkpoints else ""
 
