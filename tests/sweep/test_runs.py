@@ -123,7 +123,7 @@ def test_finished_sweep_only_runs_new_runs(undisturbed, sweep_file, tmp_path, ca
     error = capsys.readouterr().err
     assert "a run with other flags" in error and "2e-3" in error and "multi-head/seed-0" in error
     assert run(change(sweep_file, metrics=["eval_pearsn"]), out) == 0
-    assert "No run reports eval_pearsn. The `metrics` can be eval_" in capsys.readouterr().out
+    assert "No run reports eval_pearsn. The available metrics are eval_" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -338,4 +338,4 @@ def test_models_that_ignore_their_context_are_named():
     for item, passed in zip(result["contestants"], (True, False), strict=True):
         item["runs"]["0"]["gate_passed"] = passed
     warning = format_markdown(result).partition("|\n\n")[2]
-    assert warning.startswith("Not trained enough to compare attention: b. ") and warning.count("\n") == 1
+    assert warning.startswith("Not trained long enough to compare their attention: b. ") and warning.count("\n") == 1

@@ -205,7 +205,7 @@ def test_resume_with_another_thread_count_gives_a_warning(trained, caplog):
     assert "to rounding" not in caplog.text
     state.write_text(state.read_text().replace(f'"CPU threads": {torch.get_num_threads()}', '"CPU threads": 64'))
     again("--resume_from_checkpoint", "latest")
-    assert f"CPU threads was 64 and is {torch.get_num_threads()}" in caplog.text
+    assert f"CPU threads was 64 and is now {torch.get_num_threads()}" in caplog.text
 
 
 def test_failed_write_keeps_the_last_checkpoint_and_no_partial_one(tiny_bert, glue, tmp_path, monkeypatch):

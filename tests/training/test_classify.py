@@ -308,7 +308,7 @@ def test_evaluation_reads_only_the_label_column_of_the_training(run, sorts, tmp_
     test = write_csv(tmp_path / "new.csv", ("what is said", "target", "rating"), rows)
     results, _ = run(None, None, "--num_train_epochs", 0, model=out, out="new", test=test)
     assert "test_accuracy" not in results and results["test_samples"] == 2
-    with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that classifies texts"):
+    with pytest.raises(ValueError, match=r"--num_train_epochs 0 requires a model that classifies texts"):
         run(None, None, "--num_train_epochs", 0, *TEXT, out="no_head", test=test)
     named, _ = run(None, None, "--num_train_epochs", 0, "--label_column", "target", model=out, out="named", test=test)
     assert "test_accuracy" in named
@@ -404,7 +404,7 @@ FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
     ("flags", "message"),
     [
         ((), "--train_file, .* or --dataset_name"),
-        ((*FILES, "--dataset_name", "d"), "or --dataset_name must be given, got both"),
+        ((*FILES, "--dataset_name", "d"), "or --dataset_name, got both"),
         (("--validation_file", "a.csv"), r"--train_file is required"),
         ((*FILES, "--text_columns", "a", "b", "c"), "--text_columns.*got a, b, c"),
         ((*FILES, "--text_columns", "a", "a"), "--text_columns.*got a, a"),
@@ -418,7 +418,7 @@ FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
         ((*FILES, "--threshold", "1"), r"--threshold must be in \(0, 1\), got 1"),
         ((*FILES, "--metric_for_best_model", "bleu"), "must be one of loss, accuracy, f1_macro, .* got 'bleu'"),
         ((*FILES, "--metric_for_best_model", "mae", "--problem_type", "multi_label_classification"), "of loss, f1"),
-        ((*FILES[:2], "--early_stopping_patience", "2"), "--early_stopping_patience needs dev rows"),
+        ((*FILES[:2], "--early_stopping_patience", "2"), "--early_stopping_patience requires dev rows"),
     ],
 )  # fmt: skip
 def test_classify_rejects_invalid_flags(flags, message, capsys):

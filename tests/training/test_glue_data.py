@@ -60,8 +60,8 @@ def test_qqp_skips_truncated_rows_with_a_warning(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("task", "text", "message"),
     [
-        ("sst2", "", "has none"),
-        ("sst2", "sentence\tlabel\n", "has none"),
+        ("sst2", "", "is empty"),
+        ("sst2", "sentence\tlabel\n", "is empty"),
         ("sst2", "sentence\tstars\ngood\t1\n", "line 1.*column label"),
         ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "line 3.*2 columns.*got 1"),
         ("sst2", "sentence\tlabel\ngood\t1\na\tb\t0\n", "line 3.*got 3"),

@@ -337,7 +337,7 @@ def test_gradient_checkpointing_and_bf16_train(run, tiny_bert, monkeypatch):
         (
             "cola",
             ["--lr_scheduler_type", "constant_with_warmup", "--lr_scheduler_kwargs", '{"a": 1}'],
-            "constant_with_warmup does not take --lr_scheduler_kwargs",
+            "constant_with_warmup does not support --lr_scheduler_kwargs",
         ),
         ("cola", ["--mixed_precision", "fp16"], "fp16 requires an accelerator"),
         ("cola", ["--resume_from_checkpoint", "latest"], "requires a complete checkpoint"),
@@ -419,7 +419,7 @@ def test_first_signal_prints_valid_resume_flags(number, name, run, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", plain)
     with monkeypatch.context() as loading:  # the run that is there is an earlier one until this one starts
         loading.setattr("hf_attn_variants.training.classification.task.load_tokenizer", at_start)
-        with pytest.raises(KeyboardInterrupt, match=r"^Stopped by Ctrl-C. No file was changed.$"):
+        with pytest.raises(KeyboardInterrupt, match=r"^Stopped by Ctrl-C. No files were changed.$"):
             run(*flags)
     assert run(*flags[:-1], "--resume_from_checkpoint", "latest")[0]["steps"] == 4
 

@@ -157,7 +157,9 @@ def test_evaluated_tagger_keeps_its_tags(run, tmp_path, caplog):
 
 
 def test_evaluation_without_a_trained_head_raises_an_error(run):
-    with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that tags words, .* was saved as Bert"):
+    with pytest.raises(
+        ValueError, match=r"--num_train_epochs 0 requires a model that tags words, .* was saved as Bert"
+    ):
         run("--num_train_epochs", 0)
 
 
@@ -188,7 +190,7 @@ def test_resume_with_other_tags_raises_an_error(run, tmp_path):
 def test_tag_without_training_examples_gives_a_warning(run, tmp_path, caplog):
     (tmp_path / "odd.txt").write_text("Ann B-PRE\nleft O\n\nBob B-PRE\n")
     run("--max_train_steps", 1, "--validation_file", tmp_path / "odd.txt")
-    printed = "No training sentence has the tag 'B-PRE', which the dev set gives to 'Ann' (Ann left)"
+    printed = "No training sentence contains the tag 'B-PRE', which the dev set assigns to 'Ann' (Ann left)"
     assert caplog.text.count("No training sentence") == 1 and printed in caplog.text
 
 

@@ -223,7 +223,7 @@ def test_encoder_checkpoint_continues_as_a_decoder(run, tiny_bert, tmp_path, cap
     encoder = make_bert(tmp_path / "bert", tiny_bert)
     with caplog.at_level("INFO", logger="hf_attn_variants"):
         run("--max_train_steps", 2, "--learning_rate", 0, model=encoder)
-    assert "(bert) was an encoder. It becomes a decoder" in caplog.text
+    assert "(bert) was an encoder. It is converted to a decoder" in caplog.text
     weights, own = (load_file(folder / "model.safetensors") for folder in (run.out, encoder))
     assert weights.keys() == own.keys() and all(torch.equal(weights[name], own[name]) for name in own)
     assert json.loads((run.out / "config.json").read_text())["is_decoder"]

@@ -375,7 +375,7 @@ def test_new_bert_trains_with_windows(run, tokenizer):
     assert not torch.allclose(model(ids).logits, wider(ids).logits, atol=1e-5)
     again, _ = run("--model_name_or_path", out, *STEPS, out=out.parent / "again")
     assert again["eval_loss"] < results["eval_loss"] + 0.1
-    with pytest.raises(ValueError, match="--attention_pattern is only for a model from scratch"):
+    with pytest.raises(ValueError, match="--attention_pattern is only supported for a model from scratch"):
         run("--model_name_or_path", out, *flags, *STEPS, out=out.parent / "other")
     with pytest.raises(ValueError, match='"sliding_window"` needs `attention_window`'):
         run(*scratch("bert", *flags[:2]), *STEPS, out=out.parent / "other")
@@ -602,7 +602,10 @@ def test_dataset_validation_split_is_used(tokenizer, tmp_path):
     ("more", "message"),
     [
         ([], "Set --model_name_or_path, or set --model_type"),
-        (["--model_type", "bert", "--model_name_or_path", "x"], "--model_type is only for a model from scratch"),
+        (
+            ["--model_type", "bert", "--model_name_or_path", "x"],
+            "--model_type is only supported for a model from scratch",
+        ),
         (scratch("bert", "--mlm_probability", 1.5), r"--mlm_probability must be in \(0, 1\), got 1.5"),
         (scratch("bert", "--dataset_name", "x"), "--train_file.*--dataset_name"),
         (scratch("bert", "--dataloader_num_workers", 2), "--dataloader_num_workers.*got 2"),

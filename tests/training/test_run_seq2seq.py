@@ -171,7 +171,7 @@ def test_predictions_without_targets_keep_their_rows(source, tmp_path, caplog, k
     test = load_seq2seq_data(args).splits["test"]
     assert test.sources == ["one", "", "two"] and test.references is None
     assert test.keys == [{"row": 1}, {"row": 2}, {"row": 3}]
-    assert ("Column 'target' has no text" in caplog.text) == (kind != "lines")
+    assert ("Column 'target' contains no text" in caplog.text) == (kind != "lines")
 
 
 @pytest.mark.parametrize("kind", ["table", "dataset"])
@@ -392,7 +392,7 @@ def test_truncated_rows_are_counted(run, caplog):
         (["--task_name", "cola"], "got parallel text .* and --task_name"),
         (["--metric_for_best_model", "chrf"], "--metric_for_best_model must be one of loss, bleu, got 'chrf'"),
         (["--eval_loss_only", "--metric_for_best_model", "bleu"], "must be one of loss"),
-        (["--num_key_value_heads", 2], "--num_key_value_heads is only for a model from scratch"),
+        (["--num_key_value_heads", 2], "--num_key_value_heads is only supported for a model from scratch"),
     ],
 )
 def test_seq2seq_rejects_invalid_flags_before_any_work(run, more, message):
@@ -419,7 +419,7 @@ def test_invalid_seq2seq_text_raises_an_error(run, source, tiny_bert, tmp_path):
         run(text=["--source_file", tmp_path / "none", "--target_file", source])
     with pytest.raises(ValueError, match=r"encoder-decoder.*got bert"):
         run(model=tiny_bert)
-    with pytest.raises(ValueError, match="--eval_steps needs dev rows"):
+    with pytest.raises(ValueError, match="--eval_steps requires dev rows"):
         run("--eval_steps", 2, text=["--source_file", source, "--target_file", source])
 
 

@@ -65,7 +65,7 @@ def test_version_2_scores_empty_answers_and_the_best_threshold():
 
 
 def test_missing_prediction_raises_an_error():
-    with pytest.raises(ValueError, match="1 questions without one, such as a"):
+    with pytest.raises(ValueError, match="1 questions without a prediction, such as a"):
         compute_squad_metrics([question("a", "x")], {"b": "x"})
     with pytest.raises(ValueError, match="no question"):
         compute_squad_metrics([], {})

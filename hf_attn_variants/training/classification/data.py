@@ -319,8 +319,7 @@ def compute_class_weights(
     if isinstance(setting, Mapping):
         if unknown := [name for name in setting if name not in scheme.names]:
             raise ValueError(
-                f"--class_weights contains the unknown label {unknown[0]!r}. Use only "
-                f"{format_names(scheme.names)}."
+                f"--class_weights contains the unknown label {unknown[0]!r}. Use only {format_names(scheme.names)}."
             )
         return [float(setting.get(name, 1.0)) for name in scheme.names]
     counts, several = count_by_class(scheme, values), scheme.problem_type == MULTI_LABEL
@@ -376,7 +375,7 @@ def find_text_columns(record: dict[str, Any], place: str, label_column: str | No
         choices = " or ".join(" and ".join(columns[name] for name in names) for names in candidates)
         problem = f"The texts may be in {choices}" if candidates else "No column has a common name for texts"
         raise ValueError(
-            f"{place}: {problem}; {_list_columns(record)}. Name one column, or two for pairs, with --text_columns."
+            f"{place}: {problem}; {_list_columns(record)}. Set --text_columns to one column, or to two for pairs."
         )
     return tuple(columns[name] for name in candidates[0])
 
@@ -400,14 +399,14 @@ def find_label_column(
         candidates = [columns[name] for name in names if name in columns]
         if len(candidates) > 1:
             raise ValueError(
-                f"{place}: The labels may be in {' or '.join(candidates)}; {_list_columns(record)}. Name one with "
-                "--label_column."
+                f"{place}: The labels may be in {' or '.join(candidates)}; {_list_columns(record)}. Use "
+                "--label_column to select one."
             )
         if candidates:
             return candidates[0]
     if needed:
         raise ValueError(
-            f"{place}: No column has a common name for labels; {_list_columns(record)}. Name one with --label_column."
+            f"{place}: No column has a common name for labels; {_list_columns(record)}. Use --label_column to select one."
         )
     return None
 

@@ -130,7 +130,8 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
             splits[name] = Seq2SeqSplit(name, sources, references, [] if name == "train" else _make_row_keys(rows))
     if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
         logger.warning(
-            "test: Column %r contains no text, so the split is predicted but not scored.", _get_columns(settings)[1]
+            "Column %r of the test split contains no text, so the split is predicted but not scored.",
+            _get_columns(settings)[1],
         )
     reads_columns = settings.dataset_name is not None or any(getattr(settings, f"{name}_file") for name in SPLITS)
     results: dict[str, Any] = dict(zip(DEFAULT_COLUMNS, _get_columns(settings), strict=True)) if reads_columns else {}

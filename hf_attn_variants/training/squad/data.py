@@ -317,7 +317,8 @@ def compute_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer:
     if context_length < 1 or context_length <= (settings.doc_stride or 0):
         raise ValueError(
             f"--max_length {settings.max_length} leaves {max(context_length, 0)} tokens for the context after a "
-            f"question with --max_query_length {settings.max_query_length}. Reduce --max_query_length or --doc_stride."
+            f"question with --max_query_length {settings.max_query_length}. Use a "
+            "smaller --max_query_length or --doc_stride."
         )
     if settings.doc_stride is not None:
         return settings.doc_stride
