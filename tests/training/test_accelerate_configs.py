@@ -206,7 +206,7 @@ def test_two_cpu_processes_equal_one_and_resume_bitwise_equal(variant, glue, one
     assert losses(tmp_path / "resumed") == losses(tmp_path / "two")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("two", "resumed")]
     assert weights[0] == weights[1]
-    with pytest.raises(ValueError, match="processes was 2 and is 1"):
+    with pytest.raises(ValueError, match="processes was 2 and is now 1"):
         main(parse_args([str(flag) for flag in glue_flags(variant, glue, tmp_path / "alone", 2, *resume)]))
 
 

@@ -506,7 +506,7 @@ def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, m
     results, _ = run(*flags, "--resume_from_checkpoint", "latest", out=cut)
     assert records(cut) == records(whole) and results["eval_loss"] == expected["eval_loss"]
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"mlm_probability was 0\.15 and is 0\.2"):
+    with pytest.raises(ValueError, match=r"mlm_probability was 0\.15 and is now 0\.2"):
         run(*flags, "--resume_from_checkpoint", "latest", "--mlm_probability", 0.2, out=cut)
 
 

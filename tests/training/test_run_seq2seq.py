@@ -347,7 +347,7 @@ def test_resumed_seq2seq_run_has_equal_losses(run, tmp_path):
     whole = run(*flags)
     resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", output_dir=tmp_path / "resumed")
     assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
-    with pytest.raises(ValueError, match=r"label_smoothing_factor was 0.0 and is 0.5"):
+    with pytest.raises(ValueError, match=r"label_smoothing_factor was 0.0 and is now 0.5"):
         run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", "--label_smoothing_factor", 0.5,
             output_dir=tmp_path / "other")  # fmt: skip
 

@@ -111,9 +111,9 @@ def test_resumed_squad_run_has_equal_losses(run, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--max_answer_length", 29, "max_answer_length was 30 and is 29"),
-        ("--n_best_size", 19, "n_best_size was 20 and is 19"),
-        ("--null_score_diff_threshold", 1, "null_score_diff_threshold was 0.0 and is 1.0"),
+        ("--max_answer_length", 29, "max_answer_length was 30 and is now 29"),
+        ("--n_best_size", 19, "n_best_size was 20 and is now 19"),
+        ("--null_score_diff_threshold", 1, "null_score_diff_threshold was 0.0 and is now 1.0"),
         ("--max_eval_samples", 4, "hash of the dev data was"),
     ],
 )

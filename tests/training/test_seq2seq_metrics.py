@@ -143,7 +143,7 @@ def test_best_weights_can_be_selected_by_an_evaluate_metric(script, tmp_path, ca
     [
         ("of_labels", '{"right": 1.0}', "int32", "cannot score texts against references"),
         ("broken", '{"right": 1 / 0}', "string", "ZeroDivisionError: division by zero"),
-        ("texts", '{"right": "yes"}', "string", "no number"),
+        ("texts", '{"right": "yes"}', "string", "not return a number"),
     ],
 )
 def test_metric_for_other_inputs_raises_immediately(script, name, values, kind, message):

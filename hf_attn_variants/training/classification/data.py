@@ -406,7 +406,7 @@ def find_label_column(
             return candidates[0]
     if needed:
         raise ValueError(
-            f"{place}: No column has a common name for labels; {_list_columns(record)}. Use --label_column to select one."
+            f"{place}: No column has a common name for labels; {_list_columns(record)}. Set --label_column."
         )
     return None
 

@@ -528,7 +528,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         if settings.keeps_best_weights and settings.greater_is_better is None:
             rises = is_greater_better(metric)
             logger.warning(
-                "The best weights are those with the %s %s. If %s values are better, set --%sgreater_is_better.",
+                "The best weights are those with the %s %s. If the %s values are better, set --%sgreater_is_better.",
                 "highest" if rises else "lowest", metric, "lowest" if rises else "highest", "no-" if rises else "",
             )  # fmt: skip
 
