@@ -296,7 +296,7 @@ def test_partly_labeled_test_rows_raise_an_error(run, sorts, tmp_path, rows):
     test = tmp_path / "some.jsonl"
     some = [{"what is said": "a cat"}] * rows + [{"what is said": "a dog", "kind of $": "animal"}]
     test.write_text("".join(json.dumps(row) + "\n" for row in some))
-    message = f"some.jsonl, line 1, row 1: There is no column 'kind of \\$', but .*row {rows + 1} has it"
+    message = f"some.jsonl, line 1, row 1: There is no column 'kind of \\$', but .*row {rows + 1} has one"
     with pytest.raises(ValueError, match=message):
         run(train, dev, *TEXT, "--label_column", "kind of $", test=test)
 
@@ -327,7 +327,7 @@ def test_nan_outputs_raise_an_error(run, sorts, tmp_path):
     inputs = weights["classifier.weight"].clone()
     inputs[:] = 3e38
     save_file(weights | {"classifier.weight": inputs}, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(NonFiniteLossError, match=r"are NaN or infinite for .* of validation"):
+    with pytest.raises(NonFiniteLossError, match=r"are NaN or infinite for .* in validation"):
         run(*only, model=out, out="overflow")
 
 
