@@ -30,10 +30,10 @@ END = re.compile(r"(?:[.?!:][\"')`]*|\{\}|\n {2,}[^\n]*|```)\s*$")
 # A message that only joins values gets its words elsewhere.
 ONLY_VALUES = re.compile(r"(?:\{\}|[\W_]|line|column|attn-variants)*")
 RULE_OR_ADVICE = re.compile(
-    r"\b(?:must|needs?|requires?|only|cannot|supports?|supported|expected|at least|at most|instead|does not take|"
-    r"give|use|set|pass|choose|remove|add|install|load|save|convert|call|rename|check|run|download|train|split|leave|"
-    r"repeat|replace|write|update|move|delete|shorten|select|make|try|omit|put|quote|restore|start|correct|generate|"
-    r"resume|fill|inspect|end)\b",
+    r"\b(?:must|needs?|requires?|required|only|cannot|supports?|supported|expected|at least|at most|instead|"
+    r"does not take|give|provide|use|set|pass|choose|remove|add|install|load|save|convert|call|rename|check|run|"
+    r"download|train|split|leave|repeat|replace|write|update|move|delete|shorten|select|make|try|omit|put|quote|"
+    r"restore|start|correct|generate|resume|fill|inspect|end)\b",
     re.I,
 )
 

@@ -33,7 +33,7 @@ from hf_attn_variants.files import atomic_write
 from hf_attn_variants.training.classification.task import make_classification_objective
 from hf_attn_variants.training.engine.dataloaders import (
     EpochSampler,
-    MaskedLMPreparation,
+    MaskedLMPreparer,
     create_stream_dataloader,
     create_train_dataloader,
 )
@@ -195,7 +195,7 @@ def make_task(args: argparse.Namespace, accelerator: Accelerator, task: str) -> 
     # Without a pretrained head, because random weights do not matter here.
     model = AutoModelForMaskedLM.from_pretrained(args.model_name_or_path, config=config)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    prepare = MaskedLMPreparation(tokenizer, args.length, 0.15, seed=0)
+    prepare = MaskedLMPreparer(tokenizer, args.length, 0.15, seed=0)
     files = check_text_files(args.train_file)
     # A turn restarts the stream and fills its shuffling window, which a real run does once per
     # window: a window of one turn's blocks costs a turn what its own blocks cost.

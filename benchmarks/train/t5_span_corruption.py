@@ -22,7 +22,7 @@ from benchmarks.run_records import check_arguments, check_data_dir, write_rows
 from benchmarks.train.small_pretraining import ROOT, gate_scores, make_vocabulary, run_script, script, shown
 from hf_attn_variants.commands.training import pretrain_t5 as pretrain_span_corruption
 from hf_attn_variants.training.engine.session import read_log
-from hf_attn_variants.training.pretraining.span_corruption import SpanCorruption
+from hf_attn_variants.training.pretraining.span_corruption import SpanCorruptionPreparer
 from hf_attn_variants.training.pretraining.task import MIN_COST
 from hf_attn_variants.training.pretraining.text_stream import check_text_files, read_blocks
 
@@ -126,7 +126,7 @@ def pretraining(
 def frequency_loss(tokenizer_folder: Path, held_out: Path, seed: int) -> float:
     """Return the entropy of the tokens of the dev targets in nats, the loss of a model that only knows frequencies."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    prepare = SpanCorruption(tokenizer, LENGTH, seed)
+    prepare = SpanCorruptionPreparer(tokenizer, LENGTH, seed)
     blocks = read_blocks(
         check_text_files([str(held_out)]), tokenizer, prepare.block_length, prepare.separator, EVAL_SAMPLES
     )

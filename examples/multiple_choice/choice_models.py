@@ -22,7 +22,7 @@ from hf_attn_variants.training.engine.models import (
     check_end_token,
     check_max_length,
     check_trained_head,
-    fit_token_types,
+    configure_token_types,
     load_model,
     load_tokenizer,
 )
@@ -43,7 +43,7 @@ class ChoiceHead:
         check_trained_head(settings, config, HEAD, "was trained to choose")
         self.settings, self.config, multiple = settings, config, settings.pad_to_multiple_of
         self.tokenizer = load_tokenizer(settings, config)
-        fit_token_types(self.tokenizer, config)
+        configure_token_types(self.tokenizer, config)
         check_max_length(settings.max_length, config, self.tokenizer, pair=True, multiple=multiple)
         self.collate = ChoiceCollator(self.tokenizer, multiple)
 

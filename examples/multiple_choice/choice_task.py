@@ -93,7 +93,7 @@ class ChoiceTask(FineTuningTask[Any]):
             logits = self.choice_model.scores(self.model, batch)
             return (nn.functional.pad(logits, (0, most - logits.shape[1]), value=-torch.inf),)
 
-        [logits] = self.run_rows(questions.batches, outputs, questions.split.name)
+        [logits] = self.run_model_on_rows(questions.batches, outputs, questions.split.name)
         return log_softmax(logits.astype(np.float64), axis=-1)
 
     def make_eval_set(self, split: ClassificationSplit) -> EvalSet:

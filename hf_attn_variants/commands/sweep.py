@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
     from ..files import check_output_dir, make_folders
     from ..progress import no_progress_bars, progress_bar
     from ..sweep.plan import plan_runs, read_sweep
-    from ..sweep.runner import DEFAULT_METRICS, LOG_NAME, RunFolder, markdown
+    from ..sweep.runner import DEFAULT_METRICS, LOG_NAME, RunFolder, format_markdown
 
     file, output_dir = Path(args.file).expanduser(), Path(args.output_dir or "OUTPUT_DIR").expanduser()
     sweep = read_sweep(file, args.set, DEFAULT_METRICS)
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
             bar.set_postfix_str(folder.run.name)
             folder.execute()
             results = _write_results(sweep, folders, output_dir)
-    print(markdown(results))
+    print(format_markdown(results))
     print(f"Table, numbers and plot: {', '.join(str(output_dir / n) for n in (MARKDOWN_FILE, JSON_FILE, PNG_FILE))}.")
     if failed := [f"{f.run.name} ({f.failure}; see {f.path / LOG_NAME})" for f in folders if f.failure]:
         raise ValueError(
@@ -119,14 +119,14 @@ def _print_commands(runs: Sequence[Any], output_dir: Path) -> None:
 def _write_results(sweep: Any, folders: Sequence[Any], output_dir: Path) -> dict[str, Any]:
     """Write and return the results of all finished runs, including those of other calls of the sweep."""
     from ..files import atomic_write, write_picture
-    from ..sweep.runner import collect, draw_sweep, markdown
+    from ..sweep.runner import collect_results, format_markdown, plot_sweep
     from ..training.engine.checkpoints import lock_folder
 
     with lock_folder(str(output_dir)):  # otherwise another call could overwrite newer results
         for folder in folders:
             folder.read()
-        results = collect(sweep, folders)
+        results = collect_results(sweep, folders)
         atomic_write(output_dir / JSON_FILE, json.dumps(results, indent=2) + "\n")
-        atomic_write(output_dir / MARKDOWN_FILE, markdown(results))
-        write_picture(output_dir / PNG_FILE, lambda: draw_sweep(results), dpi=120)
+        atomic_write(output_dir / MARKDOWN_FILE, format_markdown(results))
+        write_picture(output_dir / PNG_FILE, lambda: plot_sweep(results), dpi=120)
     return results

@@ -1,1 +1,1 @@
-"""Sweeps, which run one training command for several variants and seeds and compare the results."""
+"""Runs one training command for several variants and seeds, and compares the results."""

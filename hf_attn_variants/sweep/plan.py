@@ -1,4 +1,4 @@
-"""Sweep files and their runs. A sweep has one run per variant and seed, whose command lines are checked first."""
+"""Reads sweep files, plans one run per variant and seed, and checks the command lines of all runs in advance."""
 
 import contextlib
 import functools
@@ -19,23 +19,23 @@ from ..files import read_file
 CONVERT, MODEL = "convert", "model_name_or_path"
 KEYS = ("title", "command", "launch", "seeds", "metrics", "flags", CONVERT, "variants", "references", "grid")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
-Flags = dict[str, Any]  # flags of a training; "convert" contains the flags of the conversion before it, or None
+Flags = dict[str, Any]  # training flags; "convert" holds the flags of the preceding conversion, or None
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Content of a sweep file.
+    """The content of a sweep file.
 
     Attributes:
         title: the title of the table and the plot.
         command: the training command.
-        launch: words before the training command, for example those of `accelerate launch`.
+        launch: the words that precede the training command, such as `accelerate launch`.
         seeds: the seeds of the runs of each variant.
-        metrics: the metrics in the table and the plot. Empty for the defaults of the command.
-        base: the flags of all runs.
-        variants: the further flags of each variant. The keys are the names.
+        metrics: the metrics in the table and the plot. If empty, the command's default metrics are used.
+        base: the flags that all runs share.
+        variants: the additional flags of each variant, by variant name.
         references: variants that are not combined with the grid.
-        grid: for each axis, its values with their flags.
+        grid: the values of each axis, with the flags that each value sets.
     """
 
     title: str
@@ -50,12 +50,12 @@ class Sweep:
 
 
 def read_sweep(path: Path, overrides: Mapping[str, str], commands: Collection[str]) -> Sweep:
-    """Read a sweep file in YAML, which includes JSON.
+    """Read a sweep file in YAML or JSON.
 
     Args:
         path: the file.
-        overrides: values of variables that replace those in the file.
-        commands: the training commands.
+        overrides: the values of variables, which take precedence over those in the file.
+        commands: the names of the training commands.
 
     Raises:
         ValueError: if the content is not valid.
@@ -75,13 +75,13 @@ def merge_flags(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Flags:
     for name, value in upper.items():
         lower_value = merged.get(name)
         if name == CONVERT and value is None and lower_value:
-            merged[MODEL] = lower_value.get(MODEL)  # without the conversion, its model is trained
+            merged[MODEL] = lower_value.get(MODEL)  # without a conversion, train the unconverted model
         merged[name] = {**lower_value, **value} if isinstance(lower_value, dict) and isinstance(value, dict) else value
     return merged
 
 
 def _load_yaml(text: bytes) -> dict[str, Any]:
-    """Return the value of a YAML text. A key that occurs twice in an object is an error, unlike in PyYAML."""
+    """Parse YAML. Unlike PyYAML, raise an error if a key occurs twice in the same object."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -89,29 +89,29 @@ def _load_yaml(text: bytes) -> dict[str, Any]:
             names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise ValueError(
-                    f"`{repeated[0]}` must occur only once in the object at line {node.start_mark.line + 1}."
+                    f"`{repeated[0]}` must not occur more than once in the object at line {node.start_mark.line + 1}."
                 )
             return super().construct_mapping(node, deep)
 
     try:
         return _check_object(yaml.load(text, Loader), "The file")
     except yaml.YAMLError as error:
-        raise ValueError(f"The file must be YAML: {' '.join(str(error).split())}.") from None
+        raise ValueError(f"The file must be valid YAML: {' '.join(str(error).split())}.") from None
 
 
 def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """Return the variables of the file with the values of --set."""
+    """Return the variables in the file, updated with the values from --set."""
     known = _check_object(stored, "`variables`")
     if unknown := [name for name in overrides if name not in known]:
-        raise ValueError(f"--set must name variables of the file ({', '.join(known)}), got {unknown[0]}.")
+        raise ValueError(f"--set must name variables from the file ({', '.join(known)}), got {unknown[0]}.")
     values = known | {name: _parse_value(text) for name, text in overrides.items()}
     if missing := [name for name, value in values.items() if value is None]:
-        raise ValueError(f"The variable `{missing[0]}` must have a value. Give --set {missing[0]}=VALUE.")
+        raise ValueError(f"The variable `{missing[0]}` has no value. Set it with --set {missing[0]}=VALUE.")
     return values
 
 
 def _fill_variables(value: Any, variables: Mapping[str, Any]) -> Any:
-    """Return a value with all `${NAME}` replaced. A text that contains only a variable gets the type of its value."""
+    """Return a value with all `${NAME}` replaced. A single variable keeps the type of its value."""
     if isinstance(value, dict):
         return {key: _fill_variables(inner, variables) for key, inner in value.items()}
     if isinstance(value, list):
@@ -119,19 +119,23 @@ def _fill_variables(value: Any, variables: Mapping[str, Any]) -> Any:
     if not isinstance(value, str):
         return value
     if unknown := [name for name in VARIABLE.findall(value) if name not in variables]:
-        raise ValueError(f"`variables` must contain {unknown[0]}, because the file contains {value}.")
+        raise ValueError(
+            f"{value!r} uses the variable `{unknown[0]}`, which is not defined under `variables`. Add it."
+        )
     whole = VARIABLE.fullmatch(value)
     return variables[whole[1]] if whole else VARIABLE.sub(lambda match: str(variables[match[1]]), value)
 
 
 def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) -> Sweep:
     if unknown := [str(key) for key in content if key not in KEYS]:
-        raise ValueError(f"The keys must be variables, {', '.join(KEYS)}, got {unknown[0]}. Put flags under `flags`.")
+        raise ValueError(
+            f"Unknown key `{unknown[0]}`. The valid keys are variables, {', '.join(KEYS)}. Put flags under `flags`."
+        )
     title, command = str(content.get("title", name.replace("_", " "))), str(content.get("command"))
     if command not in commands:
         raise ValueError(f"`command` must be one of {', '.join(commands)}, got {command}.")
     launch, metrics = ([str(word) for word in _as_list(content.get(key))] for key in ("launch", "metrics"))
-    variants, references = (_parse_parts(content.get(key), f"`{key}`") for key in ("variants", "references"))
+    variants, references = (_parse_named_flags(content.get(key), f"`{key}`") for key in ("variants", "references"))
     grid = {
         str(axis): _parse_axis(str(axis), values)
         for axis, values in _check_object(content.get("grid"), "`grid`").items()
@@ -144,17 +148,17 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
 
 
 def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
-    """Return the values of an axis of the grid with their flags: the flag with the name of the axis, or an object."""
+    """Return the flags that each value of a grid axis sets. Listed values set the flag that the axis names."""
     if isinstance(values, dict):
-        return {_parse_value(value): flags for value, flags in _parse_parts(values, f"`grid`, `{axis}`").items()}
+        return {_parse_value(value): flags for value, flags in _parse_named_flags(values, f"`grid`, `{axis}`").items()}
     points = [_parse_value(value) for value in _as_list(values)]
     if not points or any(isinstance(point, list | dict | None) or points.count(point) > 1 for point in points):
-        raise ValueError(f"`grid`, `{axis}` must be a list of different values or an object, got {values}.")
+        raise ValueError(f"`grid`, `{axis}` must be a list of distinct values or an object, got {values}.")
     flag = axis.removeprefix(f"{CONVERT}.")
     return {point: {flag: point} if flag == axis else {CONVERT: {flag: point}} for point in points}
 
 
-def _parse_parts(value: Any, where: str) -> dict[str, Flags]:
+def _parse_named_flags(value: Any, where: str) -> dict[str, Flags]:
     return {
         str(name): _check_object(flags, f"{where}, `{name}`") for name, flags in _check_object(value, where).items()
     }
@@ -162,7 +166,7 @@ def _parse_parts(value: Any, where: str) -> dict[str, Flags]:
 
 def _check_object(value: Any, where: str) -> dict[Any, Any]:
     if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{where} must be an object with lines `NAME: VALUE`, got {value!r}.")
+        raise ValueError(f"{where} must be a mapping with lines of the form `NAME: VALUE`, got {value!r}.")
     return value or {}
 
 
@@ -171,30 +175,35 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _parse_value(value: Any) -> Any:
-    """Return the number or truth value of a text, or the text itself. YAML would read 1e-3 as a text."""
+    """Parse a number or a boolean, or return the text itself. YAML would read 1e-3 as text."""
     try:
         return number if isinstance(number := json.loads(value), int | float) else value
     except (TypeError, ValueError):
         return value
 
 
-# The subfolders of a run, for the converted checkpoint and for the output of the training.
+# The subfolders of a run, for the converted checkpoint and for the training output.
 CONVERTED, TRAINED = "converted", "trained"
-OWN_FLAGS = ("output_dir", "seed", "overwrite_output_dir", "resume_from_checkpoint")  # flags that only the sweep sets
+RESERVED_FLAGS = (
+    "output_dir",
+    "seed",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+)  # flags that only the sweep sets
 
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One training with one seed, and the conversion before it if there is one.
+    """One training run with a single seed, optionally preceded by a conversion.
 
     Attributes:
-        contestant: the name that the runs of all seeds share.
-        variant: the name of the variant. Empty if the file has only a grid.
+        contestant: the name shared by the runs with different seeds.
+        variant: the name of the variant. Empty if the file only has a grid.
         point: the value on each axis of the grid. Empty for a reference.
-        seed: the seed of both commands.
-        launch: the words before the training command.
-        train: the words of the training command, without folders.
-        convert: the words of the conversion, without folders, or None.
+        seed: the seed for both commands.
+        launch: the words that precede the training command.
+        train: the words of the training command, without the output folder.
+        convert: the words of the conversion command without the output folder, or None if there is no conversion.
     """
 
     contestant: str
@@ -207,17 +216,17 @@ class SweepRun:
 
     @property
     def name(self) -> str:
-        """The name of the run: the contestant and the seed."""
+        """The name of the run, composed of the contestant and the seed."""
         return f"{self.contestant}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
-        """The path of the run inside the folder of the sweep."""
+        """The path of the run, relative to the sweep folder."""
         name = re.sub(r"[^a-z0-9.=_-]+", "-", self.contestant.lower()).strip("-.") or "run"
         return Path("runs") / name / f"seed-{self.seed}"
 
     def commands(self, folder: Path) -> list[list[str]]:
-        """Return the command lines of the run for a folder: the conversion, if there is one, and the training."""
+        """Return the command lines of the run, with the conversion (if there is one) before the training."""
         command, *flags = self.train
         output = ["--output_dir", str(folder / TRAINED)]
         if self.convert is None:
@@ -227,21 +236,25 @@ class SweepRun:
 
 
 def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list[SweepRun]:
-    """Return the runs of a sweep, ordered by seed, so that an unfinished sweep compares all variants.
+    """Return the runs of a sweep, ordered by seed, so that all variants can be compared before the sweep is finished.
 
     Args:
         sweep: the content of the file.
         command_module: a function that returns the module of a command, with `make_parser` and `parse_args`.
 
     Raises:
-        ValueError: if a command does not accept its flags, or two runs would have the same folder.
+        ValueError: if a command does not accept its flags, or if two runs would use the same folder.
     """
     runs: dict[Path, SweepRun] = {}
     for seed, (variant, point, flags, convert) in itertools.product(sweep.seeds, [*_iterate_contestants(sweep)]):
-        contestant = ", ".join([variant] * bool(variant) + [f"{axis_name(a)} {value}" for a, value in point.items()])
+        contestant = ", ".join(
+            [variant] * bool(variant) + [f"{get_axis_name(a)} {value}" for a, value in point.items()]
+        )
         try:
             if convert is not None and flags.get(MODEL) is not None:
-                raise ValueError(f"`{MODEL}` must be under `{CONVERT}`, because the converted model is trained.")
+                raise ValueError(
+                    f"`{MODEL}` must be set under `{CONVERT}` because the converted model is the one that is trained."
+                )
             train = _build_command(sweep.command, flags, seed, command_module)
             words = None if convert is None else _build_command(CONVERT, convert, seed, command_module)
             run = SweepRun(contestant, variant, point, seed, sweep.launch, train, words)
@@ -250,17 +263,20 @@ def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list
         except ValueError as error:
             raise ValueError(f"{contestant!r}: {error}") from None
         if runs.setdefault(run.folder, run) is not run:
-            raise ValueError(f"{runs[run.folder].name!r} and {run.name!r} must not have the same folder {run.folder}.")
+            raise ValueError(
+                f"{runs[run.folder].name!r} and {run.name!r} would use the same folder {run.folder}. Rename one of "
+                "them."
+            )
     return list(runs.values())
 
 
-def axis_name(axis: str) -> str:
-    """Return the name of an axis of the grid: its flag without the name of the command."""
+def get_axis_name(axis: str) -> str:
+    """Return the display name of a grid axis, which is its flag without the command prefix."""
     return axis.removeprefix(f"{CONVERT}.")
 
 
 def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
-    """Yield variant, point, flags and conversion of each variant at each point of the grid, and of each reference."""
+    """Yield the variant, point, flags and conversion flags for each grid point of each variant, and each reference."""
     points = [dict(zip(sweep.grid, values, strict=True)) for values in itertools.product(*sweep.grid.values())]
     for parts, multipliers in ((sweep.variants, points), (sweep.references, [{}])):
         for (variant, flags), point in itertools.product(parts.items(), multipliers):
@@ -273,14 +289,16 @@ def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], di
 def _build_command(
     command: str, flags: dict[str, Any], seed: int, command_module: Callable[[str], ModuleType]
 ) -> list[str]:
-    """Return the words of a command with its flags. Flags with the value None are left out."""
+    """Return the words of a command, including its flags. Omit flags whose value is None."""
     options, words = command_module(command).make_parser()._option_string_actions, [command]
     for name, value in flags.items():
-        if name in OWN_FLAGS:
-            raise ValueError(f"`{name}` must not be given, because the sweep sets it. Leave it out.")
+        if name in RESERVED_FLAGS:
+            raise ValueError(f"`{name}` must not be set because the sweep sets it. Remove it.")
         is_switch = f"--{name}" in options and options[f"--{name}"].nargs == 0
         if value is not None and is_switch != isinstance(value, bool):
-            rule = "true or false" if is_switch else "text or a number (in quotes if YAML reads it as another type)"
+            rule = (
+                "true or false" if is_switch else "text or a number (in quotes if YAML would parse it as another type)"
+            )
             raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
         if isinstance(value, bool):
             words += [f"--{name}"] if value else [f"--no-{name}"] * (f"--no-{name}" in options)
@@ -293,7 +311,7 @@ def _build_command(
 
 
 def _expand_paths(name: str, value: Any) -> list[str]:
-    """Return a value as text, or for a pattern of files, the matching files, as a shell does."""
+    """Return a value as text. For a file pattern, return the matching files, as a shell does."""
     text = json.dumps(value) if isinstance(value, dict | list) else str(value)
     return (name.endswith("_file") and sorted(glob.glob(os.path.expanduser(text)))) or [text]
 

@@ -1,4 +1,4 @@
-"""Execution of the runs of a sweep, and their results as JSON, as a table and as a plot."""
+"""Executes the runs of a sweep and reports the results as JSON, as a table and as a plot."""
 
 import json
 import math
@@ -17,41 +17,41 @@ from typing import Any
 from ..errors import TerminatedError
 from ..files import CONFIG_NAME, RESULTS_NAME, atomic_write, load_json, make_folders
 from ..training.engine.checkpoints import FolderInUseError, list_checkpoints, lock_folder
-from .plan import CONVERTED, TRAINED, Sweep, SweepRun, axis_name
+from .plan import CONVERTED, TRAINED, Sweep, SweepRun, get_axis_name
 
-# Files in the folder of a run: its commands and results, and the output of its commands.
+# Files in the folder of a run, with the commands and results and with the output of the commands.
 RECORD_NAME, LOG_NAME = "run.json", "output.log"
 
 
 class RunFolder:
-    """Run and its folder in the folder of the sweep, which may contain results of an earlier call."""
+    """A run and its folder, which may contain results from an earlier call."""
 
     def __init__(self, run: SweepRun, sweep_dir: Path):
         self.run, self.path = run, sweep_dir / run.folder
         self.record: dict[str, Any] = {"launch": run.launch, "train": run.train, "convert": run.convert}
         self.results: dict[str, Any] | None = None
-        self.failure: str | None = None  # the reason for a failure in this call
+        self.failure: str | None = None  # why the run failed in this call
         self.read()
 
     def read(self) -> None:
-        """Read the results, which may have been written by another call.
+        """Read the stored results, which another call may have written.
 
         Raises:
-            ValueError: if the folder contains another run.
+            ValueError: if the folder contains a different run.
             OSError: if the file cannot be read.
         """
         stored = load_json(self.path / RECORD_NAME) if (self.path / RECORD_NAME).is_file() else self.record
         if changed := [name for name, words in self.record.items() if stored[name] != words]:
             old_words, new_words = stored[changed[0]], self.record[changed[0]]
             raise ValueError(
-                f"{self.path} contains a run with other flags: it had {old_words}, not {new_words}. Give a new "
+                f"{self.path} contains a run with other flags ({old_words} instead of {new_words}). Choose a new "
                 "--output_dir."
             )
         self.results = stored.get("results")
 
     @property
     def is_converted(self) -> bool:
-        """True if the conversion is finished."""
+        """Whether the conversion is finished."""
         return self.run.convert is not None and (self.path / CONVERTED / CONFIG_NAME).is_file()
 
     def execute(self) -> None:
@@ -74,7 +74,7 @@ class RunFolder:
 
     def _execute(self) -> None:
         self._write()
-        for words in self._unfinished_commands():
+        for words in self._list_unfinished_commands():
             if status := _run_command(words, self.path / LOG_NAME):
                 self.failure = f"status {status}: {_read_last_error(self.path / LOG_NAME)}"
                 return
@@ -84,10 +84,10 @@ class RunFolder:
     def _write(self) -> None:
         atomic_write(self.path / RECORD_NAME, json.dumps({**self.record, "results": self.results}, indent=2) + "\n")
 
-    def _unfinished_commands(self) -> list[list[str]]:
-        """Return the unfinished commands. A training continues from its last checkpoint, if it has one."""
+    def _list_unfinished_commands(self) -> list[list[str]]:
+        """Return the unfinished commands. Training resumes from its last checkpoint, if there is one."""
         *conversion, training = self.run.commands(self.path)
-        for leftover in self.path.glob(f".{CONVERTED}.partial-*"):  # left from a killed conversion
+        for leftover in self.path.glob(f".{CONVERTED}.partial-*"):  # left behind by a killed conversion
             shutil.rmtree(leftover)
         trained, program = self.path / TRAINED, ["-m", "attn_variants"]
         if list_checkpoints(trained):
@@ -104,7 +104,7 @@ def _run_command(words: list[str], log: Path) -> int:
     with open(log, "ab") as output:
         output.write(f"\n$ {shlex.join(words)}\n".encode())
         output.flush()
-        # In a process group of its own, a launcher and all its processes receive the signal.
+        # A separate process group lets the signal reach a launcher and all of its processes.
         options: Any = {"stdin": subprocess.DEVNULL, "env": os.environ | {"PATH": path}, "process_group": 0}
         process = subprocess.Popen(words, stdout=output, stderr=output, **options)
         try:
@@ -120,12 +120,12 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 def _read_last_error(log: Path) -> str:
-    """Return the line of a log with the reason why the last command failed."""
+    """Return the line of the log that states why the last command failed."""
     lines = log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2].split("\n")
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-2]).removeprefix("error: ")
 
 
-# The metrics of each training command that are shown if the file names no metrics and the runs report them.
+# The metrics to show for each training command if the file names none and the runs report them.
 DEFAULT_METRICS = {
     "classify": ["eval_f1_macro", "eval_accuracy", "eval_rmse", "eval_pearson"],
     "glue": ["eval_accuracy", "eval_f1", "eval_matthews_correlation", "eval_pearson", "eval_spearmanr"],
@@ -136,11 +136,11 @@ DEFAULT_METRICS = {
     "squad": ["eval_f1", "eval_exact_match"],
     "uptrain": ["eval_loss"],
 }
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "black")  # palette of Okabe and Ito
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "black")  # Okabe-Ito palette
 
 
-def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
-    """Return the results of a sweep as JSON values, with the contestants in the order of the file."""
+def collect_results(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
+    """Return the results of a sweep as JSON values, with the contestants in file order."""
     grouped: dict[str, list[RunFolder]] = {}
     for folder in folders:
         grouped.setdefault(folder.run.contestant, []).append(folder)
@@ -155,8 +155,8 @@ def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
         }
         for name, runs in grouped.items()
     ]
-    defaults, reported = DEFAULT_METRICS[sweep.command], _list_reported(contestants)
-    # A curve is drawn over the first axis of the grid that has several numbers.
+    defaults, reported = DEFAULT_METRICS[sweep.command], _list_reported_metrics(contestants)
+    # Curves are plotted over the first grid axis that has several numeric values.
     numeric_axes = (axis for axis, points in sweep.grid.items() if len(points) > 1 and all(map(_is_number, points)))
     return {
         "title": sweep.title,
@@ -167,8 +167,8 @@ def collect(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
     }
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """Return a Markdown table of means, with ranges if there are several seeds, and warnings below the table."""
+def format_markdown(results: dict[str, Any]) -> str:
+    """Return a Markdown table of means (with ranges if there are several seeds), followed by warnings."""
     metrics, contestants = results["metrics"], results["contestants"]
     rows = [["variant", *(name.removeprefix("eval_") for name in metrics), "parameters", "training, s", "runs"]]
     rows.append(["---"] * len(rows[0]))
@@ -178,29 +178,29 @@ def markdown(results: dict[str, Any]) -> str:
         ]
         rows.append([contestant["name"], *cells, f"{len(contestant['runs'])} of {len(contestant['seeds'])}"])
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
-    note = f"`attn-variants {results['command']}`. Means over seeds, with the range if there are several."
+    note = f"`attn-variants {results['command']}`. Means over seeds, with ranges if there is more than one seed."
     return "\n\n".join([f"# {results['title']}", note, table, *_iterate_warnings(results)]) + "\n"
 
 
 def _iterate_warnings(results: dict[str, Any]) -> Iterator[str]:
-    """Yield warnings about missing metrics, and about models that need a longer training."""
-    contestants, reported = results["contestants"], _list_reported(results["contestants"])
+    """Yield warnings about missing metrics and about models that need more training."""
+    contestants, reported = results["contestants"], _list_reported_metrics(results["contestants"])
     if reported and (missing := [name for name in results["metrics"] if name not in reported]):
-        yield f"No run reports {', '.join(missing)}. The `metrics` can be {', '.join(reported)}."
+        yield f"No run reports {', '.join(missing)}. The available metrics are {', '.join(reported)}."
     gates = {entry["name"]: [run.get("gate_passed") for run in entry["runs"].values()] for entry in contestants}
     if untrained := [name for name, passed in gates.items() if False in passed]:
         yield (
-            f"Not trained enough to compare attention: {', '.join(untrained)}. These models do not use their context "
-            "(`gate_passed` is false). Train them longer, or with a higher learning rate."
+            f"Not trained long enough to compare their attention: {', '.join(untrained)}. These models do not use "
+            "context (`gate_passed` is false). Train them for longer or with a higher learning rate."
         )
 
 
-def draw_sweep(results: dict[str, Any]) -> Any:
-    """Return a figure of the finished runs of a sweep (see `collect`), with one panel per metric."""
-    from matplotlib.figure import Figure  # imported here, because it takes half a second
+def plot_sweep(results: dict[str, Any]) -> Any:
+    """Plot the finished runs of a sweep (see `collect_results`) in a figure with one panel per metric."""
+    from matplotlib.figure import Figure  # imported here because the import takes half a second
 
     count, curve = len(results["metrics"]), results["curve"]
-    # A dollar sign would begin a formula.
+    # A dollar sign would start a formula.
     names = [contestant["name"].replace("$", r"\$") for contestant in results["contestants"]]
     figure = Figure(figsize=((5.2 if curve else max(4.0, 0.5 * len(names))) * count + 0.8, 4.4), layout="constrained")
     figure.suptitle(results["title"].replace("$", r"\$"))
@@ -208,11 +208,11 @@ def draw_sweep(results: dict[str, Any]) -> Any:
         lines: dict[str, list[tuple[float, float, float, float]]] = {}
         for row, contestant in enumerate(results["contestants"]):
             spread, point = contestant["spread"].get(metric), contestant["point"]
-            if spread and curve and curve not in point:  # a reference is drawn as a horizontal line with its range
+            if spread and curve and curve not in point:  # plot references as horizontal lines with ranges
                 axes.axhline(spread["mean"], linestyle="--", linewidth=1, color="gray", label=names[row])
                 axes.axhspan(spread["min"], spread["max"], alpha=0.12, linewidth=0, color="gray")
             elif spread:
-                others = [f"{axis_name(axis)} {value}" for axis, value in point.items() if axis != curve]
+                others = [f"{get_axis_name(axis)} {value}" for axis, value in point.items() if axis != curve]
                 variant = contestant["variant"]
                 name = ", ".join([variant] * bool(variant) + others).replace("$", r"\$") if curve else ""
                 ends = spread["mean"] - spread["min"], spread["max"] - spread["mean"]
@@ -225,13 +225,13 @@ def draw_sweep(results: dict[str, Any]) -> Any:
             axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
         elif axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
-        axes.set(xlabel=axis_name(curve or ""), ylabel=metric.removeprefix("eval_"))
+        axes.set(xlabel=get_axis_name(curve or ""), ylabel=metric.removeprefix("eval_"))
         axes.grid(alpha=0.25)
     return figure
 
 
 def _compute_spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the mean and the range of each number and, if there are several values, its sample deviation."""
+    """Return the mean and range of each numeric result and, if there are several values, the standard deviation."""
     spreads = {}
     for name in dict.fromkeys(name for results in runs for name in results):
         values = [results[name] for results in runs if _is_number(results.get(name))]
@@ -242,7 +242,7 @@ def _compute_spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, floa
     return spreads
 
 
-def _list_reported(contestants: Iterable[dict[str, Any]]) -> list[str]:
+def _list_reported_metrics(contestants: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for contestant in contestants for name in contestant["spread"]))
 
 

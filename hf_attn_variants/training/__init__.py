@@ -1,7 +1,7 @@
 # ruff: noqa: F401 (`__all__` is hidden from type checkers and ruff)
-"""Fine-tuning, uptraining and pretraining. Each has a settings dataclass, and a task or a function that uses it.
+"""Fine-tuning, uptraining and pretraining. Each consists of a settings dataclass and a task or function that uses it.
 
-Names are imported at their first use, so that the settings can be imported without torch and Transformers.
+Names are imported on first use, so that the settings can be imported without torch and Transformers.
 
 Example:
     ```python
@@ -44,7 +44,7 @@ def _import_name(name: str) -> Any:
     return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
 
 
-# Type checkers do not see `__getattr__`, because with it they would accept any name.
+# `__getattr__` is hidden from type checkers because they would otherwise accept any name.
 if TYPE_CHECKING:
     from .classification import ClassificationSettings
     from .classification.task import ClassificationFineTuning

@@ -215,7 +215,7 @@ def test_invalid_row_error_names_the_row(load, change, message):
 def test_partly_labeled_test_rows_raise_an_error(load):
     row = {"context": "c", "choices": ["x", "y"]}
     known = [row | {"answer": answer} for answer in "AB"]
-    with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', but .*row 2 has it"):
+    with pytest.raises(ValueError, match=r"test.jsonl, line 1, row 1: .*'answer', but .*row 2 has one"):
         load({"train.jsonl": known, "dev.jsonl": known, "test.jsonl": [row, *known]})
     named = {"label": "c", "choices": ["x", "y"]}  # a context may be called as answers are
     result = load({"test.jsonl": [named, named]}, "--num_train_epochs", 0, "--context_column", "label")

@@ -193,7 +193,7 @@ def test_other_heads_are_initialized_and_other_models_raise(run, tiny_bert, tmp_
     assert results["steps"] == 1
     assert AutoModelForMultipleChoice.from_pretrained(out).config.problem_type is None
     with pytest.raises(
-        ValueError, match=r"needs a model that was trained to choose, .* saved as BertForSequenceClass"
+        ValueError, match=r"requires a model that was trained to choose, .* saved as BertForSequenceClass"
     ):
         run("--num_train_epochs", 0, model=tmp_path / "classifier", out="no")
     with pytest.raises(ValueError, match=r"--max_length.*65"):

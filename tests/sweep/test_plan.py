@@ -159,31 +159,31 @@ def test_variables_keep_their_type(dry_run):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"sed": [0]}, "got sed"),
+        ({"sed": [0]}, "Unknown key `sed`"),
         ({"command": "pretain"}, "`command` must be one of"),
         ({"command": None}, "`command` must be one of"),
-        ({"seeds": [0, 0]}, "must not have the same folder"),
+        ({"seeds": [0, 0]}, "would use the same folder"),
         ({"seeds": ["one"]}, "--seed"),
         ({"seeds": []}, "`seeds` must not be empty"),
         ({"variants": {"a": {"train_file": []}}}, "--train_file"),
-        ({"variants": []}, "`variants` must be an object"),
+        ({"variants": []}, "`variants` must be a mapping"),
         ({"variants": {}}, "must contain `variants`"),
-        ({"variants": {"a b": {}, "a-B": {"optim": "adafactor"}}}, "must not have the same folder runs/a-b"),
+        ({"variants": {"a b": {}, "a-B": {"optim": "adafactor"}}}, "would use the same folder runs/a-b"),
         ({"variants": {"a": {"learning_reat": 1}}}, "did you mean --learning_rate?"),
         ({"variants": {"a": {"learning_reat": True}}}, "`learning_reat` must be text or a number"),
         ({"variants": {"a": {"max_steps": 1}}}, "--max_train_steps"),
-        ({"variants": {"a": {"output_dir": "x"}}}, "`output_dir` must not be given"),
+        ({"variants": {"a": {"output_dir": "x"}}}, "`output_dir` must not be set"),
         ({"variants": {"a": {"talking_heads": "logit"}}}, "--talking_heads"),
         ({"variants": {"a": {"warmup_ratio": 2}}}, "--warmup_ratio must be in [0, 1), got 2.0"),
         ({"variants": {"a": {"max_length": [1, 2]}}}, "'a': "),
         ({"variants": {"a": {"cpu": "yes"}}}, "`cpu` must be true or false, got 'yes'"),
         ({"variants": {"a": {"lr_scheduler_type": False}}}, "`lr_scheduler_type` must be text or a number"),
-        ({"variants": {"a": 3}}, "`variants`, `a` must be an object"),
+        ({"variants": {"a": 3}}, "`variants`, `a` must be a mapping"),
         ({"grid": {"learning_rate": []}}, "`grid`, `learning_rate` must be a list"),
-        ({"grid": {"learning_rate": [1, 1]}}, "`grid`, `learning_rate` must be a list of different values"),
+        ({"grid": {"learning_rate": [1, 1]}}, "`grid`, `learning_rate` must be a list of distinct values"),
         ({"convert": {"methd": "mean"}}, "--method"),
         ({"convert": {"model_name_or_path": "a"}, "flags": FLAGS | {"model_name_or_path": "a"}}, "under `convert`"),
-        ({"flags": FLAGS | {"train_file": ["${DAT}"]}, "variables": {"DATA": "x"}}, "`variables` must contain DAT"),
+        ({"flags": FLAGS | {"train_file": ["${DAT}"]}, "variables": {"DATA": "x"}}, "uses the variable `DAT`"),
         ({"flags": FLAGS | {"train_file": ["${DATA}"]}, "variables": {"DATA": None}}, "--set DATA=VALUE"),
     ],
 )
@@ -195,13 +195,13 @@ def test_sweep_file_error_is_one_line(dry_run, change, message):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` must occur only once in the object at line 1"),
-        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` must occur only once in the object at line 3"),
-        ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` must occur only once in the object at line 2"),
-        ("command: [\n", "must be YAML: "),
+        ("command: pretrain\nseeds: [0]\nseeds: [1]\n", "`seeds` must not occur more than once in the object"),
+        ("command: pretrain\nvariants:\n  a: {}\n  a: {}\n", "`a` must not occur more than once in the object"),
+        ("command: pretrain\nvariants: {a: {}, a: {}}\n", "`a` must not occur more than once in the object at line 2"),
+        ("command: [\n", "must be valid YAML: "),
         ("command: pretrain\nflags:\n\tmodel_type: bert\n", "line 3, column 1"),
-        ("- a\n", "The file must be an object"),
-        ('{"command": "pretrain", "command": "glue"}', "`command` must occur only once"),
+        ("- a\n", "The file must be a mapping"),
+        ('{"command": "pretrain", "command": "glue"}', "`command` must not occur more than once"),
     ],
 )
 def test_duplicate_keys_and_invalid_yaml_raise_an_error(dry_run, text, message):
@@ -209,7 +209,7 @@ def test_duplicate_keys_and_invalid_yaml_raise_an_error(dry_run, text, message):
 
 
 def test_unknown_variable_raises_an_error(dry_run):
-    assert "--set must name variables of the file" in dry_run(BASE, "--set", "A=1")
+    assert "--set must name variables from the file" in dry_run(BASE, "--set", "A=1")
 
 
 def test_sweep_command_line_rejects_invalid_arguments(capsys):

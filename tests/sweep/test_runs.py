@@ -16,7 +16,7 @@ from fixtures.kills import draw_points
 
 from hf_attn_variants import cli
 from hf_attn_variants.sweep import runner
-from hf_attn_variants.sweep.runner import draw_sweep, markdown
+from hf_attn_variants.sweep.runner import format_markdown, plot_sweep
 from hf_attn_variants.training.engine import checkpoints
 
 # These values differ between runs.
@@ -123,7 +123,7 @@ def test_finished_sweep_only_runs_new_runs(undisturbed, sweep_file, tmp_path, ca
     error = capsys.readouterr().err
     assert "a run with other flags" in error and "2e-3" in error and "multi-head/seed-0" in error
     assert run(change(sweep_file, metrics=["eval_pearsn"]), out) == 0
-    assert "No run reports eval_pearsn. The `metrics` can be eval_" in capsys.readouterr().out
+    assert "No run reports eval_pearsn. The available metrics are eval_" in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -320,7 +320,7 @@ def results_of(points, **more):
 
 def test_plot_has_curves_for_numbers_and_bars_for_names():
     points = [("a", {"alpha": 0.1}, 1.0), ("a", {"alpha": 0.01}, 2.0), ("b", {"alpha": 0.01}, 3.0), ("r", {}, 4.0)]
-    [axes] = draw_sweep(results_of(points, curve="alpha")).axes
+    [axes] = plot_sweep(results_of(points, curve="alpha")).axes
     curves = {line.get_label(): line for line in axes.containers}
     assert [*curves] == ["a", "b"] and axes.get_xlabel() == "alpha"
     line = curves["a"].lines[0]
@@ -328,14 +328,14 @@ def test_plot_has_curves_for_numbers_and_bars_for_names():
     low, high = (segment[:, 1] for segment in curves["a"].lines[2][0].get_segments())
     assert sorted(low) == pytest.approx([2.0, 2.1]) and sorted(high) == pytest.approx([1.0, 1.1])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["r", "a", "b"]
-    left, right = draw_sweep(results_of([("a", {}, 1.0)], metrics=["eval_loss", "eval_bleu"])).axes
+    left, right = plot_sweep(results_of([("a", {}, 1.0)], metrics=["eval_loss", "eval_bleu"])).axes
     assert [text.get_text() for text in left.get_xticklabels()] == ["a"] and right.get_ylabel() == "bleu"
 
 
 def test_models_that_ignore_their_context_are_named():
     result = results_of([("a", {}, 1.0), ("b", {}, 2.0)])
-    assert markdown(result).endswith("|\n")
+    assert format_markdown(result).endswith("|\n")
     for item, passed in zip(result["contestants"], (True, False), strict=True):
         item["runs"]["0"]["gate_passed"] = passed
-    warning = markdown(result).partition("|\n\n")[2]
-    assert warning.startswith("Not trained enough to compare attention: b. ") and warning.count("\n") == 1
+    warning = format_markdown(result).partition("|\n\n")[2]
+    assert warning.startswith("Not trained long enough to compare their attention: b. ") and warning.count("\n") == 1

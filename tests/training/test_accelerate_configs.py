@@ -111,7 +111,10 @@ def test_accelerate_environment_does_not_scale_the_gradient(tmp_path, monkeypatc
 
 def test_adafactor_with_fsdp2_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "is_fsdp2", True)
-    with pytest.raises(ValueError, match="--optim adafactor cannot"), _session(tmp_path, "--optim", "adafactor"):
+    with (
+        pytest.raises(ValueError, match="--optim adafactor is not supported"),
+        _session(tmp_path, "--optim", "adafactor"),
+    ):
         pass
     assert not (tmp_path / "out").exists()
 
@@ -203,7 +206,7 @@ def test_two_cpu_processes_equal_one_and_resume_bitwise_equal(variant, glue, one
     assert losses(tmp_path / "resumed") == losses(tmp_path / "two")
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("two", "resumed")]
     assert weights[0] == weights[1]
-    with pytest.raises(ValueError, match="processes was 2 and is 1"):
+    with pytest.raises(ValueError, match="processes was 2 and is now 1"):
         main(parse_args([str(flag) for flag in glue_flags(variant, glue, tmp_path / "alone", 2, *resume)]))
 
 

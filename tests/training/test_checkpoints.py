@@ -131,11 +131,11 @@ def test_damaged_checkpoint_error_names_the_file(once_trained, tiny_bert, glue, 
 
 def test_inexact_resume_raises_an_error(trained, tmp_path):
     out, again = trained
-    with pytest.raises(ValueError, match="per_device_train_batch_size was 4 and is 2"):
+    with pytest.raises(ValueError, match="per_device_train_batch_size was 4 and is now 2"):
         again("--resume_from_checkpoint", "latest", "--per_device_train_batch_size", "2")
-    with pytest.raises(ValueError, match="seed was 42 and is 7"):
+    with pytest.raises(ValueError, match="seed was 42 and is now 7"):
         again("--resume_from_checkpoint", "latest", "--seed", "7")
-    with pytest.raises(ValueError, match=r"learning_rate was 0\.001 and is 0\.002, lr_scheduler_type was linear"):
+    with pytest.raises(ValueError, match=r"learning_rate was 0\.001 and is now 0\.002, lr_scheduler_type was linear"):
         again("--resume_from_checkpoint", "latest", "--learning_rate", "2e-3", "--lr_scheduler_type", "cosine")
     with pytest.raises(ValueError, match="a complete checkpoint"):
         again("--resume_from_checkpoint", str(tmp_path))
@@ -148,20 +148,20 @@ def test_inexact_resume_raises_an_error(trained, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--weight_decay", "0.1", "weight_decay was 0.0 and is 0.1"),
-        ("--adam_beta1", "0.8", "adam_beta1 was 0.9 and is 0.8"),
-        ("--adam_beta2", "0.99", "adam_beta2 was 0.999 and is 0.99"),
-        ("--adam_epsilon", "1e-6", "adam_epsilon was 1e-08 and is 1e-06"),
-        ("--max_grad_norm", "2", "max_grad_norm was 1.0 and is 2.0"),
-        ("--lr_scheduler_kwargs", '{"num_cycles": 1}', r"lr_scheduler_kwargs was \{\} and is \{'num_cycles': 1\}"),
-        ("--num_warmup_steps", "2", "warm-up steps was 0 and is 2"),
-        ("--warmup_ratio", "0.5", "warm-up steps was 0 and is 7"),
-        ("--max_train_steps", "14", "training steps was 13 and is 14"),
-        ("--dropout_rate", "0", "dropout_rate was None and is 0.0"),
-        ("--metric_for_best_model", "pearson", "metric_for_best_model was loss and is pearson"),
-        ("--early_stopping_patience", "9", "early_stopping_patience was None and is 9"),
-        ("--model_name_or_path", None, "model_name_or_path was .* and is .*copy"),
-        ("--train_file", None, "hash of the training data was [0-9a-f]{16} and is [0-9a-f]{16}"),
+        ("--weight_decay", "0.1", "weight_decay was 0.0 and is now 0.1"),
+        ("--adam_beta1", "0.8", "adam_beta1 was 0.9 and is now 0.8"),
+        ("--adam_beta2", "0.99", "adam_beta2 was 0.999 and is now 0.99"),
+        ("--adam_epsilon", "1e-6", "adam_epsilon was 1e-08 and is now 1e-06"),
+        ("--max_grad_norm", "2", "max_grad_norm was 1.0 and is now 2.0"),
+        ("--lr_scheduler_kwargs", '{"num_cycles": 1}', r"lr_scheduler_kwargs was \{\} and is now \{'num_cycles': 1\}"),
+        ("--num_warmup_steps", "2", "warm-up steps was 0 and is now 2"),
+        ("--warmup_ratio", "0.5", "warm-up steps was 0 and is now 7"),
+        ("--max_train_steps", "14", "training steps was 13 and is now 14"),
+        ("--dropout_rate", "0", "dropout_rate was None and is now 0.0"),
+        ("--metric_for_best_model", "pearson", "metric_for_best_model was loss and is now pearson"),
+        ("--early_stopping_patience", "9", "early_stopping_patience was None and is now 9"),
+        ("--model_name_or_path", None, "model_name_or_path was .* and is now .*copy"),
+        ("--train_file", None, "hash of the training data was [0-9a-f]{16} and is now [0-9a-f]{16}"),
     ],
 )
 def test_resume_with_a_changed_option_error_names_the_option(
@@ -205,7 +205,7 @@ def test_resume_with_another_thread_count_gives_a_warning(trained, caplog):
     assert "to rounding" not in caplog.text
     state.write_text(state.read_text().replace(f'"CPU threads": {torch.get_num_threads()}', '"CPU threads": 64'))
     again("--resume_from_checkpoint", "latest")
-    assert f"CPU threads was 64 and is {torch.get_num_threads()}" in caplog.text
+    assert f"CPU threads was 64 and is now {torch.get_num_threads()}" in caplog.text
 
 
 def test_failed_write_keeps_the_last_checkpoint_and_no_partial_one(tiny_bert, glue, tmp_path, monkeypatch):

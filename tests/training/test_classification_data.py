@@ -141,15 +141,15 @@ def test_label_cell_is_parsed(value, separator, expected):
         ("a;;b", ";", ".*'a', '', 'b'"),
         ("a;b;a", ";", ".*'a' twice"),
         ([1, 0, 0], None, r".*\['1', '0', '0'\] seems to indicate"),
-        ([True, True], None, ".* Give the names"),
-        ([0.0, 0.0, 1.0], None, ".* Give the names"),
+        ([True, True], None, ".* Provide label names"),
+        ([0.0, 0.0, 1.0], None, ".* Provide label names"),
         (["1", "1", "2"], None, ".*'1' twice"),
         (["a", ["b"]], None, r".*got \['b'\]"),
         (["a", None], None, ".*got None"),
         ({"x": 1}, None, ".*got {'x': 1}"),
         (float("nan"), None, ".*finite number, got nan"),
         (float("inf"), None, ".*finite number, got inf"),
-        ("\ud800", None, ".*got half a surrogate pair"),
+        ("\ud800", None, ".*got an incomplete surrogate pair"),
     ],
 )
 def test_invalid_label_cell_raises_an_error(value, separator, message):
@@ -192,7 +192,7 @@ def test_class_weights_equal_scikit_learn_or_are_given():
     several = LabelScheme(MULTI_LABEL, ("a", "b"))
     assert compute_class_weights("balanced", several, [[1, 0], [0, 1], [0, 1], [0, 1]]) == pytest.approx([3, 1 / 3])
     for given, of, rows, message in (
-        ({"d": 1}, scheme, values, "'a', 'b', 'c', got 'd'"),
+        ({"d": 1}, scheme, values, "unknown label 'd'. Use only 'a', 'b', 'c'"),
         ("balanced", scheme, [0, 1], "no training row has the label 'c'"),
         ("balanced", several, [[1, 0], [1, 1]], "every training row has the label 'a'"),
     ):
@@ -330,8 +330,8 @@ TRAIN = "text,label\na,x\nb,y\n"
         ("text,label\na,x,1\n", r"dev.csv, line 2, row 1: .* got 3"),
         ('text,label\n"a,x\n', r"dev.csv, line 2, row 1: A quote begins in this row"),
         ("text,label,label\na,x,y\n", r"dev.csv, line 1, the header: two columns have the name 'label'"),
-        ("text,label\n", r"dev.csv must have at least one row"),
-        ("", r"dev.csv must have at least one row"),
+        ("text,label\n", r"dev.csv must contain at least one row"),
+        ("", r"dev.csv must contain at least one row"),
     ],
 )
 def test_table_error_names_the_row(load, dev, message):
@@ -342,9 +342,9 @@ def test_table_error_names_the_row(load, dev, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": 5, "label": "x"}, "train.jsonl, line 2, row 2: Column 'text' holds no text but 5"),
-        ({"text": None, "label": "x"}, "row 2: Column 'text' holds no text but None"),
-        ({"text": "\ud800", "label": "x"}, "row 2: Column 'text' holds half a surrogate pair"),
+        ({"text": 5, "label": "x"}, "train.jsonl, line 2, row 2: Column 'text' contains 5 instead of text"),
+        ({"text": None, "label": "x"}, "row 2: Column 'text' contains None instead of text"),
+        ({"text": "\ud800", "label": "x"}, "row 2: Column 'text' contains an incomplete surrogate pair"),
         ({"label": "x"}, "row 2: there is no column 'text'; its columns are label"),
         ({"text": "b", "label": float("nan")}, "row 2, column 'label'.*got nan"),
         ({"text": "b", "label": {"x": 1}}, "row 2.*column 'label'"),
@@ -391,7 +391,7 @@ def test_label_names_may_be_reordered_and_extended(load, caplog):
     result = load({"train.csv": TRAIN, "dev.csv": "text,label\na,z\n"}, "--labels", "z", "y", "x")
     assert result.scheme.names == ("z", "y", "x") and result.splits["train"].data["label"][:] == [2, 1]
     assert result.splits["validation"].data["label"][:] == [0]
-    assert "No training row has the labels 'z'" in caplog.text
+    assert "No training row has any of the labels 'z'" in caplog.text
     with pytest.raises(ValueError, match=r"train.csv, line 3, row 2, column 'label'.*'x', 'z', got 'y'"):
         load({"train.csv": TRAIN}, "--labels", "x", "z")
 
@@ -446,7 +446,7 @@ def test_evaluation_uses_the_labels_of_the_model(load):
     assert alone.label_column is None and list(alone.splits) == ["test"]
     for config, message in (
         (classifier(["x", "y"]), "dev.csv, line 2, row 1, column 'label'.*'x', 'y', got 'b'"),
-        (classifier(["x", "y"], REGRESSION), "one output for regression, got 2"),
+        (classifier(["x", "y"], REGRESSION), "single output for regression, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             load(rows, *only, config=config)
@@ -498,13 +498,15 @@ def test_dataset_ids_are_used_if_the_model_names_no_class(load_source):
 
 def test_invalid_dataset_raises_an_error(load_source):
     rows = Dataset.from_dict({"text": ["a", None], "label": [0.5, 1.5]})
-    with pytest.raises(ValueError, match=r"me/data \(train\), row 2: Column 'text' holds no text but None"):
+    with pytest.raises(ValueError, match=r"me/data \(train\), row 2: Column 'text' contains None instead of text"):
         load_source({"train": rows})
     good = Dataset.from_dict({"text": ["a", "b"], "label": ["x", "y"]})
     bad = Dataset.from_dict({"text": ["a", None], "label": ["x", "y"]})
     with pytest.raises(ValueError, match=r"me/data \(train\), row 2"):
         load_source({"train": bad, "validation": good, "test": good})
-    with pytest.raises(ValueError, match=r"--train_split_name must be a split of .*, got 'train'. Its splits are all"):
+    with pytest.raises(
+        ValueError, match=r"--train_split_name must be a non-empty split of .*, got 'train'. Its splits are all"
+    ):
         load_source({"all": rows})
     with pytest.raises(ValueError, match="has neither a dev nor a test split"):
         load_source({"train": rows}, "--num_train_epochs", "0")
@@ -516,5 +518,5 @@ def test_unavailable_dataset_raises_an_os_error(monkeypatch):
 
     monkeypatch.setattr(tables, "load_dataset", fail)
     flags = ["model", "--output_dir", "out", "--dataset_name", "nowhere/none"]
-    with pytest.raises(OSError, match=r"--dataset_name nowhere/none cannot be loaded \(RuntimeError: no network\)"):
+    with pytest.raises(OSError, match=r"--dataset_name nowhere/none could not be loaded \(RuntimeError: no network\)"):
         load_classification_data(parse_args(flags), NO_CLASSIFIER)

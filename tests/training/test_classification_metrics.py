@@ -16,8 +16,8 @@ from hf_attn_variants.training.classification.task import (
     Predictions,
     compute_classification_metrics,
     compute_metric_details,
-    draw_confusion_matrix,
     make_classification_objective,
+    plot_confusion_matrix,
     shorten_class_name,
     to_model_labels,
 )
@@ -193,7 +193,7 @@ def test_labels_follow_the_order_of_the_outputs():
 def test_confusion_matrix_is_plotted_with_any_names(tmp_path, count, caplog, recwarn):
     names = ["$x_{", "two\nlines", "ünï\x07code", "中文", "", "a" * 300, r"\frac", *map(str, range(count))][:count]
     matrix = np.random.default_rng(0).integers(20_000, size=(count, count)).tolist()
-    draw_confusion_matrix(matrix, names, tmp_path / "c.png", "be$rt_{, dev: 9 rows")
+    plot_confusion_matrix(matrix, names, tmp_path / "c.png", "be$rt_{, dev: 9 rows")
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG") and not caplog.text
     assert not [str(item.message) for item in recwarn if "Glyph" in str(item.message)]
 
@@ -206,7 +206,7 @@ def test_long_names_are_shortened_to_one_line():
 def test_confusion_matrix_has_counts_and_labels(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(task, "write_picture", lambda path, draw, **options: drawn.append(draw()))
-    draw_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
+    plot_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
     axes = drawn[0].axes[0]
     # Nothing where there is nothing, and the true class is the row.
     assert {(text.get_position(), text.get_text()) for text in axes.texts} == {

@@ -261,7 +261,7 @@ def test_finished_model_remembers_its_columns(run, sorts, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
         scored, again = run(None, None, *known, model=out, out="again", test=dev)
     printed = "--text_columns 'what is said' --label_column 'tags' --label_separator '|'"
-    assert f"training of the model: {printed}" in caplog.text
+    assert f"model's training: {printed}" in caplog.text
     assert scored["test_samples"] == len(lines_of(again / "predictions_test.jsonl")) and "test_f1_micro" in scored
     # The prediction uses them too, and given columns take precedence.
     alone, _ = run(None, None, *known, model=again, out="alone", test=test)
@@ -286,7 +286,7 @@ def test_finished_model_keeps_its_problem_type(run, sorts, caplog):
     assert given["threshold"] == 0.6
     assert "trained with" not in caplog.text
     run(None, dev, "--num_train_epochs", 0, "--max_length", 12, model=out, out="shorter")
-    printed = "cut at 12 tokens, but the model was trained with --max_length 24"
+    printed = "truncated at 12 tokens, but the model was trained with --max_length 24"
     assert printed in caplog.text
 
 
@@ -296,7 +296,7 @@ def test_partly_labeled_test_rows_raise_an_error(run, sorts, tmp_path, rows):
     test = tmp_path / "some.jsonl"
     some = [{"what is said": "a cat"}] * rows + [{"what is said": "a dog", "kind of $": "animal"}]
     test.write_text("".join(json.dumps(row) + "\n" for row in some))
-    message = f"some.jsonl, line 1, row 1: There is no column 'kind of \\$', but .*row {rows + 1} has it"
+    message = f"some.jsonl, line 1, row 1: There is no column 'kind of \\$', but .*row {rows + 1} has one"
     with pytest.raises(ValueError, match=message):
         run(train, dev, *TEXT, "--label_column", "kind of $", test=test)
 
@@ -308,7 +308,7 @@ def test_evaluation_reads_only_the_label_column_of_the_training(run, sorts, tmp_
     test = write_csv(tmp_path / "new.csv", ("what is said", "target", "rating"), rows)
     results, _ = run(None, None, "--num_train_epochs", 0, model=out, out="new", test=test)
     assert "test_accuracy" not in results and results["test_samples"] == 2
-    with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that classifies texts"):
+    with pytest.raises(ValueError, match=r"--num_train_epochs 0 requires a model that classifies texts"):
         run(None, None, "--num_train_epochs", 0, *TEXT, out="no_head", test=test)
     named, _ = run(None, None, "--num_train_epochs", 0, "--label_column", "target", model=out, out="named", test=test)
     assert "test_accuracy" in named
@@ -321,13 +321,13 @@ def test_nan_outputs_raise_an_error(run, sorts, tmp_path):
     name, value = "classifier.bias", weights["classifier.bias"].clone()
     only = None, dev, "--num_train_epochs", 0
     save_file(weights | {name: torch.full_like(value, torch.nan)}, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"has NaN in 1 of its tensors, such as classifier\.bias"):
+    with pytest.raises(ValueError, match=r"contains NaN values in 1 of its tensors, such as classifier\.bias"):
         run(*only, model=out, out="damaged")
     # Each weight is a number, and their products are too large to be any.
     inputs = weights["classifier.weight"].clone()
     inputs[:] = 3e38
     save_file(weights | {"classifier.weight": inputs}, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(NonFiniteLossError, match=r"are NaN or infinite for .* of validation"):
+    with pytest.raises(NonFiniteLossError, match=r"are NaN or infinite for .* in validation"):
         run(*only, model=out, out="overflow")
 
 
@@ -403,22 +403,22 @@ FILES = ("--train_file", "a.csv", "--validation_file", "b.csv")
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "--train_file, .* or --dataset_name must be given"),
-        ((*FILES, "--dataset_name", "d"), "or --dataset_name must be given, got both"),
-        (("--validation_file", "a.csv"), r"--train_file must be given"),
+        ((), "--train_file, .* or --dataset_name"),
+        ((*FILES, "--dataset_name", "d"), "or --dataset_name, got both"),
+        (("--validation_file", "a.csv"), r"--train_file is required"),
         ((*FILES, "--text_columns", "a", "b", "c"), "--text_columns.*got a, b, c"),
         ((*FILES, "--text_columns", "a", "a"), "--text_columns.*got a, a"),
         ((*FILES, "--problem_type", "binary"), "invalid choice|must be one of"),
-        ((*FILES, "--labels", "a", "a"), r"--labels must be different.*got \['a', 'a'\]"),
+        ((*FILES, "--labels", "a", "a"), r"--labels must be distinct.*got \['a', 'a'\]"),
         ((*FILES, "--labels", "a", " b"), "--labels"),
         ((*FILES, "--class_weights", "equal"), "--class_weights.*'equal'"),
         ((*FILES, "--class_weights", '{"a": 0}'), "--class_weights.*'a': 0"),
         ((*FILES, "--class_weights", '{"a": "2"}'), "--class_weights.*'a'"),
-        ((*FILES, "--class_weights", '{"a": 3'), "must be JSON: "),
+        ((*FILES, "--class_weights", '{"a": 3'), "not valid JSON: "),
         ((*FILES, "--threshold", "1"), r"--threshold must be in \(0, 1\), got 1"),
         ((*FILES, "--metric_for_best_model", "bleu"), "must be one of loss, accuracy, f1_macro, .* got 'bleu'"),
         ((*FILES, "--metric_for_best_model", "mae", "--problem_type", "multi_label_classification"), "of loss, f1"),
-        ((*FILES[:2], "--early_stopping_patience", "2"), "--early_stopping_patience needs dev rows"),
+        ((*FILES[:2], "--early_stopping_patience", "2"), "--early_stopping_patience requires dev rows"),
     ],
 )  # fmt: skip
 def test_classify_rejects_invalid_flags(flags, message, capsys):

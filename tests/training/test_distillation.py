@@ -9,8 +9,8 @@ from relatives import ENCODERS
 from torch.nn import functional
 
 from hf_attn_variants.model_properties import LogitsKind, logits_kind
-from hf_attn_variants.training.engine.models import iterate_attentions, select_trainable
-from hf_attn_variants.training.engine.optimization import token_cross_entropy
+from hf_attn_variants.training.engine.models import iterate_attention_modules, select_trainable_parameters
+from hf_attn_variants.training.engine.optimization import compute_token_cross_entropy
 from hf_attn_variants.training.uptraining import objective
 from hf_attn_variants.training.uptraining.objective import (
     ActivationRecorder,
@@ -174,7 +174,7 @@ def test_encoder_decoder_answers_are_distributions_over_the_text():
 
 def test_cross_entropy_and_embedding_distance_equal_their_formulas():
     logits, labels = random(2, 4, 5).float(), torch.tensor([[1, -100, 4, 0], [-100, -100, -100, -100]])
-    sums, items = token_cross_entropy(logits, labels)
+    sums, items = compute_token_cross_entropy(logits, labels)
     expected = functional.cross_entropy(logits[0], labels[0], reduction="sum", ignore_index=-100)
     torch.testing.assert_close(sums, torch.tensor([float(expected), 0.0]))
     assert items.tolist() == [3, 0]
@@ -206,7 +206,7 @@ def test_all_layers_and_attentions_are_recorded(architecture, upstream):
 
 def test_albert_attention_is_recorded_once_per_layer():
     model = ALBERT.model("AlbertModel", "gqa")
-    assert len(list(iterate_attentions(model))) == 1
+    assert len(list(iterate_attention_modules(model))) == 1
     outputs = ActivationRecorder(model, True).run(model, ALBERT.batch("AlbertModel")).attention_outputs["encoder"]
     assert len(outputs) == 2 and not torch.equal(*outputs)
 
@@ -239,13 +239,13 @@ def test_teacher_encodes_long_text_in_pieces():
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda row: row.name)
 def test_only_attention_is_trainable_on_request(architecture):
     model = architecture.model(BASES[architecture.name], "gqa_talking")
-    select_trainable(model, "attention")
+    select_trainable_parameters(model, "attention")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     expected = {
         name for name, _ in model.named_parameters() if "attention" in name.lower() and "layer_norm" not in name
     }
     assert trained == expected and trained
-    select_trainable(model, "all")
+    select_trainable_parameters(model, "all")
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 

@@ -6,7 +6,7 @@ from transformers import AlbertConfig, AutoTokenizer, T5Config
 
 from hf_attn_variants.glue_tasks import TASKS, format_prediction, get_task, parse_label
 from hf_attn_variants.training.classification.data import ClassificationSplit, tokenize_split
-from hf_attn_variants.training.engine.models import fit_token_types
+from hf_attn_variants.training.engine.models import configure_token_types
 from hf_attn_variants.training.glue.task import load_ax, load_glue, read_tsv
 
 
@@ -54,14 +54,14 @@ def test_official_layouts_are_read_by_column_name(tmp_path):
 def test_qqp_skips_truncated_rows_with_a_warning(tmp_path, caplog):
     text = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tA?\tB?\t1\n1\t3\t4\tC?\nand D?\tE?\t0\n"
     assert len(read_tsv(write(tmp_path / "train.tsv", text), TASKS["qqp"])) == 1
-    assert "2 of 3 rows are cut" in caplog.text
+    assert "2 of 3 rows are split" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("task", "text", "message"),
     [
-        ("sst2", "", "has none"),
-        ("sst2", "sentence\tlabel\n", "has none"),
+        ("sst2", "", "is empty"),
+        ("sst2", "sentence\tlabel\n", "is empty"),
         ("sst2", "sentence\tstars\ngood\t1\n", "line 1.*column label"),
         ("sst2", "sentence\tlabel\ngood\t1\nbad\n", "line 3.*2 columns.*got 1"),
         ("sst2", "sentence\tlabel\ngood\t1\na\tb\t0\n", "line 3.*got 3"),
@@ -156,18 +156,18 @@ def test_pairs_have_token_types_if_the_model_uses_them(glue, tiny_bert):
     split = load_glue(get_task("stsb"), str(glue / "STS-B"))["train"]
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert)
     tokenizer.model_input_names = ["input_ids", "attention_mask"]  # as ALBERT's
-    fit_token_types(tokenizer, T5Config())
+    configure_token_types(tokenizer, T5Config())
     assert "token_type_ids" not in tokenize_split(split, tokenizer, max_length=12).column_names
-    fit_token_types(tokenizer, AlbertConfig())
+    configure_token_types(tokenizer, AlbertConfig())
     assert sum(tokenize_split(split, tokenizer, max_length=12)[0]["token_type_ids"]) > 0
-    fit_token_types(tokenizer, T5Config())
+    configure_token_types(tokenizer, T5Config())
     assert "token_type_ids" not in tokenize_split(split, tokenizer, max_length=12).column_names
 
 
 def test_token_types_are_kept_when_the_tokenizer_is_saved(shared_data, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "tokenizers/albert")
     assert "token_type_ids" not in tokenizer("a text", "another")
-    fit_token_types(tokenizer, AlbertConfig())
+    configure_token_types(tokenizer, AlbertConfig())
     tokenizer.save_pretrained(tmp_path)
     assert sum(AutoTokenizer.from_pretrained(tmp_path)("a text", "another")["token_type_ids"]) > 0
 

@@ -21,7 +21,7 @@ from hf_attn_variants.training.engine import loop as training_loop
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import Objective
-from hf_attn_variants.training.engine.session import save_bad_batch
+from hf_attn_variants.training.engine.session import save_failed_batches
 from hf_attn_variants.training.engine.settings import count_training_steps
 
 
@@ -147,7 +147,7 @@ def test_missing_random_states_raise_an_error(tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
     (path,) = tmp_path.glob("checkpoint-2/random_states_0.pkl")
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"random_states_0\.pkl cannot be read"):
+    with pytest.raises(ValueError, match=r"random_states_0\.pkl could not be read"):
         make_loop(tmp_path, resume_from_checkpoint="latest").run()
 
 
@@ -162,7 +162,7 @@ def test_unwritable_log_error_names_the_last_checkpoint(tmp_path):
 def test_nan_in_a_shared_tensor_is_detected(tmp_path):
     ids = torch.arange(6).reshape(2, 3)
     batches = [{"input_ids": ids, "labels": ids, "turned": ids.T}, {"input_ids": ids[:1]}]
-    save_bad_batch(SimpleNamespace(process_index=1), batches, tmp_path, 7)
+    save_failed_batches(SimpleNamespace(process_index=1), batches, tmp_path, 7)
     saved = load_file(tmp_path / "bad_batch-7-1.safetensors")
     assert saved.keys() == {"0.input_ids", "0.labels", "0.turned", "1.input_ids"}
     assert torch.equal(saved["0.labels"], ids) and torch.equal(saved["0.turned"], ids.T)
@@ -172,7 +172,7 @@ def test_nan_is_reported_despite_a_full_disk(tmp_path):
     loop = make_loop(tmp_path, objective=Objective(lambda *given: OBJECTIVE.loss_sum(*given) * torch.nan, len))
     with (
         full_disk(64),
-        pytest.raises(NonFiniteLossError, match=r"nan at step 1 .* could not be saved \(OSError"),
+        pytest.raises(NonFiniteLossError, match=r"nan at step 1, .* could not be saved \(OSError"),
     ):
         loop.run()
     assert not list(tmp_path.iterdir())
@@ -369,7 +369,7 @@ def test_stream_without_length_restarts_at_its_end(tmp_path):
     loop = make_loop(tmp_path, data=Stream(), total_steps=7)
     state = loop.run()
     assert state.step == 7 and (state.epoch, state.batch_in_epoch) == (2, 1)
-    with pytest.raises(ValueError, match="--max_train_steps must be given"):
+    with pytest.raises(ValueError, match="--max_train_steps is required"):
         count_training_steps(None, 1, 3.0, None)
 
 

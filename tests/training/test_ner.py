@@ -124,7 +124,7 @@ def test_test_file_may_have_tags(tmp_path, caplog, text, tags):
     (tmp_path / "t.txt").write_text(text)
     with caplog.at_level("INFO", "hf_attn_variants"):
         assert read_conll(str(tmp_path / "t.txt"), needs_tags=False) == [(["Ann", "left"], tags)]
-    assert ("tagged and not scored" in caplog.text) == (not tags)
+    assert ("tagged but not scored" in caplog.text) == (not tags)
     assert any(record.levelname == "WARNING" for record in caplog.records) == ("B-PER" in text and not tags)
 
 
@@ -157,7 +157,9 @@ def test_evaluated_tagger_keeps_its_tags(run, tmp_path, caplog):
 
 
 def test_evaluation_without_a_trained_head_raises_an_error(run):
-    with pytest.raises(ValueError, match=r"--num_train_epochs 0 needs a model that tags words, .* was saved as Bert"):
+    with pytest.raises(
+        ValueError, match=r"--num_train_epochs 0 requires a model that tags words, .* was saved as Bert"
+    ):
         run("--num_train_epochs", 0)
 
 
@@ -172,7 +174,7 @@ def test_nonfinite_outputs_raise_an_error(run, tmp_path):
     (tmp_path / "dev.txt").write_text("Ann B-PER\n")
     (tmp_path / "plain.txt").write_text("Ann\n\nAnn\nleft\n")
     flags = "--validation_file", tmp_path / "dev.txt", "--test_file", tmp_path / "plain.txt"
-    with pytest.raises(NonFiniteLossError, match="are NaN or infinite for 1 of 2 rows of test"):
+    with pytest.raises(NonFiniteLossError, match="are NaN or infinite for 1 of 2 rows in test"):
         run("--num_train_epochs", 0, *flags, model=out, out="again")
 
 
@@ -181,14 +183,16 @@ def test_resume_with_other_tags_raises_an_error(run, tmp_path):
     for name in ("B-AAA", "B-ZZZ"):
         (tmp_path / f"{name}.txt").write_text(f"Ann {name}\nleft O\n")
     run(*flags, "--validation_file", tmp_path / "B-ZZZ.txt")
-    with pytest.raises(ValueError, match=r"resume exactly from .*: tags of the model was .*B-ZZZ.* and is .*B-AAA"):
+    with pytest.raises(
+        ValueError, match=r"resume exactly from .*: tags of the model was .*B-ZZZ.* and is now .*B-AAA"
+    ):
         run(*flags, "--validation_file", tmp_path / "B-AAA.txt", "--resume_from_checkpoint", "latest")
 
 
 def test_tag_without_training_examples_gives_a_warning(run, tmp_path, caplog):
     (tmp_path / "odd.txt").write_text("Ann B-PRE\nleft O\n\nBob B-PRE\n")
     run("--max_train_steps", 1, "--validation_file", tmp_path / "odd.txt")
-    printed = "No training sentence has the tag 'B-PRE', which the dev set gives to 'Ann' (Ann left)"
+    printed = "No training sentence contains the tag 'B-PRE', which the dev set assigns to 'Ann' (Ann left)"
     assert caplog.text.count("No training sentence") == 1 and printed in caplog.text
 
 
@@ -257,5 +261,5 @@ def test_ner_rejects_invalid_flags(flags, message):
 def test_dataset_without_tags_error_names_the_requirement(tmp_path):
     for split in ("train", "validation"):
         (tmp_path / f"{split}.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(OSError, match="splits train and validation and columns tokens and ner_tags"):
+    with pytest.raises(OSError, match="splits train and validation and the columns tokens and ner_tags"):
         load_sentences(parse_args(["m", "--output_dir", "o", "--dataset_name", str(tmp_path)]))

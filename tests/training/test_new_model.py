@@ -104,7 +104,8 @@ def test_commands_have_the_flags_of_their_architectures():
 def test_model_flags_need_a_model_from_scratch():
     for flag in ("--talking_heads_dynamic x2l", "--split_attention_heads", "--encoder_attention_seed 0"):
         with pytest.raises(
-            ValueError, match=f"{flag.split()[0]} is only for a model from scratch, got --model_name_or_path m"
+            ValueError,
+            match=f"{flag.split()[0]} is only supported for a model from scratch, got --model_name_or_path m",
         ):
             pretrain_t5.parse_args(["m", "--output_dir", "o", "--train_file", "a", *flag.split()])
 
@@ -130,9 +131,9 @@ def test_overrides_may_be_json_or_plain_text(text, result):
     ("text", "message"),
     [
         ("a=x2l,m2l", "`a` must be JSON or text without commas, got 'x2l,m2l'"),
-        ("a", "must be FIELD=VALUE items, got 'a'"),
-        ("=3", "must be FIELD=VALUE items, got '=3'"),
-        ("b=1,a=", "must be FIELD=VALUE items, got 'a='"),
+        ("a", "must consist of FIELD=VALUE items, got 'a'"),
+        ("=3", "must consist of FIELD=VALUE items, got '=3'"),
+        ("b=1,a=", "must consist of FIELD=VALUE items, got 'a='"),
         ('a=["x2l",m2l]', "`a` must be JSON"),
         ("a=[1, 2", "`a` must be JSON"),
         ("a=[1]b=2", "`a` must be JSON"),
@@ -175,7 +176,7 @@ def test_unknown_or_duplicate_overrides_raise_an_error(more, message):
 
 def test_invalid_flag_value_prints_one_line(capsys):
     for more, message in (
-        (["--per_layer_values", "{"], "argument --per_layer_values: The value must be JSON: "),
+        (["--per_layer_values", "{"], "argument --per_layer_values: The value is not valid JSON: "),
         (["--talking_heads_dynamic", "x2l", "l2x"], "argument --talking_heads_dynamic: invalid choice: 'l2x'"),
     ):
         with pytest.raises(SystemExit) as stopped:

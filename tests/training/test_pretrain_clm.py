@@ -36,7 +36,7 @@ from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.optimization import compute_label_sums, make_label_objective
 from hf_attn_variants.training.pretraining.task import (
-    CausalLMPreparation,
+    CausalLMPreparer,
     compute_causal_logits,
     shuffle_positions,
 )
@@ -110,7 +110,7 @@ def scratch(model_type="bert", *more):
 
 def batch_of(tokenizer, length=10, rows=3):
     """Return random blocks, the last one short, and the batch that they form."""
-    prepare = CausalLMPreparation(tokenizer, length)
+    prepare = CausalLMPreparer(tokenizer, length)
     generator = np.random.default_rng(0)
     blocks = [generator.integers(5, 60, length if i < rows - 1 else length - 4) for i in range(rows)]
     examples = [prepare(block, (0, i)) for i, block in enumerate(blocks)]
@@ -119,7 +119,7 @@ def batch_of(tokenizer, length=10, rows=3):
 
 def test_each_token_is_predicted_once_from_earlier_tokens(tokenizer):
     blocks, batch = batch_of(tokenizer)
-    prepare = CausalLMPreparation(tokenizer, 10)
+    prepare = CausalLMPreparer(tokenizer, 10)
     assert prepare.block_length == 10 and prepare.separator == tokenizer.sep_token_id
     for i, block in enumerate(blocks):
         n = len(block)
@@ -223,7 +223,7 @@ def test_encoder_checkpoint_continues_as_a_decoder(run, tiny_bert, tmp_path, cap
     encoder = make_bert(tmp_path / "bert", tiny_bert)
     with caplog.at_level("INFO", logger="hf_attn_variants"):
         run("--max_train_steps", 2, "--learning_rate", 0, model=encoder)
-    assert "(bert) was an encoder. It becomes a decoder" in caplog.text
+    assert "(bert) was an encoder. It is converted to a decoder" in caplog.text
     weights, own = (load_file(folder / "model.safetensors") for folder in (run.out, encoder))
     assert weights.keys() == own.keys() and all(torch.equal(weights[name], own[name]) for name in own)
     assert json.loads((run.out / "config.json").read_text())["is_decoder"]
@@ -239,7 +239,7 @@ def test_resumed_clm_run_is_bitwise_equal(run, tmp_path):
     assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
     weights = [(folder / "model.safetensors").read_bytes() for folder in (run.out, tmp_path / "resumed")]
     assert weights[0] == weights[1]
-    with pytest.raises(ValueError, match="objective was clm and is mlm"):
+    with pytest.raises(ValueError, match="objective was clm and is now mlm"):
         run(*flags, *checkpoint, objective="mlm", output_dir=tmp_path / "masked")
 
 

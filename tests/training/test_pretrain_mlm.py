@@ -43,7 +43,7 @@ from hf_attn_variants import (
 )
 from hf_attn_variants.commands.training import pretrain
 from hf_attn_variants.registration import variant_model_class
-from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL, MaskedLMPreparation, find_word_starts
+from hf_attn_variants.training.engine.dataloaders import IGNORED_LABEL, MaskedLMPreparer, find_word_starts
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.engine.models import get_vocabulary_size, make_new_config
 from hf_attn_variants.training.pretraining.task import (
@@ -123,7 +123,7 @@ def blocks(tokenizer):
 
 @pytest.mark.parametrize("whole_words", [False, True])
 def test_masks_have_the_requested_rates(tokenizer, blocks, whole_words):
-    prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, whole_words=whole_words)
+    prepare = MaskedLMPreparer(tokenizer, 64, 0.15, seed=1, whole_words=whole_words)
     actual = masked_counts(prepare, blocks * 5)
     assert actual["tokens"] > 20_000
     assert actual["chosen"] / actual["tokens"] == pytest.approx(0.15, abs=0.015)
@@ -133,7 +133,7 @@ def test_masks_have_the_requested_rates(tokenizer, blocks, whole_words):
 
 def test_masks_depend_only_on_seed_epoch_and_row(tokenizer, blocks):
     def labels(seed, *key):
-        return MaskedLMPreparation(tokenizer, 64, 0.15, seed)(blocks[0], key)["labels"].tolist()
+        return MaskedLMPreparer(tokenizer, 64, 0.15, seed)(blocks[0], key)["labels"].tolist()
 
     assert labels(1, 0, 0) == labels(1, 0, 0)
     assert len({str(actual) for actual in (labels(1, 0, 0), labels(1, 1, 0), labels(1, 0, 1), labels(2, 0, 0))}) == 4
@@ -141,7 +141,7 @@ def test_masks_depend_only_on_seed_epoch_and_row(tokenizer, blocks):
 
 @pytest.mark.parametrize("task", ["nsp", "sop"])
 def test_half_of_the_sentence_pairs_are_changed(tokenizer, blocks, task):
-    prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, sentence_task=task)
+    prepare = MaskedLMPreparer(tokenizer, 64, 0.15, seed=1, sentence_task=task)
     assert prepare.block_length == 61 and prepare.takes_other_block is (task == "nsp")
     changed, cuts = 0, set()
     for i, block in enumerate(blocks * 4):
@@ -166,14 +166,14 @@ def test_half_of_the_sentence_pairs_are_changed(tokenizer, blocks, task):
 
 
 def test_impossible_sentence_pairs_raise_an_error(tokenizer, blocks):
-    prepare = MaskedLMPreparation(tokenizer, 64, 0.15, seed=1, sentence_task="nsp")
+    prepare = MaskedLMPreparer(tokenizer, 64, 0.15, seed=1, sentence_task="nsp")
     short = prepare(blocks[0][:1], (0, 0), blocks[1])
     assert short["sentence_labels"] == IGNORED_LABEL and short["attention_mask"].sum() == 4
     assert not any(prepare(blocks[0], (0, i), None)["sentence_labels"] for i in range(20))
 
 
 def test_whole_word_masking_masks_all_pieces(tokenizer, blocks):
-    prepare = MaskedLMPreparation(tokenizer, 64, 0.3, seed=0, whole_words=True)
+    prepare = MaskedLMPreparer(tokenizer, 64, 0.3, seed=0, whole_words=True)
     starts = find_word_starts(tokenizer)
     whole = parts = 0
     for i, block in enumerate(blocks):
@@ -196,7 +196,7 @@ def test_vocabulary_may_have_gaps(tmp_path):
     ids = np.array(tokenizer("talking heads", add_special_tokens=False)["input_ids"])
     assert ids.tolist() == [15, 18, 21] and get_vocabulary_size(tokenizer) == 22
     assert find_word_starts(tokenizer)[ids].tolist() == [True, False, True]
-    prepare = MaskedLMPreparation(tokenizer, 8, 0.9, seed=0, whole_words=True)
+    prepare = MaskedLMPreparer(tokenizer, 8, 0.9, seed=0, whole_words=True)
     assert prepare(ids, (0, 0))["input_ids"].shape == (8,)
     args = parse_args(
         [
@@ -375,7 +375,7 @@ def test_new_bert_trains_with_windows(run, tokenizer):
     assert not torch.allclose(model(ids).logits, wider(ids).logits, atol=1e-5)
     again, _ = run("--model_name_or_path", out, *STEPS, out=out.parent / "again")
     assert again["eval_loss"] < results["eval_loss"] + 0.1
-    with pytest.raises(ValueError, match="--attention_pattern is only for a model from scratch"):
+    with pytest.raises(ValueError, match="--attention_pattern is only supported for a model from scratch"):
         run("--model_name_or_path", out, *flags, *STEPS, out=out.parent / "other")
     with pytest.raises(ValueError, match='"sliding_window"` needs `attention_window`'):
         run(*scratch("bert", *flags[:2]), *STEPS, out=out.parent / "other")
@@ -506,7 +506,7 @@ def test_interrupted_mlm_run_resumes_bitwise_equal(run, tmp_path, monkeypatch, m
     results, _ = run(*flags, "--resume_from_checkpoint", "latest", out=cut)
     assert records(cut) == records(whole) and results["eval_loss"] == expected["eval_loss"]
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"mlm_probability was 0\.15 and is 0\.2"):
+    with pytest.raises(ValueError, match=r"mlm_probability was 0\.15 and is now 0\.2"):
         run(*flags, "--resume_from_checkpoint", "latest", "--mlm_probability", 0.2, out=cut)
 
 
@@ -601,8 +601,11 @@ def test_dataset_validation_split_is_used(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "--model_name_or_path must be given, or --model_type"),
-        (["--model_type", "bert", "--model_name_or_path", "x"], "--model_type is only for a model from scratch"),
+        ([], "Set --model_name_or_path, or set --model_type"),
+        (
+            ["--model_type", "bert", "--model_name_or_path", "x"],
+            "--model_type is only supported for a model from scratch",
+        ),
         (scratch("bert", "--mlm_probability", 1.5), r"--mlm_probability must be in \(0, 1\), got 1.5"),
         (scratch("bert", "--dataset_name", "x"), "--train_file.*--dataset_name"),
         (scratch("bert", "--dataloader_num_workers", 2), "--dataloader_num_workers.*got 2"),

@@ -81,7 +81,10 @@ def test_resumed_span_corruption_run_is_bitwise_equal(run, tmp_path):
         (["--mean_noise_span_length", 0.5], "--mean_noise_span_length must be at least 1"),
         (["--max_length", 512], "28 sentinels.*got 8"),
         (["--num_train_epochs", 1], "--max_train_steps"),
-        (["--max_train_steps", 1, "--model_name_or_path", "x"], "--model_type is only for a model from scratch"),
+        (
+            ["--max_train_steps", 1, "--model_name_or_path", "x"],
+            "--model_type is only supported for a model from scratch",
+        ),
         (["--max_train_steps", 1, "--metric_for_best_model", "bleu"], "must be one of loss, perplexity, accuracy"),
         (["--max_train_steps", 1, "--dataset_name", "x"], "--train_file.*--dataset_name"),
         (["--max_train_steps", 1, "--shuffle_buffer_size", 0], "--shuffle_buffer_size must be at least 1"),

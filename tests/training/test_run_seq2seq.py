@@ -171,7 +171,7 @@ def test_predictions_without_targets_keep_their_rows(source, tmp_path, caplog, k
     test = load_seq2seq_data(args).splits["test"]
     assert test.sources == ["one", "", "two"] and test.references is None
     assert test.keys == [{"row": 1}, {"row": 2}, {"row": 3}]
-    assert ("Column 'target' has no text" in caplog.text) == (kind != "lines")
+    assert ("Column 'target' contains no text" in caplog.text) == (kind != "lines")
 
 
 @pytest.mark.parametrize("kind", ["table", "dataset"])
@@ -347,7 +347,7 @@ def test_resumed_seq2seq_run_has_equal_losses(run, tmp_path):
     whole = run(*flags)
     resumed = run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", output_dir=tmp_path / "resumed")
     assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
-    with pytest.raises(ValueError, match=r"label_smoothing_factor was 0.0 and is 0.5"):
+    with pytest.raises(ValueError, match=r"label_smoothing_factor was 0.0 and is now 0.5"):
         run(*flags, "--resume_from_checkpoint", run.out / "checkpoint-4", "--label_smoothing_factor", 0.5,
             output_dir=tmp_path / "other")  # fmt: skip
 
@@ -376,15 +376,15 @@ def test_best_weights_by_bleu_are_kept(run):
 
 def test_truncated_rows_are_counted(run, caplog):
     run("--num_train_epochs", 0, "--max_length", 6)
-    assert "dev: " in caplog.text and "sources have more than --max_length 6 tokens and are cut" in caplog.text
+    assert "dev: " in caplog.text and "sources have more than --max_length 6 tokens and are truncated" in caplog.text
     assert "targets have more than --max_target_length 6 tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--num_beams", 1, 1], "--num_beams must be different numbers"),
-        (["--num_beams", 0], "--num_beams must be different numbers of at least 1"),
+        (["--num_beams", 1, 1], "--num_beams must be distinct numbers"),
+        (["--num_beams", 0], "--num_beams must be distinct numbers of at least 1"),
         (["--metrics", "meteor"], "'meteor'"),
         (["--label_smoothing_factor", 1], r"--label_smoothing_factor must be in \[0, 1\)"),
         (["--max_target_length", 1], r"--max_target_length must be at least 2 \(1 special tokens\)"),
@@ -392,7 +392,7 @@ def test_truncated_rows_are_counted(run, caplog):
         (["--task_name", "cola"], "got parallel text .* and --task_name"),
         (["--metric_for_best_model", "chrf"], "--metric_for_best_model must be one of loss, bleu, got 'chrf'"),
         (["--eval_loss_only", "--metric_for_best_model", "bleu"], "must be one of loss"),
-        (["--num_key_value_heads", 2], "--num_key_value_heads is only for a model from scratch"),
+        (["--num_key_value_heads", 2], "--num_key_value_heads is only supported for a model from scratch"),
     ],
 )
 def test_seq2seq_rejects_invalid_flags_before_any_work(run, more, message):
@@ -419,7 +419,7 @@ def test_invalid_seq2seq_text_raises_an_error(run, source, tiny_bert, tmp_path):
         run(text=["--source_file", tmp_path / "none", "--target_file", source])
     with pytest.raises(ValueError, match=r"encoder-decoder.*got bert"):
         run(model=tiny_bert)
-    with pytest.raises(ValueError, match="--eval_steps needs dev rows"):
+    with pytest.raises(ValueError, match="--eval_steps requires dev rows"):
         run("--eval_steps", 2, text=["--source_file", source, "--target_file", source])
 
 
@@ -433,5 +433,5 @@ def test_tokenizer_without_an_end_token_raises_an_error(run, t5, tmp_path):
             run(*more, model=model)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": None}))
-    with pytest.raises(ValueError, match=r"has no end token"):
+    with pytest.raises(ValueError, match=r"has no end-of-sequence token"):
         run(model=folder)

@@ -11,7 +11,7 @@ from hf_attn_variants.commands.training import squad
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.hub import push
 from hf_attn_variants.training.squad.data import (
-    compute_squad,
+    compute_squad_metrics,
     compute_stride,
     make_window_collator,
     make_windows,
@@ -54,7 +54,7 @@ def test_every_architecture_learns_its_questions(run, readers, kind):
     assert results["eval_f1"] > 90 and results["eval_loss"] < results["train_loss"]
     assert results["train_windows"] > results["train_samples"] == 5 and results["eval_windows"] > 5
     predictions = load(run.out, "predictions_dev.json")
-    scores = compute_squad(read_squad(run.file()), predictions)
+    scores = compute_squad_metrics(read_squad(run.file()), predictions)
     assert scores["f1"] == results["eval_f1"] and scores["exact_match"] == results["eval_exact_match"]
     nbest = load(run.out, "predictions_nbest_dev.json")
     assert {key: entries[0]["text"] for key, entries in nbest.items()} == predictions
@@ -111,9 +111,9 @@ def test_resumed_squad_run_has_equal_losses(run, tmp_path):
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--max_answer_length", 29, "max_answer_length was 30 and is 29"),
-        ("--n_best_size", 19, "n_best_size was 20 and is 19"),
-        ("--null_score_diff_threshold", 1, "null_score_diff_threshold was 0.0 and is 1.0"),
+        ("--max_answer_length", 29, "max_answer_length was 30 and is now 29"),
+        ("--n_best_size", 19, "n_best_size was 20 and is now 19"),
+        ("--null_score_diff_threshold", 1, "null_score_diff_threshold was 0.0 and is now 1.0"),
         ("--max_eval_samples", 4, "hash of the dev data was"),
     ],
 )

@@ -7,7 +7,7 @@ from fixtures.squad import write_questions
 from hf_attn_variants.commands.training import seq2seq
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.training.seq2seq import TEXT_TASKS
-from hf_attn_variants.training.seq2seq.task import format_glue, format_label, load_task, parse_texts
+from hf_attn_variants.training.seq2seq.task import format_glue, format_label, load_text_task, parse_predictions
 
 parse_args = seq2seq.parse_args
 
@@ -38,9 +38,9 @@ def test_labels_become_words_and_scores_are_rounded():
 
 def test_generated_texts_other_than_labels_count_as_wrong():
     labels = np.array([0, 1, 2, 1])
-    result = parse_texts(TASKS["mnli"], ["entailment", " neutral", "contra", ""], labels)
+    result = parse_predictions(TASKS["mnli"], ["entailment", " neutral", "contra", ""], labels)
     assert (result == labels).tolist() == [True, True, False, False]
-    scores = parse_texts(TASKS["stsb"], ["3.2", "many", "nan", " 1 "], np.zeros(4))
+    scores = parse_predictions(TASKS["stsb"], ["3.2", "many", "nan", " 1 "], np.zeros(4))
     assert scores.tolist() == [3.2, -1.0, -1.0, 1.0]
 
 
@@ -49,7 +49,7 @@ def arguments(*argv):
 
 
 def test_glue_task_is_read_and_scored_as_text(glue):
-    data = load_task(arguments("--task_name", "stsb", "--data_dir", glue / "STS-B", "--source_prefix", "x "))
+    data = load_text_task(arguments("--task_name", "stsb", "--data_dir", glue / "STS-B", "--source_prefix", "x "))
     dev = data.splits["dev"]
     assert set(data.splits) == {"train", "dev", "test"} and data.splits["test"].references is None
     assert all(source.startswith("x stsb sentence1: ") and " sentence2: " in source for source in dev.sources)
@@ -64,7 +64,7 @@ def test_glue_task_is_read_and_scored_as_text(glue):
 
 def test_squad_is_read_and_scored_as_text(tmp_path):
     file = write_questions(tmp_path / "dev.json")
-    data = load_task(arguments("--task_name", "squad", "--train_file", file, "--validation_file", file))
+    data = load_text_task(arguments("--task_name", "squad", "--train_file", file, "--validation_file", file))
     dev = data.splits["dev"]
     assert dev.sources[0].startswith("question: Where did Mary go? context: Mary went to the red house.")
     assert dev.references[0] == ("the red house",)
@@ -75,20 +75,20 @@ def test_squad_is_read_and_scored_as_text(tmp_path):
 def test_text_to_text_evaluation_needs_no_training_split(tmp_path, glue):
     (tmp_path / "dev.tsv").write_text((glue / "CoLA/dev.tsv").read_text())
     flags = ["--task_name", "cola", "--data_dir", tmp_path]
-    assert set(load_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
+    assert set(load_text_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
     with pytest.raises(OSError, match=r"train\.tsv"):
-        load_task(arguments(*flags, "--num_train_epochs", 0, "--max_train_steps", 1))
+        load_text_task(arguments(*flags, "--num_train_epochs", 0, "--max_train_steps", 1))
     file = write_questions(tmp_path / "dev.json")
     flags = ["--task_name", "squad", "--train_file", tmp_path / "none", "--validation_file", file]
-    assert set(load_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
+    assert set(load_text_task(arguments(*flags, "--num_train_epochs", 0)).splits) == {"dev"}
 
 
 def test_invalid_tasks_and_files_raise_an_error(tmp_path):
     with pytest.raises(ValueError, match="got 'sst3'"):
-        load_task(arguments("--task_name", "sst3"))
+        load_text_task(arguments("--task_name", "sst3"))
     with pytest.raises(ValueError, match=r"--train_file.*--task_name.*2"):
-        load_task(arguments("--task_name", "stsb", "--train_file", "a", "b"))
+        load_text_task(arguments("--task_name", "stsb", "--train_file", "a", "b"))
     file = write_questions(tmp_path / "dev.json", version_2=True)
     with pytest.raises(ValueError, match="2 questions have no answer"):
-        load_task(arguments("--task_name", "squad", "--validation_file", file))
+        load_text_task(arguments("--task_name", "squad", "--validation_file", file))
     assert "squad" in TEXT_TASKS and "mnli" in TEXT_TASKS and "ax" not in TEXT_TASKS

@@ -6,7 +6,7 @@ import json
 import pytest
 from fixtures.squad import CONTEXTS, make_questions, write_questions
 
-from hf_attn_variants.training.squad.data import check_unanswerable, hash_questions, read_squad
+from hf_attn_variants.training.squad.data import check_answers_exist, hash_questions, read_squad
 
 
 def test_plain_and_gzip_squad_files_give_all_questions(tmp_path):
@@ -22,9 +22,9 @@ def test_plain_and_gzip_squad_files_give_all_questions(tmp_path):
 def test_unanswerable_questions_need_squad_version_2(tmp_path):
     questions = read_squad(write_questions(tmp_path / "dev.json", version_2=True))
     assert [q.id for q in questions if not q.answers] == ["0-none", "1-none"]
-    check_unanswerable("dev.json", questions, version_2=True)
+    check_answers_exist("dev.json", questions, version_2=True)
     with pytest.raises(ValueError, match=r"dev.json: 2 questions have no answer .* 0-none.*--version_2_with_negative"):
-        check_unanswerable("dev.json", questions, version_2=False)
+        check_answers_exist("dev.json", questions, version_2=False)
 
 
 def test_squad_test_file_needs_no_answers(tmp_path):

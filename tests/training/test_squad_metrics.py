@@ -6,7 +6,7 @@ from hf_attn_variants.training.squad.data import (
     Answer,
     Question,
     compute_exact_match,
-    compute_squad,
+    compute_squad_metrics,
     compute_token_f1,
     normalize_answer,
     score_answer,
@@ -45,7 +45,7 @@ def test_empty_normalized_answers_follow_the_official_scripts():
 
 def test_best_of_several_answers_counts():
     questions = [question("a", "a dog", "the big dog"), question("b", "Wales")]
-    result = compute_squad(questions, {"a": "big dog", "b": "south Wales"})
+    result = compute_squad_metrics(questions, {"a": "big dog", "b": "south Wales"})
     assert result == pytest.approx({"exact_match": 50.0, "f1": 100 * (1 + 2 / 3) / 2})
 
 
@@ -53,19 +53,19 @@ def test_version_2_scores_empty_answers_and_the_best_threshold():
     questions = [question("a", "Tom"), question("b", "red house"), question("c"), question("d")]
     texts = {"a": "Tom", "b": "house", "c": "Mary", "d": "Tom"}
     odds = {"a": -3.0, "b": 1.0, "c": -1.0, "d": 2.0}
-    result = compute_squad(questions, texts, odds, no_answer_threshold=0.0)
+    result = compute_squad_metrics(questions, texts, odds, no_answer_threshold=0.0)
     # Answered: a (right) and c (wrong); silent: b (wrong) and d (right).
     assert result["exact"] == result["f1"] == 50.0 and result["total"] == 4
     assert result["HasAns_exact"] == result["HasAns_f1"] == 50.0 and result["NoAns_exact"] == 50.0
     # From silence, 2 right: keeping a gives 3; c loses one; b wins F1 2/3, not enough.
     assert result["best_exact"] == result["best_f1"] == 75.0
     assert result["best_exact_thresh"] == result["best_f1_thresh"] == -3.0
-    everything = compute_squad(questions, texts, odds)
+    everything = compute_squad_metrics(questions, texts, odds)
     assert everything["exact"] == 25.0 and everything["f1"] == pytest.approx(100 * (1 + 2 / 3) / 4)
 
 
 def test_missing_prediction_raises_an_error():
-    with pytest.raises(ValueError, match="1 questions without one, such as a"):
-        compute_squad([question("a", "x")], {"b": "x"})
+    with pytest.raises(ValueError, match="1 questions without a prediction, such as a"):
+        compute_squad_metrics([question("a", "x")], {"b": "x"})
     with pytest.raises(ValueError, match="no question"):
-        compute_squad([], {})
+        compute_squad_metrics([], {})

@@ -61,7 +61,7 @@ EVALUATION_FLAGS = {"metric_for_best_model": "loss", "early_stopping_patience": 
 
 @pytest.mark.parametrize("flag", EVALUATION_FLAGS)
 def test_evaluation_text_needs_a_split(open_folder, flag):
-    with pytest.raises(ValueError, match=f"--{flag} needs dev rows"):
+    with pytest.raises(ValueError, match=f"--{flag} requires dev rows"):
         open_folder({"train.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]})
     assert open_folder({"validation.jsonl": as_lines(ROWS)}, **{flag: EVALUATION_FLAGS[flag]}).dev
 
@@ -95,7 +95,7 @@ def test_unreadable_dataset_shard_is_named(open_folder):
             "train.jsonl",
             b"",
             ValueError,
-            r"\(a file without a row\)",
+            r"\(a file without rows\)",
         ),
         (
             "train.jsonl.gz",
@@ -105,7 +105,7 @@ def test_unreadable_dataset_shard_is_named(open_folder):
         ),
         ("train.jsonl", b'{"text": "ab\n', OSError, r"\(train\), train\.jsonl.*row 0"),
         ("train.txt", b"", ValueError, r"\(train\).*row"),
-        ("validation.jsonl", as_lines(ROWS), ValueError, "has only validation"),
+        ("validation.jsonl", as_lines(ROWS), ValueError, "only has validation"),
     ],
 )
 def test_folder_without_text_error_names_the_folder(open_folder, tmp_path, name, content, error, message):

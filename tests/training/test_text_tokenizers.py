@@ -7,7 +7,7 @@ import sacrebleu
 from rouge_score.rouge_scorer import RougeScorer
 
 from hf_attn_variants.commands.training import seq2seq, uptrain
-from hf_attn_variants.training.seq2seq.metrics import choose_tokenizer, score_texts
+from hf_attn_variants.training.seq2seq.metrics import choose_bleu_tokenizer, score_texts
 from hf_attn_variants.training.seq2seq.task import load_seq2seq_data
 
 JAPANESE = "ja-mecab" if all(map(importlib.util.find_spec, ("MeCab", "ipadic"))) else "char"
@@ -31,7 +31,7 @@ TEXTS = {
 def test_scripts_without_spaces_have_scores(script):
     reference, prediction = TEXTS[script]
     tokenize = {"zh": "zh", "ja": JAPANESE, "th": "char"}.get(script, "13a")
-    assert choose_tokenizer([reference]) == tokenize
+    assert choose_bleu_tokenizer([reference]) == tokenize
     result = score_texts(["bleu", "rouge"], [prediction], [(reference,)])
     assert result["bleu"] == sacrebleu.corpus_bleu([prediction], [[reference]], tokenize=tokenize).score > 40
     assert 70 < result["rougeL"] < 100 and result["rouge1"] < 100
@@ -69,7 +69,7 @@ def test_english_and_german_scores_do_not_change():
     ],
 )
 def test_tokenizer_is_selected_by_language(references, language, expected):
-    assert choose_tokenizer(references, language) == expected
+    assert choose_bleu_tokenizer(references, language) == expected
 
 
 @pytest.mark.parametrize("flags", [[], ["--tokenize", "char"]])

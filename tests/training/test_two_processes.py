@@ -123,7 +123,7 @@ def test_unconnected_processes_raise_before_any_work(name, tmp_path):
     assert statuses == [2, 2], output
     assert (
         output.count("error: 2 processes were launched (WORLD_SIZE=2)") == 2
-        and "with --cpu if there is no GPU" in output
+        and "add --cpu if there is no GPU" in output
     )
     assert output.count("\n") == 2 and not any(tmp_path.iterdir())
 

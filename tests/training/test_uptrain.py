@@ -34,7 +34,7 @@ from hf_attn_variants.inspection import sentence_embeddings
 from hf_attn_variants.text_files import read_lines
 from hf_attn_variants.training.engine.loop import TrainingLoop
 from hf_attn_variants.training.uptraining.objective import UptrainingObjective
-from hf_attn_variants.training.uptraining.task import hold_out
+from hf_attn_variants.training.uptraining.task import split_off_held_out_rows
 
 main, parse_args = uptrain.main, uptrain.parse_args
 
@@ -107,7 +107,7 @@ def test_distillation_recovers_the_embeddings_of_the_teacher(run, bert, grouped_
     saved = json.loads((run.out / "all_results.json").read_text())
     assert saved["eval_loss"] == results["eval_loss"] and saved["arguments"]["teacher"] == str(bert)
     # The saved model is the one that was evaluated.
-    held_out = hold_out(read_lines([source]))[1]
+    held_out = split_off_held_out_rows(read_lines([source]))[1]
     tokenizer = AutoTokenizer.from_pretrained(run.out)
     embeddings = [
         sentence_embeddings(AutoModel.from_pretrained(folder), tokenizer, held_out) for folder in (run.out, bert)
@@ -316,7 +316,7 @@ def test_question_answering_is_distilled(run, bert, tmp_path):
     model = AutoModelForQuestionAnswering.from_pretrained(run.out)
     assert type(model).__name__ == "AttnVariantBertForQuestionAnswering"
     flags = ["--logits_weight", 1, "--overwrite_output_dir"]
-    with pytest.raises(ValueError, match="--logits_weight needs logits"):
+    with pytest.raises(ValueError, match="--logits_weight requires logits"):
         run("distill", *flags, model=tmp_path / "mqa")
 
 
@@ -431,7 +431,11 @@ def test_teacher_with_nan_outputs_raises_before_training(run, bert, tmp_path):
     teacher = shutil.copytree(bert, tmp_path / "broken")
     tensors = load_file(teacher / "model.safetensors")
     for value, error, message in (
-        (math.nan, ValueError, r"has NaN in 1 of its tensors, such as bert\.encoder\.layer\.1\.output\.dense\.bias"),
+        (
+            math.nan,
+            ValueError,
+            r"contains NaN values in 1 of its tensors, such as bert\.encoder\.layer\.1\.output\.dense\.bias",
+        ),
         (math.inf, NonFiniteLossError, "held-out loss.*nan"),
     ):
         tensors["bert.encoder.layer.1.output.dense.bias"][:] = value
@@ -481,7 +485,7 @@ def test_incompatible_models_error_names_the_models(run, bert, grouped_t5, t5, t
         run("distill", teacher=t5)
     with pytest.raises(ValueError, match=r"cannot be loaded as (AttnVariant)?BertForMaskedLM"):
         run("mlm", model=tiny_bert, teacher=None)
-    with pytest.raises(ValueError, match="--logits_weight needs logits"):
+    with pytest.raises(ValueError, match="--logits_weight requires logits"):
         run("distill", "--logits_weight", 1, model=tiny_bert, teacher=tiny_bert)
     other = shutil.copytree(bert, tmp_path / "other")
     tokens = json.loads((other / "tokenizer.json").read_text())
@@ -514,13 +518,13 @@ def test_targets_are_checked_like_those_of_seq2seq(run, t5, tmp_path, monkeypatc
         run("seq2seq", "--max_length", 8, "--max_target_length", 33, model=bart, teacher=None)
     with pytest.raises(ValueError, match=r"24 positions.*30"):
         run("distill", "--max_length", 8, "--max_target_length", 30, model=bart, teacher=teacher)
-    assert "train: " in caplog.text and "sources have more than --max_length 8 tokens and are cut" in caplog.text
+    assert "train: " in caplog.text and "sources have more than --max_length 8 tokens and are truncated" in caplog.text
 
 
 def test_held_out_text_without_masked_tokens_raises_an_error(run, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     (tmp_path / "short.txt").write_text("dog\n")
-    with pytest.raises(ValueError, match="loss counts"):
+    with pytest.raises(ValueError, match="count towards the loss"):
         run("mlm", "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01, teacher=None)
 
 
@@ -558,7 +562,7 @@ def test_uptraining_in_two_processes_equals_one_with_a_double_batch(run, grouped
 
 
 def test_training_without_improvement_gives_a_warning_and_a_note_on_the_card(run, caplog):
-    message = "The held-out loss did not improve: "
+    message = "The held-out loss did not improve ("
     worse = run("distill", "--learning_rate", 1.0, "--num_warmup_steps", 0, steps=2)
     assert worse["eval_loss"] > worse["initial_eval_loss"] and worse["held_out_loss_improved"] is False
     assert caplog.text.count(message) == 1

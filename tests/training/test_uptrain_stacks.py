@@ -59,7 +59,7 @@ def test_classification_encoder_decoder_is_distilled_on_lines(run, tokenizer, he
     assert {f"eval_{term}" for term in (*terms, "logits_divergence")} <= results.keys()
     with pytest.raises(ValueError, match="--source_file needs"):
         run("--train_file", run.source, "--source_file", run.source)
-    with pytest.raises(ValueError, match="--predict_with_generate needs"):
+    with pytest.raises(ValueError, match="--predict_with_generate requires"):
         run("--train_file", run.source, "--predict_with_generate")
 
 

@@ -187,7 +187,7 @@ def test_text_shorter_than_a_step_gives_a_warning(run, caplog):
     results = run("--total_train_batch_size", 4096, "--per_device_train_batch_size", 64, "--max_train_steps", 2)
     blocks = results["sequences_per_step"]
     assert 1 < blocks < 4096 and results["train_samples"] == 2 * blocks
-    assert f"only {blocks} sequences, but a step needs 4096" in caplog.text
+    assert f"only {blocks} sequences, but a step requires 4096" in caplog.text
 
 
 def test_defaults_equal_t5_pretraining():

@@ -11,7 +11,7 @@ from hf_attn_variants.training.engine.dataloaders import (
     make_pair_collator,
     make_text_collator,
 )
-from hf_attn_variants.training.uptraining.task import hold_out
+from hf_attn_variants.training.uptraining.task import split_off_held_out_rows
 
 
 @pytest.fixture(scope="module")
@@ -21,18 +21,18 @@ def tokenizer(tiny_bert):
 
 def test_last_rows_are_held_out():
     rows = [str(i) for i in range(100)]
-    assert hold_out(rows) == (rows[:95], rows[95:])
-    assert hold_out(rows, max_rows=2) == (rows[:98], rows[98:])
-    assert hold_out(["a", "b"]) == (["a"], ["b"]) and len(hold_out(rows * 200)[1]) == 512
+    assert split_off_held_out_rows(rows) == (rows[:95], rows[95:])
+    assert split_off_held_out_rows(rows, max_rows=2) == (rows[:98], rows[98:])
+    assert split_off_held_out_rows(["a", "b"]) == (["a"], ["b"]) and len(split_off_held_out_rows(rows * 200)[1]) == 512
     with pytest.raises(ValueError, match="a validation file"):
-        hold_out(["a"])
+        split_off_held_out_rows(["a"])
 
 
 def test_rows_have_a_key_and_a_length():
     rows = TextRows(["aa", "bbbb", "c"])
     assert rows[1] == ("bbbb", (0, 1))
     rows.start_epoch(3)
-    assert rows[1] == ("bbbb", (3, 1)) and rows.longest_first().texts == ["bbbb", "aa", "c"]
+    assert rows[1] == ("bbbb", (3, 1)) and rows.sort_longest_first().texts == ["bbbb", "aa", "c"]
     assert TextRows([("a", "bb")]).lengths() == [3]
     assert hash_texts(["ab", "c"]) != hash_texts(["a", "bc"]) == hash_texts([("a", "bc")])
 

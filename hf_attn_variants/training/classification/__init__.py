@@ -1,4 +1,4 @@
-"""Settings of classification and regression on the user's own tables."""
+"""Settings for classification and regression on the user's own tables."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,10 +13,10 @@ from ..engine.settings import (
     parse_json_flag,
 )
 
-# The problem types of Transformers.
+# The problem types in Transformers.
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 PROBLEM_TYPES = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
-# With several labels per row, the labels with a larger probability are predicted.
+# With several labels per row, labels with a probability above this threshold are predicted.
 DEFAULT_THRESHOLD = 0.5
 # The dev metrics of each problem type, in addition to the loss. The first one selects the best weights by default.
 METRICS_BY_PROBLEM: dict[str, tuple[str, ...]] = {
@@ -33,7 +33,7 @@ def _parse_class_weights(text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationSettings(TableSettings):
-    """Columns of the tables with texts and labels, and the meaning of the labels.
+    """Settings for the text and label columns and the interpretation of the labels.
 
     Example:
         ```python
@@ -47,78 +47,81 @@ class ClassificationSettings(TableSettings):
     title: ClassVar[str] = "task"
 
     text_columns: tuple[str, ...] | None = option(
-        "Column with the texts, or two columns for pairs (default: a common name, such as text, or sentence1 and "
-        "sentence2).",
+        "Column that contains the texts, or two columns for pairs (default: a common name, such as text, or sentence1 "
+        "and sentence2).",
         None,
         metavar="NAME",
         resume=WITH_BEST_WEIGHTS,
     )
     label_column: str | None = option(
-        "Column with the labels (default: a common name, such as label).", None, resume=WITH_BEST_WEIGHTS
+        "Column that contains the labels (default: a common name, such as label).", None, resume=WITH_BEST_WEIGHTS
     )
     label_separator: str | None = option(
-        "Separator between several labels of a row, such as ';' in 'sports;politics'. In JSON, labels are a list.",
+        "Separator between several labels in a row, such as ';' in 'sports;politics'. In JSON, labels are lists.",
         None,
         resume=ALWAYS,
     )
     problem_type: str | None = option(
-        f"One of {', '.join(PROBLEM_TYPES)} (default: inferred from the training labels, see below).",
+        f"One of {', '.join(PROBLEM_TYPES)} (default: inferred from the training labels as described below).",
         None,
         choices=PROBLEM_TYPES,
         resume=ALWAYS,
         metavar="TYPE",
     )
     labels: tuple[str, ...] | None = option(
-        "Labels in the order of the model's outputs (default: the sorted labels of the training rows).",
+        "Labels in the order of the model's outputs (default: the sorted training labels).",
         None,
         metavar="NAME",
         resume=ALWAYS,
     )
     class_weights: dict[str, Any] | str | None = option(  # noqa: RUF009 (the default is None)
-        "Weight of the examples of each label in the loss: 'balanced', or JSON, such as '{\"spam\": 3}' (others: 1). "
-        "With several labels per row: the weight of the examples that have the label.",
+        "Weight of each label's examples in the loss, either 'balanced' or JSON such as '{\"spam\": 3}' (others: 1). "
+        "With several labels per row, it is the weight of the examples that have the label.",
         None,
         metavar="balanced|JSON",
         resume=ALWAYS,
         type=_parse_class_weights,
     )
     threshold: float | None = option(
-        "With several labels per row, the labels with a larger probability are predicted (default: "
+        "With several labels per row, labels with a probability above this threshold are predicted (default: "
         f"{DEFAULT_THRESHOLD}).",
         None,
         range=BETWEEN_0_AND_1,
         resume=WITH_BEST_WEIGHTS,
     )
     shuffle_train_dataset: bool = option(
-        "Shuffle the training rows before --max_train_samples takes the first ones. Every epoch shuffles in any case.",
+        "Shuffle the training rows before --max_train_samples selects the first ones. Rows are always shuffled in "
+        "each epoch.",
         False,
         resume=ALWAYS,
     )
 
     def check(self) -> None:
-        """Check the settings, in addition to the checks of all tasks."""
+        """Also check the settings that are specific to this task."""
         super().check()
         self._check_labels()
         known = dict.fromkeys(name for kind in PROBLEM_TYPES for name in METRICS_BY_PROBLEM[kind])
         check_metric(self.metric_for_best_model, ("loss", *METRICS_BY_PROBLEM.get(self.problem_type or "", known)))
 
     def _check_labels(self) -> None:
-        """Check the settings about the labels."""
+        """Check the label settings."""
         columns, names, weights = self.text_columns, self.labels, self.class_weights
         if columns is not None and not (len(columns) in (1, 2) and len({*columns}) == len(columns)):
             raise ValueError(
-                f"--text_columns must be one column, or two different columns for pairs, got {', '.join(columns)}."
+                "--text_columns must be a single column, or two different columns for pairs, got "
+                f"{', '.join(columns)}."
             )
         if names is not None and (len({*names}) < len(names) or not all(name.strip() == name != "" for name in names)):
-            raise ValueError(f"--labels must be different, without surrounding spaces, got {list(names)}.")
-        is_mapping = isinstance(weights, dict) and weights and all(map(_is_weight, weights.values()))
+            raise ValueError(f"--labels must be distinct and must not have surrounding spaces, got {list(names)}.")
+        is_mapping = isinstance(weights, dict) and weights and all(map(_is_valid_weight, weights.values()))
         if weights not in (None, "balanced") and not is_mapping:
             raise ValueError(
-                f"--class_weights must be balanced, or map labels to numbers above 0, got {weights!r}. Give, say, "
+                f"--class_weights must be `balanced` or a mapping from labels to numbers above 0, got {weights!r}. An "
+                "example is "
                 '{"spam": 3}.'
             )
 
 
-def _is_weight(value: Any) -> bool:
+def _is_valid_weight(value: Any) -> bool:
     """Return whether a value is a finite number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -1,4 +1,4 @@
-"""Texts and labels from tables and `datasets` sources: the choice of the columns, and the meaning of the labels."""
+"""Reads texts and labels from tables and `datasets` sources, and interprets the columns and labels."""
 
 import hashlib
 import json
@@ -30,53 +30,53 @@ from ..engine.tables import (
 )
 from . import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
-# The label of a row as text, a tuple of several labels, or None if the row has no label.
+# A label as text, a tuple of several labels, or None if the row has no label.
 Cell = str | tuple[str, ...] | None
-# Maps the index of a row, counted from 0, to its description for errors: file, row and column.
+# Maps the index of a row, counted from 0, to its description (file, row and column) in error messages.
 RowDescriber = Callable[[int], str]
 
 DIGITS = re.compile(r"[+-]?[0-9]+")
-# A whole number as Python writes it. "01" is a code, and so is a number with more digits.
+# A whole number as Python formats it. "01" is treated as a code, and so is a number with more digits.
 WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-# A number with a decimal comma, such as 2,5. The text may also hold the two labels 2 and 5.
+# A number with a decimal comma, such as 2,5. The text may also contain the two labels 2 and 5.
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]+,[0-9]+")
-# A number that is formatted for readers: "$1.50", "1,234.50", "1 234,5", "(12)", "50 %", "5 EUR".
+# A number formatted for human readers, such as "$1.50", "1,234.50", "1 234,5", "(12)", "50 %" or "5 EUR".
 AMOUNT = re.compile(
     r"\(?[-+]?(\d{1,3}([,' ]\d{2,3})+([.,]\d+)?|\d{1,3}(\.\d{3})+(,\d+)?|\d+([.,]\d+)?|[.,]\d+)([eE][-+]?\d+)?\)?"
 )
 UNITS = re.compile(r"%|‰|\b(usd|eur|gbp|jpy|chf|cny|rmb|inr|rub|rs\.?|kr\.?)(?![^\W\d_])", re.IGNORECASE)
 NUMBER_ADVICE = (
-    "For regression, write numbers with digits and a point, such as 1234.5, and set --problem_type regression. If "
-    "they are names of classes, set --problem_type single_label_classification."
+    "For regression, write numbers with digits and a decimal point, such as 1234.5, and set --problem_type "
+    "regression. If they are class names, set --problem_type single_label_classification."
 )
-# With at least this many rows, labels are not classes if this share of the rows has a label of its own.
+# With at least this many rows, labels are not classes if this share of the rows has a unique label.
 MIN_COUNTED_ROWS, MAX_UNIQUE_SHARE = 10, 0.9
-# More different labels may be texts, ids or a scale. They are classes only if the user sets --problem_type.
+# More distinct labels than this may be texts, ids or a scale. They are classes only if --problem_type is set.
 MAX_CLASSES = 200
 MAX_SHOWN_NAMES = 8
-# The values of a list that indicates for each class whether a row has it.
+# The values in a list that indicates for each class whether the row belongs to it.
 INDICATORS = frozenset({"0", "1", "0.0", "1.0", "false", "true"})
 INDICATOR_ADVICE = (
-    "The label {!r:.80} seems to indicate for each class whether the row has it. Give the names of the labels instead."
+    "The label {!r:.80} seems to indicate for each class whether the row belongs to it. Provide label names instead."
 )
 NO_LABEL = (
-    "The row has no label. If rows can have several labels or none, set --label_separator or give each row a JSON "
-    "list of labels."
+    "The row has no label. If rows can have several labels or none, set --label_separator or provide a JSON list of "
+    "labels for each row."
 )
 
 
 def read_cell(value: Any, separator: str | None, place: str) -> Cell:
-    """Return the label of a row as text, without surrounding whitespace.
+    """Return the label or labels of a row as text, without surrounding whitespace.
 
     Args:
-        value: The cell: a text, or (in JSON and `datasets`) a number, a boolean, a list of these, or None.
-        separator: The separator between the labels in a text. A space matches any whitespace. None: the text is one
-            label.
-        place: The description of the cell for errors: file, row and column.
+        value: The cell, which is text or, in JSON and `datasets`, a number, a boolean, a list of these, or None.
+        separator: The separator between labels in a text. A space matches any whitespace. If None, the text is a
+            single label.
+        place: The description of the cell (file, row and column) for error messages.
 
     Raises:
-        ValueError: If the cell holds another type, or if a list has an empty or a repeated label.
+        ValueError: If the cell has another type, or if a list contains an empty or repeated label.
     """
     if value is None:
         return None
@@ -89,34 +89,34 @@ def read_cell(value: Any, separator: str | None, place: str) -> Cell:
 
 
 def _to_label_text(value: Any, place: str) -> str:
-    """Return a single label as text, or raise ValueError."""
+    """Convert a single label to text."""
     if isinstance(value, str) and is_unicode(value):
         return value.strip()
     if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
-    got = "half a surrogate pair" if isinstance(value, str) else f"{value!r:.60}"
-    raise ValueError(f"{place}: A label must be a text or a finite number, got {got}.")
+    got = "an incomplete surrogate pair" if isinstance(value, str) else f"{value!r:.60}"
+    raise ValueError(f"{place}: A label must be text or a finite number, got {got}.")
 
 
 def _check_label_list(labels: list[str], place: str) -> tuple[str, ...]:
-    """Return the labels of a row as a tuple, or raise ValueError if one is empty or repeated."""
+    """Return the labels of a row as a tuple, and check that none is empty or repeated."""
     if "" in labels:
         raise ValueError(f"{place}: Labels must not be empty, got {labels!r:.200}.")
     if repeated := [label for label, count in Counter(labels).items() if count > 1]:
         if INDICATORS.issuperset(map(str.lower, labels)):
             raise ValueError(f"{place}: {INDICATOR_ADVICE.format(labels)}")
-        raise ValueError(f"{place}: The labels of a row must be different, got {repeated[0]!r} twice.")
+        raise ValueError(f"{place}: The labels in a row must be distinct, got {repeated[0]!r} twice.")
     return tuple(labels)
 
 
 def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str:
-    """Return the problem type of training rows, according to the form of their labels.
+    """Infer the problem type from the form of the training labels.
 
-    Lists are several labels per row. Whole numbers and words are classes. Numbers of which some have a decimal point
-    are a regression.
+    Lists mean several labels per row. Whole numbers and words are classes. If some numbers have a decimal point, the
+    problem is regression.
 
     Raises:
-        ValueError: If a row has no label, if the labels have different forms, or if they may have another meaning. The
+        ValueError: If a row has no label, if the labels have different forms, or if their meaning is ambiguous. The
             message names the rows.
     """
     kinds = {type(cell): i for i, cell in reversed(list(enumerate(cells)))}
@@ -126,27 +126,27 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
         if str in kinds:
             single, several = kinds[str], kinds[tuple]
             raise ValueError(
-                f"{describe_row(single)}: The label {cells[single]!r} must be a list, because {describe_row(several)} "
-                "has a list. Give each row a list."
+                f"{describe_row(single)}: The label {cells[single]!r} must be a list because {describe_row(several)} "
+                "has a list. Use a list in every row."
             )
         return MULTI_LABEL
     firsts = {str(cell): i for i, cell in reversed(list(enumerate(cells)))}
     words = sorted((text for text in firsts if not NUMBER.fullmatch(text)), key=firsts.__getitem__)
     numbers = sorted(firsts.keys() - words, key=firsts.__getitem__)
-    _check_writing(words, numbers, firsts, describe_row)
+    _check_label_format(words, numbers, firsts, describe_row)
     pointed = [text for text in numbers if not DIGITS.fullmatch(text)]
     if pointed and all(float(text).is_integer() for text in numbers):
         raise ValueError(
-            f"{describe_row(firsts[pointed[0]])}: All labels are whole numbers, but {pointed[0]!r} has a decimal "
-            f"point. Set --problem_type to {SINGLE_LABEL} if they are classes, or to {REGRESSION} if they are numbers "
-            "on a scale."
+            f"{describe_row(firsts[pointed[0]])}: All labels are whole numbers, but {pointed[0]!r} is written with a "
+            f"decimal point. Set --problem_type to {SINGLE_LABEL} if they are classes, or to {REGRESSION} if they are "
+            "numbers on a scale."
         )
     if pointed:
         return REGRESSION
     if all(text.startswith("[") and text.endswith("]") for text in words) and words:
         raise ValueError(
             f"{describe_row(firsts[words[0]])}: The label {words[0]!r:.80} looks like a list. Write several labels as "
-            "'a;b' and set --label_separator ';', or write a JSON list. If it is one label, set --problem_type "
+            "'a;b' and set --label_separator ';', or use a JSON list. If it is a single label, set --problem_type "
             f"{SINGLE_LABEL}."
         )
     if len(firsts) > MAX_CLASSES or has_unique_labels(cells, firsts):
@@ -158,10 +158,10 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
     return SINGLE_LABEL
 
 
-def _check_writing(
+def _check_label_format(
     words: Sequence[str], numbers: Sequence[str], firsts: Mapping[str, int], describe_row: RowDescriber
 ) -> None:
-    """Raise ValueError if words and numbers are mixed, or if words are numbers in another format."""
+    """Check that words and numbers are not mixed and that words are not formatted numbers."""
     amounts = [text for text in words if is_formatted_number(text) and not COMMA_NUMBER.fullmatch(text)]
     commas = [text for text in words if COMMA_NUMBER.fullmatch(text)]
     if amounts and len(amounts) + len(numbers) + len(commas) > len(firsts) // 2:
@@ -173,12 +173,12 @@ def _check_writing(
         raise ValueError(
             f"{describe_row(word)}: The label {words[0]!r} is a word, but the label {numbers[0]!r} of "
             f"{describe_row(number)} is a number. Correct one of them, or set --problem_type {SINGLE_LABEL} if both "
-            "are names of classes."
+            "are class names."
         )
     if words and all(COMMA_NUMBER.fullmatch(text) for text in words):
         raise ValueError(
             f"{describe_row(firsts[words[0]])}: The label {words[0]!r:.80} contains a comma. Write numbers with a "
-            "point. If these are several labels, set --label_separator ','. If they are names of classes, set "
+            "decimal point. If these are several labels, set --label_separator ','. If they are class names, set "
             f"--problem_type {SINGLE_LABEL}."
         )
 
@@ -191,9 +191,9 @@ def is_formatted_number(text: str) -> bool:
 
 
 def has_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
-    """Return whether nearly every row has a label that no other row has. Such labels are ids, texts or a scale.
+    """Return whether nearly every row has a unique label. Such labels are ids, texts or values on a scale.
 
-    With few rows, this is true only for numbers that are not class numbers (0 to n - 1, or 1 to n).
+    For few rows, this only holds for numbers that are not class numbers (0 to n - 1, or 1 to n).
     """
     if len(cells) >= MIN_COUNTED_ROWS:
         return len(labels) > MAX_UNIQUE_SHARE * len(cells)
@@ -202,12 +202,12 @@ def has_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
     return max(map(int, labels)) - min(map(int, labels)) >= 2 * len(labels)
 
 
-def reject_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None:
-    """Check that lists of labels hold names, and not one indicator per class.
+def check_no_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None:
+    """Check that lists of labels contain names instead of one indicator per class.
 
     Raises:
-        ValueError: If each row has the same two indicators in some order, such as [1, 0] and [0, 1]. With names, both
-            rows would have both labels. Longer lists repeat an indicator, so `read_cell` raises an error for them.
+        ValueError: If each row has the same two indicators in some order, such as [1, 0] and [0, 1]. As names, they
+            would give both rows both labels. Longer lists repeat an indicator, for which `read_cell` raises an error.
     """
     rows = [cell for cell in cells if isinstance(cell, tuple)]
     indicates = all(len(row) == 2 and INDICATORS.issuperset(map(str.lower, row)) for row in rows)
@@ -216,7 +216,7 @@ def reject_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None
 
 
 def sort_class_names(cells: Sequence[Cell]) -> tuple[str, ...]:
-    """Return the different class names of rows, sorted by value if they are numbers, otherwise by code points."""
+    """Return the distinct class names, sorted by value if they are numbers and otherwise by code point."""
     names = {name for cell in cells for name in ((cell,) if isinstance(cell, str) else cell or ())}
     if all(WHOLE.fullmatch(name) for name in names):
         return tuple(sorted(names, key=int))
@@ -227,11 +227,11 @@ def sort_class_names(cells: Sequence[Cell]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class LabelScheme:
-    """The conversion of labels to numbers.
+    """Converts labels to numbers.
 
     Attributes:
-        problem_type: The problem type of Transformers.
-        names: The classes in the order of their ids. Empty for a regression.
+        problem_type: The problem type in Transformers.
+        names: The classes in the order of their ids. Empty for regression.
     """
 
     problem_type: str
@@ -241,14 +241,14 @@ class LabelScheme:
         """Return one class id per row, one number per row, or one 0.0 or 1.0 per class and row.
 
         Raises:
-            ValueError: If a row has no label, a label of another kind, or a label that is not a class. The message
-                names the first such row.
+            ValueError: If a row has no label, a label of another kind, or an unknown class. The message names the
+                first such row.
         """
         ids = {name: i for i, name in enumerate(self.names)}
         return [self._encode_cell(cell, ids, i, describe_row) for i, cell in enumerate(cells)]
 
     def _encode_cell(self, cell: Cell, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> Any:
-        """Return the number or numbers of a label, or raise ValueError."""
+        """Convert a label to a number or a list of numbers."""
         if self.problem_type == MULTI_LABEL and isinstance(cell, tuple):
             labels = {self._get_class_id(label, ids, number, describe_row) for label in cell}
             return [float(i in labels) for i in range(len(ids))]
@@ -262,19 +262,17 @@ class LabelScheme:
                 "a list of labels. Set --label_separator or use JSON lists" if isinstance(cell, str) else "one label"
             )
             raise ValueError(
-                f"{describe_row(number)}: Got {got}, but --problem_type {self.problem_type} needs {rule}."
+                f"{describe_row(number)}: Got {got}, but --problem_type {self.problem_type} requires {rule}."
             )
         if self.problem_type == SINGLE_LABEL:
             return self._get_class_id(cell, ids, number, describe_row)
         value = float(cell) if NUMBER.fullmatch(cell) else math.nan
         if not math.isfinite(value):
-            raise ValueError(
-                f"{describe_row(number)}: The label of a regression must be a finite number, got {cell!r:.80}."
-            )
+            raise ValueError(f"{describe_row(number)}: A regression label must be a finite number, got {cell!r:.80}.")
         return value
 
     def _get_class_id(self, name: str, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> int:
-        """Return the id of a class, or raise ValueError."""
+        """Return the id of a class."""
         if name not in ids:
             raise ValueError(
                 f"{describe_row(number)}: The label must be one of {format_names(self.names)}, got {name!r:.80}. "
@@ -284,13 +282,13 @@ class LabelScheme:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first names, and the number of further names, for a message."""
+    """List the first names and the number of remaining names, for a message."""
     more = f" and {len(names) - MAX_SHOWN_NAMES} more" if len(names) > MAX_SHOWN_NAMES else ""
     return ", ".join(repr(name)[:40] for name in names[:MAX_SHOWN_NAMES]) + more
 
 
 def count_by_class(scheme: LabelScheme, values: Sequence[Any]) -> list[int]:
-    """Return the number of rows of each class."""
+    """Return the number of rows in each class."""
     if scheme.problem_type == MULTI_LABEL:
         return [int(sum(column)) for column in zip(*values, strict=True)]
     counts = Counter(values)
@@ -303,24 +301,25 @@ def compute_class_weights(
     """Return the weight of each class in the loss, or None if `setting` is None.
 
     Args:
-        setting: "balanced", or weights by class name. The other classes have weight 1.
+        setting: "balanced", or weights by class name. All other classes have weight 1.
         scheme: The classes.
-        values: The labels of the training rows as numbers.
+        values: The labels of the training rows, as numbers.
 
     Returns:
-        The weights. With one label per row, "balanced" gives rows / (classes * rows of the class), as scikit-learn
-        does. With several labels per row, it gives rows without the label / rows with the label, the weight of
-        positive examples.
+        The weights. With one label per row, "balanced" results in rows / (classes * rows of the class), as in
+        scikit-learn. With several labels per row, it results in the weight of positive examples, which is rows without
+        the label / rows with the label.
 
     Raises:
-        ValueError: If a name is not a class, or if "balanced" meets a class that no row or every row has.
+        ValueError: If a name is not a class, or if "balanced" cannot be computed because no row or every row has a
+            label.
     """
     if setting is None or scheme.problem_type == REGRESSION:
         return None
     if isinstance(setting, Mapping):
         if unknown := [name for name in setting if name not in scheme.names]:
             raise ValueError(
-                f"--class_weights must name labels among {format_names(scheme.names)}, got {unknown[0]!r}."
+                f"--class_weights contains the unknown label {unknown[0]!r}. Use only {format_names(scheme.names)}."
             )
         return [float(setting.get(name, 1.0)) for name in scheme.names]
     counts, several = count_by_class(scheme, values), scheme.problem_type == MULTI_LABEL
@@ -328,7 +327,8 @@ def compute_class_weights(
         if count == 0 or (several and count == len(values)):
             rows = "every training row has" if count else "no training row has"
             raise ValueError(
-                f"--class_weights balanced cannot be computed, because {rows} the label {name!r}. Set weights as JSON."
+                f"--class_weights balanced cannot be computed because {rows} the label {name!r}. Set the weights as "
+                "JSON."
             )
     if several:
         return [(len(values) - count) / count for count in counts]
@@ -337,8 +337,8 @@ def compute_class_weights(
 
 logger = logging.getLogger(__name__)
 
-# Common names of columns with pairs of texts, with single texts, and with labels. A name in an earlier row of LABELS
-# takes precedence over the names in later rows.
+# Common names of columns that contain pairs of texts, single texts, and labels. Names in earlier rows of LABELS take
+# precedence over names in later rows.
 PAIR_COLUMNS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
@@ -356,15 +356,15 @@ LABEL_COLUMNS = (
 
 
 def find_text_columns(record: dict[str, Any], place: str, label_column: str | None = None) -> tuple[str, ...]:
-    """Return the columns of a row that have common names for texts: one column, or two for pairs. Ignore the case.
+    """Find one text column, or two for pairs, by common names, ignoring case.
 
     Args:
         record: The row.
-        place: The description of the row for errors, such as "t.csv, row 1".
-        label_column: The label column. It does not hold texts.
+        place: The description of the row in error messages, such as "t.csv, row 1".
+        label_column: The label column, which is excluded.
 
     Raises:
-        ValueError: If no column matches, or if more than one choice does. The message lists the columns.
+        ValueError: If no column matches or the choice is ambiguous. The message lists the columns.
     """
     columns = _map_lowercase_names(record, label_column)
     pairs = [pair for pair in PAIR_COLUMNS if all(name in columns for name in pair)]
@@ -375,7 +375,7 @@ def find_text_columns(record: dict[str, Any], place: str, label_column: str | No
         choices = " or ".join(" and ".join(columns[name] for name in names) for names in candidates)
         problem = f"The texts may be in {choices}" if candidates else "No column has a common name for texts"
         raise ValueError(
-            f"{place}: {problem}; {_list_columns(record)}. Name one column, or two for pairs, with --text_columns."
+            f"{place}: {problem}; {_list_columns(record)}. Set --text_columns to one column, or to two for pairs."
         )
     return tuple(columns[name] for name in candidates[0])
 
@@ -383,43 +383,43 @@ def find_text_columns(record: dict[str, Any], place: str, label_column: str | No
 def find_label_column(
     record: dict[str, Any], place: str, text_columns: Sequence[str], needed: bool = True
 ) -> str | None:
-    """Return the column of a row that has a common name for labels. Ignore the case.
+    """Find the label column by common names, ignoring case.
 
     Args:
         record: The row.
-        place: The description of the row for errors.
-        text_columns: The text columns. They do not hold labels.
+        place: The description of the row in error messages.
+        text_columns: The text columns, which are excluded.
         needed: Whether to raise an error instead of returning None if no column matches.
 
     Raises:
-        ValueError: As for `find_text_columns`.
+        ValueError: For the same reasons as in `find_text_columns`.
     """
     columns = _map_lowercase_names(record, *text_columns)
     for names in LABEL_COLUMNS:
         candidates = [columns[name] for name in names if name in columns]
         if len(candidates) > 1:
             raise ValueError(
-                f"{place}: The labels may be in {' or '.join(candidates)}; {_list_columns(record)}. Name one with "
-                "--label_column."
+                f"{place}: The labels may be in {' or '.join(candidates)}; {_list_columns(record)}. Use "
+                "--label_column to select one."
             )
         if candidates:
             return candidates[0]
     if needed:
         raise ValueError(
-            f"{place}: No column has a common name for labels; {_list_columns(record)}. Name one with --label_column."
+            f"{place}: No column has a common name for labels; {_list_columns(record)}. Set --label_column."
         )
     return None
 
 
 def _map_lowercase_names(record: dict[str, Any], *excluded: str | None) -> dict[str, str]:
-    """Map lowercase names to the columns. If two columns differ only in case, keep the lowercase one."""
+    """Map lowercase names to column names. If two columns differ only in case, keep the lowercase one."""
     names = [str(name) for name in record if name not in excluded]
     lowered = [name.strip().lower() for name in names]
     return {low: name for low, name in zip(lowered, names, strict=True) if lowered.count(low) == 1 or name == low}
 
 
 def _list_columns(record: dict[str, Any]) -> str:
-    """Return the clause of a message that lists the columns of a row."""
+    """Return a clause that lists the columns of a row, for messages."""
     return f"the columns are {' '.join(', '.join(column_names(record)).split()) or 'none'}"
 
 
@@ -429,8 +429,8 @@ class ClassificationSplit:
 
     Attributes:
         name: The name of the split on the Hub: "train", "validation_matched", "test", ...
-        data: The columns `text1`, `text2` (only for pairs), `label` (if there are labels) and `index`, the number of
-            the row. For GLUE, this is the number in the submission. Rows of user tables also have `file` and `line`.
+        data: The columns `text1`, `text2` (only for pairs), `label` (if there are labels) and `index`, which is the
+            row number (for GLUE, the number in the submission). Rows from user tables also have `file` and `line`.
     """
 
     name: str
@@ -440,27 +440,27 @@ class ClassificationSplit:
         return len(self.data)
 
     def take(self, count: int | None) -> Self:
-        """Return the split with its first `count` rows, or with all rows if `count` is None."""
+        """Return a split that contains the first `count` rows, or all rows if `count` is None."""
         return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
 
     def describe_row(self, number: int) -> str:
-        """Describe the origin of a row for messages. The rows are counted from 0."""
+        """Describe the origin of a row, counted from 0, for messages."""
         names = [name for name in ("file", "line", "index") if name in self.data.column_names]
         row = self.data.select_columns(names)[number]
         return row_place(row.get("file", self.name), row.get("line"), row.get("index", number))
 
 
 def make_rows(columns: dict[str, list]) -> Dataset:
-    """Make a dataset in memory from columns of equal length.
+    """Create an in-memory dataset from columns of equal length.
 
-    `Dataset.from_dict` sets no fingerprint, and `datasets` then hashes the table with dill. This fails if pyarrow is
-    installed in a folder that is not named site-packages.
+    `Dataset.from_dict` does not set a fingerprint, so `datasets` would hash the table with dill. This fails if pyarrow
+    is installed in a folder that is not named site-packages.
     """
     return Dataset(InMemoryTable.from_pydict(columns), fingerprint=uuid.uuid4().hex)
 
 
 def hash_rows(split: ClassificationSplit, chunk: int = 10_000) -> str:
-    """Return a short hash of the texts and labels of a split. It depends on their order."""
+    """Return a short, order-dependent hash of the texts and labels in a split."""
     columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
     data = split.data.select_columns(columns)
     digest = hashlib.blake2b(digest_size=8)
@@ -471,10 +471,10 @@ def hash_rows(split: ClassificationSplit, chunk: int = 10_000) -> str:
 
 
 def tokenize_split(split: ClassificationSplit, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Dataset:
-    """Tokenize a split without padding, which happens per batch. Truncate the longer text of a pair first.
+    """Tokenize a split, truncating the longer text of a pair first. Padding is added later for each batch.
 
     Returns:
-        The columns of the tokenizer (lists of integers), `label` if there are labels, and `length` in tokens.
+        The tokenizer outputs as columns (lists of integers), `label` if there are labels, and `length` in tokens.
     """
     pair = "text2" in split.data.column_names
 
@@ -485,7 +485,7 @@ def tokenize_split(split: ClassificationSplit, tokenizer: PreTrainedTokenizerBas
         return encoded
 
     unused = [name for name in split.data.column_names if name != "label"]
-    # With a longer name, the progress bar does not fit into 80 columns.
+    # With a longer name, the progress bar would not fit into 80 columns.
     description = f"{split.name.replace('validation', 'dev')} tokens"
     data = split.data.map(encode, batched=True, remove_columns=unused, desc=description)
     if full := sum(length == max_length for length in data["length"]):
@@ -496,15 +496,15 @@ def tokenize_split(split: ClassificationSplit, tokenizer: PreTrainedTokenizerBas
 
 @dataclass(frozen=True)
 class ClassificationData:
-    """The splits of a run, with the meaning of their labels.
+    """The splits of a run and the meaning of their labels.
 
     Attributes:
         splits: Maps "train", "validation" and "test" to the splits that exist.
         scheme: The meaning of the labels.
         text_columns: One column, or two for pairs.
-        label_column: The column with the labels. None: the run only predicts texts without labels.
-        label_separator: The separator between several labels of a row, if there is one.
-        threshold: With several labels per row, the labels with a larger probability are predicted.
+        label_column: The column that contains the labels, or None if the run only predicts unlabeled texts.
+        label_separator: The separator between several labels in a row, if there is one.
+        threshold: With several labels per row, labels with a probability above this threshold are predicted.
     """
 
     splits: dict[str, ClassificationSplit]
@@ -517,10 +517,10 @@ class ClassificationData:
 
 @dataclass
 class LabelRows:
-    """The rows of a split as they were read.
+    """The rows of a split in the form in which they were read.
 
     Attributes:
-        label_column: The column with the labels, or None.
+        label_column: The column that contains the labels, or None if there are no labels.
         texts: One list of texts per text column.
         cells: The labels of each row.
         files: The file of each row.
@@ -536,11 +536,11 @@ class LabelRows:
     numbers: list[int] = field(default_factory=list)
 
     def describe_row(self, row: int) -> str:
-        """Describe the location of the label of a row for messages: file, line, row and column."""
+        """Describe the location of a row's label (file, line, row and column) for messages."""
         return f"{row_place(self.files[row], self.lines[row], self.numbers[row])}, column {self.label_column!r}"
 
     def split(self, name: str, values: list[Any] | None) -> ClassificationSplit:
-        """Return the rows as a split with these labels, or without labels if `values` is None."""
+        """Create a split from the rows with these labels, or without labels if `values` is None."""
         columns: dict[str, list] = {f"text{i + 1}": column for i, column in enumerate(self.texts)}
         columns |= {"index": self.numbers, "file": self.files, "line": self.lines}
         return ClassificationSplit(name, make_rows(columns | ({} if values is None else {"label": values})))
@@ -549,7 +549,7 @@ class LabelRows:
 def _read_rows(
     name: str, source: SplitRows, text_columns: Sequence[str], label_column: str | None, separator: str | None
 ) -> LabelRows:
-    """Read all rows of a split. Keep rows with a blank text, and warn about their number.
+    """Read all rows of a split. Rows with a blank text are kept, with a warning.
 
     Raises:
         OSError, ValueError: See `load_classification_data`.
@@ -570,22 +570,22 @@ def _read_rows(
             value = value if names is None else get_label_name(value, names)
             rows.cells.append(read_cell(value, separator, f"{record.place}, column {label_column!r}"))
     if blank:
-        message = "%s: %d of %d rows have a blank text. The model reads it as it is. The first such row is %s."
+        message = "%s: %d of %d rows have a blank text. The model reads it unchanged. The first such row is %s."
         logger.warning(message, name, len(blank), len(rows.numbers), blank[0])
     return rows
 
 
 def load_classification_data(settings: ClassificationSettings, config: PreTrainedConfig) -> ClassificationData:
-    """Read the splits that the settings name, and find out what their labels mean.
+    """Read the splits specified in the settings, and determine the meaning of their labels.
 
     Args:
         settings: The settings of the run.
-        config: The configuration of the checkpoint. A run that only evaluates uses its labels.
+        config: The configuration of the checkpoint. Its labels are used if the run only evaluates.
 
     Raises:
-        OSError: If a file or a dataset of the Hub cannot be read.
-        ValueError: If a file has invalid content or lacks a column, or if labels are of different kinds. The message
-            names the file, the row and the column.
+        OSError: If a file or a Hub dataset cannot be read.
+        ValueError: If a file has invalid content or lacks a column, or if there are labels of different kinds. The
+            message names the file, the row and the column.
     """
     sources = read_splits(settings)
     first = next(iter(sources.values())).first
@@ -611,9 +611,9 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
 
 
 def _encode_labels(name: str, rows: LabelRows, scheme: LabelScheme) -> list[Any] | None:
-    """Return the labels of a split as numbers, or None for test rows without known labels."""
+    """Convert the labels of a split to numbers. Returns None for test rows without known labels."""
     if rows.label_column is None or (name == "test" and _is_unlabeled(rows.cells, scheme)):
-        logger.info("%s: There are no labels, so the rows are predicted and not scored.", name)
+        logger.info("%s: There are no labels, so the rows are predicted but not scored.", name)
         return None
     return scheme.encode(rows.cells, rows.describe_row)
 
@@ -626,7 +626,7 @@ def _resolve_columns(
     Args:
         first: The name and the rows of the first split.
         settings: The settings of the run.
-        absent_label_column: The label column of the training of the model, if the rows lack it.
+        absent_label_column: The label column that the model was trained on, if the rows lack it.
     """
     name, source = first
     record = source.first
@@ -638,7 +638,7 @@ def _resolve_columns(
 
 
 def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
-    """Return whether the labels of a test split are unknown: all empty, or all -1 as on the Hub."""
+    """Return whether the labels of a test split are unknown (all empty, or all -1 as on the Hub)."""
     distinct = set(cells)
     return distinct <= {None, ()} or (
         len(distinct) == 1 and distinct <= UNKNOWN_LABELS and not distinct & {*scheme.names}
@@ -648,26 +648,26 @@ def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
 def _infer_training_scheme(
     settings: ClassificationSettings, rows: LabelRows, class_names: Sequence[str] | None
 ) -> LabelScheme:
-    """Return the label scheme of a run that trains, from the settings and the training rows."""
+    """Infer the label scheme of a training run from the settings and the training rows."""
     kind = settings.problem_type
     if kind is None and class_names is not None:
         kind = MULTI_LABEL if any(isinstance(cell, tuple) for cell in rows.cells) else SINGLE_LABEL
     kind = kind or infer_problem_type(rows.cells, rows.describe_row)
     if kind == MULTI_LABEL:
-        reject_indicators(rows.cells, rows.describe_row)
+        check_no_indicators(rows.cells, rows.describe_row)
     if kind == REGRESSION:
         return LabelScheme(kind, ())
     names = tuple(settings.labels or class_names or sort_class_names(rows.cells))
     if len(names) < 1 + (kind == SINGLE_LABEL):
         problem = f"Every training row has the label {names[0]!r}" if names else "No training row has a label"
-        raise ValueError(f"{rows.describe_row(0)}: {problem}. Give training rows with different labels.")
+        raise ValueError(f"{rows.describe_row(0)}: {problem}. Provide training rows with different labels.")
     return LabelScheme(kind, names)
 
 
 def _infer_checkpoint_scheme(
     settings: ClassificationSettings, config: PreTrainedConfig, class_names: Sequence[str] | None
 ) -> LabelScheme:
-    """Return the label scheme of a run that only evaluates, from the settings and the checkpoint."""
+    """Infer the label scheme of a run that only evaluates from the settings and the checkpoint."""
     model_name: Any = settings.model_name_or_path
     id2label: Any = config.id2label or {}
     names = tuple(str(id2label[i]) for i in sorted(id2label))
@@ -677,22 +677,22 @@ def _infer_checkpoint_scheme(
     if kind == REGRESSION:
         if len(names) != 1:
             raise ValueError(
-                f"{model_name} must have one output for regression, got {len(names)}. Set another --problem_type."
+                f"{model_name} must have a single output for regression, got {len(names)}. Set another --problem_type."
             )
         return LabelScheme(kind, ())
-    if all(name == f"LABEL_{i}" for i, name in enumerate(names)):  # the default names of Transformers
+    if all(name == f"LABEL_{i}" for i, name in enumerate(names)):  # the default names in Transformers
         numbers = tuple(map(str, range(len(names))))
         names = tuple(class_names or ()) if len(class_names or ()) == len(names) else numbers
     if settings.labels is not None and len(settings.labels) != len(names):
         raise ValueError(
-            f"--labels must name the {len(names)} classes of {model_name}, got {len(settings.labels)} names. The "
+            f"--labels must list the {len(names)} classes of {model_name}, got {len(settings.labels)} names. The "
             f"classes are {format_names(names)}."
         )
     return LabelScheme(kind, settings.labels or names)
 
 
 def _log_label_counts(scheme: LabelScheme, values: Sequence[Any]) -> None:
-    """Log the number of training rows, and their labels."""
+    """Log the number of training rows and the distribution of their labels."""
     if not values:  # the run only evaluates
         return
     if scheme.problem_type == REGRESSION:
@@ -704,4 +704,4 @@ def _log_label_counts(scheme: LabelScheme, values: Sequence[Any]) -> None:
     more = f" and {len(counts) - 20} more" if len(counts) > 20 else ""
     logger.info("train: %d rows with labels %s%s (%s).", len(values), label_counts, more, scheme.problem_type)
     if without := [name for name, count in counts.items() if not count]:
-        logger.warning("No training row has the labels %s.", format_names(without))
+        logger.warning("No training row has any of the labels %s.", format_names(without))

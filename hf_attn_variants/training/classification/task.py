@@ -1,4 +1,4 @@
-"""Metrics of classification and regression (from scikit-learn and SciPy), and the plot of a confusion matrix."""
+"""Fine-tuning for classification and regression, with metrics from scikit-learn and SciPy."""
 
 import json
 import math
@@ -33,10 +33,10 @@ from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask
 from ..engine.models import (
     LabelMap,
-    append_end_tokens,
     check_max_length,
     check_trained_head,
-    fit_token_types,
+    configure_end_tokens,
+    configure_token_types,
     get_model_name,
     load_classifier,
     load_config,
@@ -61,30 +61,31 @@ if TYPE_CHECKING:
 
 
 def _make_correlation(function: Callable) -> Callable[[np.ndarray, np.ndarray], float]:
-    """Return a function of references and predictions from a correlation of SciPy. It returns NaN if undefined."""
+    """Wrap a correlation function from SciPy so that it returns NaN if the correlation is undefined."""
 
     def compute(references: np.ndarray, predictions: np.ndarray) -> float:
         if len(references) < 2:
             return math.nan
         with warnings.catch_warnings():
-            # A constant prediction has no correlation. The value is NaN, so the warning of SciPy adds nothing.
+            # Constant predictions have no correlation. The result is NaN, so SciPy's warning is redundant.
             warnings.simplefilter("ignore")
             return function(np.asarray(predictions, dtype=np.float64), references)[0]
 
     return compute
 
 
-# Map (true values [rows], predictions [rows]) to the correlation.
+# Correlation functions that take the true values [rows] and the predictions [rows].
 pearson, spearman = _make_correlation(pearsonr), _make_correlation(spearmanr)
 
 
 class Predictions:
-    """The predictions of a model, computed from its logits [rows, labels] in the order of the names of the scheme.
+    """A model's predictions, computed from its logits [rows, labels] in the order of the scheme's names.
 
     Attributes:
-        probabilities: [rows, labels] in double precision. With one label per row, the probabilities of a row add up
-            to 1. With several, each label has its own. For regression, they are the predicted numbers [rows, 1].
-        chosen: Class ids [rows], one 0 or 1 per label [rows, labels], or numbers [rows].
+        probabilities: The probabilities [rows, labels] in double precision. With one label per row, the probabilities
+            in a row add up to 1. With several labels per row, each label has an independent probability. For
+            regression, these are the predicted numbers [rows, 1].
+        chosen: The predicted class ids [rows], indicators (0 or 1) for each label [rows, labels], or numbers [rows].
     """
 
     def __init__(self, scheme: LabelScheme, logits: np.ndarray, threshold: float):
@@ -101,16 +102,16 @@ class Predictions:
 def compute_classification_metrics(
     scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
 ) -> dict[str, float]:
-    """Compute the metrics of `settings.METRICS_BY_PROBLEM`. A metric that is undefined on these rows is NaN.
+    """Compute the metrics in `METRICS_BY_PROBLEM`. Metrics that are undefined for these rows are NaN.
 
-    F1 is computed by scikit-learn. Its macro average covers the classes that are true or predicted in some row. With
-    several labels per row, the accuracy is the share of rows with exactly the correct labels. The ROC AUC is the mean
-    of the one-vs-rest areas of the classes that some rows have and other rows lack.
+    F1 is computed with scikit-learn. Its macro average covers the classes that are true or predicted in some row. With
+    several labels per row, accuracy is the share of rows with exactly the correct labels. ROC AUC is the mean of the
+    one-vs-rest areas over the classes that some rows have and other rows lack.
 
     Args:
         scheme: The meaning of the labels.
         predicted: The predictions.
-        labels: The labels of the rows, as `LabelScheme.encode` returns them.
+        labels: The labels of the rows, as returned by `LabelScheme.encode`.
     """
     if scheme.problem_type == REGRESSION:
         errors = predicted.chosen - labels
@@ -122,7 +123,7 @@ def compute_classification_metrics(
         }
     labels = labels.astype(np.int64)
     truth, chosen, ids = _to_sklearn_classes(scheme, predicted, labels)
-    averaged_ids = ids if len(ids) == 1 else None  # None: the classes that occur in the rows
+    averaged_ids = ids if len(ids) == 1 else None  # None selects the classes that occur in the rows
     values = {
         "accuracy": float(accuracy_score(truth, chosen)),
         "f1_macro": float(f1_score(truth, chosen, labels=averaged_ids, average="macro", zero_division=0.0)),
@@ -130,7 +131,7 @@ def compute_classification_metrics(
     }
     if scheme.problem_type != MULTI_LABEL:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # if all rows have and get the same class, the value is 0
+            warnings.simplefilter("ignore")  # the value is 0 if all true and predicted classes are the same
             values["matthews_correlation"] = float(matthews_corrcoef(labels, predicted.chosen))
     areas = [area for area in _compute_roc_areas(scheme, predicted, labels) if not math.isnan(area)]
     values["roc_auc"] = sum(areas) / len(areas) if areas else math.nan
@@ -141,11 +142,11 @@ def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: 
     """Compute the results that complement the metrics of `compute_classification_metrics`.
 
     Returns:
-        "per_class" maps each name to "precision", "recall", "f1", "roc_auc", the number of rows with the class
-        ("support") and the number of rows that are predicted to have it ("predicted"). Undefined values are NaN.
-        "confusion_matrix" is present only with one label per row: one list per true class with the number of rows per
-        predicted class, in the order of the names. "undefined" maps a metric to the reason why it is undefined, or to
-        the classes that it leaves out. For a regression, only "undefined" may be present.
+        "per_class" maps each name to "precision", "recall", "f1", "roc_auc", the number of rows in the class
+        ("support") and the number of rows predicted to be in the class ("predicted"). Undefined values are NaN.
+        "confusion_matrix", which requires one label per row, contains one list per true class with the number of rows
+        per predicted class, in the order of the names. "undefined" maps a metric to the reason why it is undefined, or
+        to the classes that it excludes. For regression, only "undefined" may be present.
     """
     if scheme.problem_type == REGRESSION:
         columns = {"labels": labels, "predictions": predicted.chosen}
@@ -178,9 +179,10 @@ def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: 
 def _to_sklearn_classes(
     scheme: LabelScheme, predicted: Predictions, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Return the true and the predicted classes in the format of scikit-learn, and its class ids of the names.
+    """Return the true classes, the predicted classes and the class ids in scikit-learn's format.
 
-    If there is only one label that a row may have [rows, 1], scikit-learn gets two classes: without (0) and with (1).
+    If there is only one possible label [rows, 1], two classes are passed to scikit-learn, without (0) and with (1) the
+    label.
     """
     if scheme.problem_type == MULTI_LABEL and len(scheme.names) == 1:
         return labels[:, 0], predicted.chosen[:, 0], [1]
@@ -188,7 +190,7 @@ def _to_sklearn_classes(
 
 
 def _explain_undefined_areas(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
-    """Explain why the ROC AUC of some classes is undefined."""
+    """Explain why the ROC AUC is undefined for some classes."""
     everywhere = [name for name in without if per_class[name]["support"] == rows]
     nowhere = [name for name in without if per_class[name]["support"] == 0]
     parts = [f"all {rows} rows have {format_names(everywhere)}"] if everywhere else []
@@ -209,36 +211,38 @@ def _compute_roc_areas(scheme: LabelScheme, predicted: Predictions, labels: np.n
 
 
 def _divide(part: int, whole: int) -> float:
-    """Return a ratio, or NaN if the denominator is 0."""
+    """Return the quotient of two numbers, or NaN if the denominator is 0."""
     return part / whole if whole else math.nan
 
 
-# The largest numbers of classes with numbers in the cells, and with a plot at all.
+# The maximum numbers of classes for which cells contain numbers, and for which the matrix is plotted at all.
 MAX_NUMBERED_CLASSES, MAX_DRAWN_CLASSES = 40, 200
 MAX_NAME_LENGTH = 24
 
 
-def draw_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
-    """Draw a confusion matrix. The shade of a cell is its share of the rows of the true class.
+def plot_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
+    """Plot a confusion matrix. The shade of a cell shows its share of the rows in the true class.
 
-    If the plot fails, log a warning.
+    If plotting fails, a warning is logged.
 
     Args:
-        matrix: Numbers of rows [true classes, predicted classes].
+        matrix: The numbers of rows [true classes, predicted classes].
         names: The names of the classes.
-        path: The path of the PNG.
+        path: The path of the PNG file.
         title: The title of the plot.
 
     Raises:
         OSError: If the file cannot be written.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the plot shows a box instead
+        warnings.filterwarnings(
+            "ignore", message="Glyph .* missing"
+        )  # the plot shows a box instead of the missing glyph
         write_picture(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
 
 
 def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
-    """Return the figure of `draw_confusion_matrix`."""
+    """Return the figure that `plot_confusion_matrix` saves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -255,7 +259,7 @@ def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figur
     totals = np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     image = axes.imshow(matrix / totals, cmap="Blues", vmin=0.0, vmax=1.0, aspect="auto")
     small = 8 if count <= MAX_NUMBERED_CLASSES else max(2.0, 500 / count)
-    ticks: Any = {"fontsize": small, "parse_math": False}  # a name with $ is not a formula
+    ticks: Any = {"fontsize": small, "parse_math": False}  # a "$" in a name must not start a formula
     axes.set_xticks(range(count), tick_labels, rotation=90, **ticks)
     axes.set_yticks(range(count), tick_labels, **ticks)
     axes.set(xlabel="predicted", ylabel="true")
@@ -264,8 +268,8 @@ def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figur
         for (row, column), number in np.ndenumerate(matrix):
             if number:
                 color = "white" if number > 0.5 * totals[row, 0] else "black"
-                fontsize = min(8.0, 8.0 * 4 / digits)  # four digits fit into a cell
-                # The layout engine would otherwise measure every text, which is slow.
+                fontsize = min(8.0, 8.0 * 4 / digits)  # four digits fit in a cell
+                # Otherwise, the layout engine would measure every text, which is slow.
                 options: Any = {"ha": "center", "va": "center", "in_layout": False}
                 axes.text(column, row, str(number), color=color, fontsize=fontsize, **options)
     figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="share of the true class")
@@ -274,21 +278,21 @@ def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figur
 
 
 def shorten_class_name(name: str) -> str:
-    """Return a class name for the plot: one line of visible characters of limited length."""
+    """Shorten a class name for the plot to a single line of visible characters."""
     line = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in name)
     line = " ".join(line.split())
     return f"{line[: MAX_NAME_LENGTH - 1]}…" if len(line) > MAX_NAME_LENGTH else line
 
 
 def make_classification_objective(weights: Tensor | None = None) -> Objective:
-    """Return the loss of a classifier or regressor, summed over the examples. It depends on the labels of the batch.
+    """Create the objective for a classifier or regressor, which depends on the type of the labels.
 
-    For class ids [b], it is the cross-entropy, multiplied by the weight of the class. For numbers [b], it is the
+    For class ids [b], the loss is the cross-entropy, multiplied by the weight of the class. For numbers [b], it is the
     squared error. For indicators [b, L] (0 or 1 per label), it is the mean of the binary cross-entropies over the
-    labels. `weights` then multiplies the terms of the labels that an example has.
+    labels, where `weights` multiplies the terms of the labels that an example has.
 
     Args:
-        weights: One weight per label [L], in the order of the model's outputs. None: all weights are 1.
+        weights: One weight per label [L], in the order of the model's outputs. If None, all weights are 1.
     """
     return Objective(
         loss_sum=lambda model, batch: compute_loss_sum(compute_logits(model, batch).float(), batch["labels"], weights),
@@ -297,7 +301,7 @@ def make_classification_objective(weights: Tensor | None = None) -> Objective:
 
 
 def compute_loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the loss of `make_classification_objective` for logits [b, L]."""
+    """Return the summed loss of `make_classification_objective` for logits [b, L]."""
     weights = None if weights is None else weights.to(logits.device)
     if labels.dim() == 2:
         losses = functional.binary_cross_entropy_with_logits(
@@ -313,8 +317,9 @@ def to_model_labels(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
     """Reorder labels from the order of the task to the order of the model's outputs.
 
     Args:
-        labels: Class ids [rows], one 0 or 1 per label [rows, L], or numbers [rows], which do not change.
-        label_map: The two orders.
+        labels: The class ids [rows], indicators (0 or 1) for each label [rows, L], or numbers [rows], which are left
+            unchanged.
+        label_map: The mapping between the two orders.
     """
     if labels.ndim == 2:
         return labels[:, list(label_map.to_task)]
@@ -328,7 +333,7 @@ class EvalSet:
     Attributes:
         split: The rows.
         batches: The batches, and the order of the rows in them.
-        labels: The labels in the order of the task, or None if they are unknown.
+        labels: The labels in the task's order, or None if they are unknown.
     """
 
     split: ClassificationSplit
@@ -341,16 +346,16 @@ NO_TRAINING_ROWS = ClassificationSplit("train", make_rows({}))
 
 
 class SequenceClassification(FineTuningTask[SettingsT]):
-    """Training of a classifier or regressor on texts or pairs of texts.
+    """Fine-tuning of a classifier or regressor on texts or pairs of texts.
 
-    The `__init__` of a subclass calls `fit_tokenizer` and sets the attributes below.
+    The `__init__` method of a subclass must call `fit_tokenizer` and set the attributes below.
 
     Attributes:
-        labels: The names of the classes in the order of their ids. None for a regression.
+        labels: The class names in the order of their ids, or None for regression.
         problem_type: The problem type of Transformers.
-        train: The training rows. Empty for a run that only evaluates.
-        dev_splits: The splits that are evaluated. The first one selects the best weights.
-        weights: One weight per label, in the order of `labels`. `load_model` reorders them to the order of the outputs
+        train: The training rows. Empty if the run only evaluates.
+        dev_splits: The splits to evaluate. The first one selects the best weights.
+        weights: One weight per label, in the order of `labels`. `load_model` reorders them to match the outputs
             (`output_weights`).
     """
 
@@ -367,13 +372,13 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         self.tokenizer = load_tokenizer(settings, self.config)
 
     def fit_tokenizer(self, pair: bool) -> None:
-        """Fit the tokenizer to the model, and check the length of texts or pairs of texts.
+        """Adapt the tokenizer to the model, and check the maximum length of texts or pairs of texts.
 
         Raises:
-            ValueError: If the tokenizer or the length does not fit the model.
+            ValueError: If the tokenizer or the length is not valid for the model.
         """
-        fit_token_types(self.tokenizer, self.config)
-        append_end_tokens(self.tokenizer, self.config, pair)
+        configure_token_types(self.tokenizer, self.config)
+        configure_end_tokens(self.tokenizer, self.config, pair)
         length, multiple = self.settings.max_length, self.settings.pad_to_multiple_of
         check_max_length(length, self.config, self.tokenizer, pair, multiple=multiple)
         self.collate = DataCollatorWithPadding(self.tokenizer, pad_to_multiple_of=multiple)
@@ -400,10 +405,10 @@ class SequenceClassification(FineTuningTask[SettingsT]):
 
     @abstractmethod
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        """Return the metrics of a split from its logits [rows, labels], in the order of the model's outputs."""
+        """Compute the metrics of a split from its logits [rows, labels], in the order of the model's outputs."""
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of every dev split. Names of the second one (MNLI mismatched) end in `_mm`."""
+        """Return the metrics of every dev split. Metric names of the second split (MNLI mismatched) end in `_mm`."""
         metrics: dict[str, float] = {}
         for i, eval_set in enumerate(self.dev_sets):
             logits = self.predict_logits(eval_set)
@@ -415,12 +420,12 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         return metrics
 
     def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
-        """Return the logits of a split [rows, labels] in single precision, in the order of its rows."""
+        """Return the logits [rows, labels] of a split in single precision and row order."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
             return (compute_logits(self.model, batch).float(),)
 
-        return self.run_rows(eval_set.batches, outputs, eval_set.split.name)[0]
+        return self.run_model_on_rows(eval_set.batches, outputs, eval_set.split.name)[0]
 
     def fingerprint(self) -> dict[str, Any]:
         return {"training examples": len(self.train), "hash of the training data": hash_rows(self.train)}
@@ -433,32 +438,32 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         return {"eval_samples": rows, "eval_samples_per_second": round(rows / max(self.eval_seconds, 1e-9), 2)}
 
     def make_eval_set(self, split: ClassificationSplit) -> EvalSet:
-        """Tokenize a split and return it with its batches."""
+        """Tokenize a split, and return it with its batches."""
         data = self._tokenize(split)
         unused = [name for name in ("length", "label") if name in data.column_names]
         batches = self.make_eval_batches(data.remove_columns(unused), data["length"])
         return EvalSet(split, batches, data["label"][:] if "label" in unused else None)
 
     def _tokenize(self, split: ClassificationSplit) -> Dataset:
-        """Tokenize a split. The main process tokenizes first, and the other processes read its cache."""
+        """Tokenize a split on the main process first, so that the other processes can read its cache."""
         with self.accelerator.main_process_first():
             data = tokenize_split(split, self.tokenizer, self.settings.max_length)
         if self.config.is_encoder_decoder:
-            self._check_end_tokens(split, data)
+            self._check_end_token_counts(split, data)
         return data
 
-    def _check_end_tokens(self, split: ClassificationSplit, data: Dataset) -> None:
-        """Check that all rows have the same number of end tokens.
+    def _check_end_token_counts(self, split: ClassificationSplit, data: Dataset) -> None:
+        """Check that all rows have the same number of end-of-sequence tokens.
 
-        The classification heads of Transformers for encoder-decoders read the last end token, and require that all
-        rows of a batch have equally many.
+        In Transformers, the classification heads of encoder-decoders read the last end-of-sequence token and require
+        the same number of these tokens in all rows of a batch.
         """
         texts = ("a", "a") if "text2" in split.data.column_names else ("a",)
         end, expected = self.config.eos_token_id, self.tokenizer(*texts)["input_ids"].count(self.config.eos_token_id)
         wrong = next((i for i, ids in enumerate(data["input_ids"]) if ids.count(end) != expected), None)
         if wrong is not None:
             raise ValueError(
-                f"{split.describe_row(wrong)}: The text must not contain {self.tokenizer.eos_token}, because the "
+                f"{split.describe_row(wrong)}: The text must not contain {self.tokenizer.eos_token} because the "
                 "classifier reads the model's output at this token. Remove it from the text."
             )
 
@@ -475,11 +480,11 @@ class SequenceClassification(FineTuningTask[SettingsT]):
 
 
 class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
-    """Fine-tuning on tables with one label per row, several labels per row, or a number per row.
+    """Fine-tuning on tables with a label, several labels or a number in each row.
 
-    The results contain `eval_<metric>` of the dev rows for the metrics of `settings.METRICS_BY_PROBLEM`, and
-    `eval_per_class`, `eval_confusion_matrix` and `eval_undefined` (see `metrics.compute_metric_details`). If the test
-    rows have labels, their results start with `test_`.
+    The results contain `eval_<metric>` for the dev rows and the metrics in `METRICS_BY_PROBLEM`, and `eval_per_class`,
+    `eval_confusion_matrix` and `eval_undefined` (see `compute_metric_details`). If the test rows have labels, the
+    names of their results start with `test_`.
 
     Example:
         ```python
@@ -511,7 +516,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         self.main_metric, self.shown_metrics = self.metric_names[0], self.metric_names
 
     def _select_training_split(self) -> ClassificationSplit:
-        """Return the training rows of the run, after --shuffle_train_dataset and --max_train_samples."""
+        """Return the training rows after applying --shuffle_train_dataset and --max_train_samples."""
         split = self.data.splits.get("train", NO_TRAINING_ROWS)
         if len(split) and self.settings.shuffle_train_dataset:
             order = torch.randperm(len(split), generator=torch.Generator().manual_seed(self.settings.seed))
@@ -528,7 +533,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         return compute_classification_metrics(self.scheme, self.dev_predictions, np.asarray(eval_set.labels))
 
     def _to_predictions(self, logits: np.ndarray) -> Predictions:
-        """Return the predictions for logits [rows, labels] in the order of the model's outputs."""
+        """Convert logits [rows, labels] in the order of the model's outputs to predictions."""
         return Predictions(self.scheme, logits[:, list(self.label_map.to_model)], self.data.threshold)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -559,7 +564,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         for dev in self.dev_sets:
-            self._draw_confusion_matrix(dev, self.dev_predictions, CONFUSION_FILE, "dev")
+            self._plot_confusion_matrix(dev, self.dev_predictions, CONFUSION_FILE, "dev")
         if self.test is None:
             return {}, {}
         predicted = self._to_predictions(self.predict_logits(self.test))
@@ -570,7 +575,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
                 self.scheme, predicted, labels
             )
             results |= {f"test_{name}": value for name, value in values.items()}
-            self._draw_confusion_matrix(self.test, predicted, CONFUSION_FILE.replace(".", "_test."), "test")
+            self._plot_confusion_matrix(self.test, predicted, CONFUSION_FILE.replace(".", "_test."), "test")
         return results, {"test.jsonl": self._format_predictions(self.test, predicted)}
 
     def summary(self, results: dict[str, Any]) -> str:
@@ -583,19 +588,19 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
                 lines.append(f"{self.name} {split} ({results[f'{prefix}samples']} rows): {scores}\n")
         return "".join(lines)
 
-    def _draw_confusion_matrix(self, rows: EvalSet, predicted: Predictions, name: str, split: str) -> None:
-        """Draw the confusion matrix of a split, if there is one label per row and not too many classes."""
+    def _plot_confusion_matrix(self, rows: EvalSet, predicted: Predictions, name: str, split: str) -> None:
+        """Plot the confusion matrix of a split if there is one label per row and not too many classes."""
         drawn = self.problem_type not in (REGRESSION, MULTI_LABEL) and len(self.scheme.names) <= MAX_DRAWN_CLASSES
         if not drawn or not self.accelerator.is_main_process:
             return
         matrix = compute_metric_details(self.scheme, predicted, np.asarray(rows.labels))["confusion_matrix"]
         title = f"{get_model_name(self.settings)}, {split}: {len(rows.split):,} rows"
-        draw_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
+        plot_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
 
     def _format_predictions(self, rows: EvalSet, predicted: Predictions) -> str:
-        """Return the content of a JSONL file of predictions.
+        """Return the content of a JSONL file with predictions.
 
-        Each line has the number of the row, the label if it is known, the prediction, the probabilities and the texts.
+        Each line contains the row number, the label (if known), the prediction, the probabilities and the texts.
         """
         files, numbers = rows.split.data["file"][:], rows.split.data["index"][:]
         columns = self.data.text_columns
@@ -606,8 +611,8 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
             record: dict[str, Any] = {"file": files[i]} if several else {}
             record["row"] = number
             if rows.labels is not None:
-                record["label"] = self._to_names(rows.labels[i])
-            record["prediction"] = self._to_names(predicted.chosen[i])
+                record["label"] = self._to_label_names(rows.labels[i])
+            record["prediction"] = self._to_label_names(predicted.chosen[i])
             if self.labels is not None:
                 shares = [float(f"{share:.6g}") for share in predicted.probabilities[i]]
                 record["probabilities"] = dict(zip(self.scheme.names, shares, strict=True))
@@ -615,11 +620,11 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
             lines.append(json.dumps(record, ensure_ascii=False))
         return "\n".join(lines) + "\n"
 
-    def _to_names(self, value: Any) -> Any:
-        """Return a label as its name, as a list of names, or as a number."""
+    def _to_label_names(self, value: Any) -> Any:
+        """Convert a label to its name, a list of names, or a number."""
         names = self.scheme.names
         if self.problem_type == REGRESSION:
-            return float(f"{value:.7g}")  # what single precision holds
+            return float(f"{value:.7g}")  # the digits that single precision can represent
         if self.problem_type == MULTI_LABEL:
             return [name for name, has in zip(names, value, strict=True) if has]
         return names[int(value)]

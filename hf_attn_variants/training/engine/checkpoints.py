@@ -1,4 +1,4 @@
-"""Checkpoints for exact resuming, the lock of the output folder, and the signals that stop a run."""
+"""Saves and restores checkpoints exactly, locks the output folder, and handles the signals that stop a run."""
 
 import json
 import logging
@@ -28,7 +28,8 @@ from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, load_json, write_pro
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A terminal sends Ctrl-C to every process, and a launcher forwards it: a second one within this time is the same one.
+# A terminal sends Ctrl-C to every process, and a launcher forwards it. A second signal within this time is a
+# duplicate.
 CTRL_C_REPEAT_SECONDS = 1.0
 
 
@@ -44,12 +45,12 @@ class StopSignals:
     def watch(self) -> Iterator[None]:
         """Record the signals while the block runs. A second Ctrl-C raises KeyboardInterrupt.
 
-        Only the main thread can do this; on other threads nothing is recorded.
+        This only works on the main thread. On other threads, nothing is recorded.
         """
-        if threading.current_thread() is not threading.main_thread():  # Python allows handlers only there
+        if threading.current_thread() is not threading.main_thread():  # Python only allows handlers there
             yield
             return
-        # If Ctrl-C is ignored or has a handler of the user, this does not change.
+        # Leave Ctrl-C unchanged if it is ignored or if the user has installed a handler.
         numbers = [signal.SIGTERM]
         numbers += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is signal.default_int_handler else []
         before = {number: signal.signal(number, self._handle) for number in numbers}
@@ -60,28 +61,30 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Record a signal. This is the signal handler."""
-        if os.getpid() != self._process:  # a worker of a dataloader, which its parent stops
+        """Handle a signal by recording it."""
+        if os.getpid() != self._process:  # a dataloader worker, which is stopped by its parent
             return
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._interrupted is None:
                 self._interrupted = now
-                if is_first_process():  # os.write, because the interrupted code may hold the lock of stderr
-                    message = b"\nCtrl-C: The step is finished and a checkpoint saved. Press again to stop at once.\n"
+                if is_first_process():  # os.write because the interrupted code may hold the lock of stderr
+                    message = (
+                        b"\nCtrl-C: Finishing the step and saving a checkpoint. Press again to stop immediately.\n"
+                    )
                     os.write(2, message)
             elif now - self._interrupted > CTRL_C_REPEAT_SECONDS:
                 raise KeyboardInterrupt
         self.number = number
 
 
-# The data workers of a killed run hold the lock of its folder until they notice its end. This time is longer.
+# Must exceed the time in which the data workers of a killed run notice that it ended, and release its folder's lock.
 WAIT_SECONDS = 12.0
 PAUSE_SECONDS = 0.2
 
 
 class FolderInUseError(ValueError):
-    """Error that is raised if another process uses the folder."""
+    """Raised if another process is using the output folder."""
 
 
 @contextmanager
@@ -89,14 +92,14 @@ def lock_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool
     """Lock an output folder for this process. The operating system releases the lock when the process ends.
 
     Args:
-        folder: The folder, which must exist. Nothing is written into it.
-        wait_seconds: How long to wait for another process that has the lock. None: `WAIT_SECONDS`.
+        folder: The folder, which must exist. Nothing is written to it.
+        wait_seconds: How long to wait for another process to release the lock. Defaults to `WAIT_SECONDS`.
 
     Yields:
-        Whether another process had the lock before. If so, the contents of the folder may have changed.
+        Whether another process held the lock before. If so, the contents of the folder may have changed.
 
     Raises:
-        FolderInUseError: If another process still has the lock after this time.
+        FolderInUseError: If another process still holds the lock after this time.
     """
     try:
         import fcntl
@@ -114,19 +117,21 @@ def lock_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise FolderInUseError(
-                        f"--output_dir {folder} is in use by another run. Give another folder, or wait until that run "
-                        "ends."
+                        f"--output_dir {folder} is in use by another run. Choose another folder, or wait until that "
+                        "run ends."
                     ) from None
                 if not waited:
                     logger.info("--output_dir %s is in use. Waiting %g s for the other run to end.", folder, wait)
                 waited = True
                 time.sleep(PAUSE_SECONDS)
-            except OSError as error:  # some network file systems have no locks
-                logger.warning("%s cannot be locked, so a second run could write into it: %s", folder, error)
+            except OSError as error:  # some network file systems do not support locks
+                logger.warning(
+                    "Could not lock %s, so another run could write to it at the same time: %s", folder, error
+                )
                 break
         yield waited
     finally:
-        # Forked workers share the descriptor, so closing it here would not release the lock.
+        # Forked workers share the file descriptor, so closing it here would not release the lock.
         try:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         except OSError:
@@ -141,13 +146,13 @@ NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
 
 @dataclass
 class TrainState:
-    """The progress of a run, except the parts that Accelerate saves."""
+    """The progress of a run, except for the parts that Accelerate saves."""
 
     step: int = 0  # optimizer steps done
-    epoch: int = 0  # epoch of the next batch, from 0
+    epoch: int = 0  # epoch of the next batch, counted from 0
     batch_in_epoch: int = 0  # batches of this epoch that each process has used
-    position: list[int] | None = None  # "position" of the last batch, if it has one; it is used to find the data again
-    # On all processes together: training examples, their tokens, and the FLOPs of training; see `loop.TrainingCost`.
+    position: list[int] | None = None  # "position" of the last batch, if it has one, from which the data continues
+    # Totals over all processes: training examples, their tokens, and the training FLOPs (see `loop.TrainingCost`).
     examples: int = 0
     tokens: int = 0
     flops: int = 0
@@ -163,14 +168,14 @@ class TrainState:
     bad_evaluations: int = 0  # evaluations since the best one
     finished: bool = False  # whether early stopping ended the training
     train_seconds: float = 0.0  # time in training steps, without evaluations and checkpoints
-    # Settings and data that determine the final weights.
+    # Settings and data on which the final weights depend.
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    # Hardware and software that determine how sums are rounded. If they differ, the run resumes with a warning.
+    # Hardware and software that affect the rounding of sums. If they differ, the run resumes with a warning.
     environment: dict[str, Any] = field(default_factory=dict)
 
 
 def _collect_environment(accelerator: Accelerator) -> dict[str, Any]:
-    """Return the hardware and software that determine the order in which sums are rounded."""
+    """Return the hardware and software properties that affect the rounding of sums."""
     device = accelerator.device.type
     return {
         "device": torch.cuda.get_device_name(accelerator.device) if device == "cuda" else device,
@@ -188,7 +193,7 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def describe_last_checkpoint(output_dir: str | Path) -> str:
-    """Return the last sentence of a failed write's message, which names the last checkpoint, or "" without one."""
+    """Return a sentence that names the last complete checkpoint for a message, or "" if no checkpoint exists."""
     checkpoints = list_checkpoints(output_dir)
     return f" The last good checkpoint is {checkpoints[-1]}." if checkpoints else ""
 
@@ -200,21 +205,21 @@ def _get_step(checkpoint: Path) -> int:
 
 
 def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
-    """Find the checkpoint that `--resume_from_checkpoint` names.
+    """Return the path of the checkpoint selected by `--resume_from_checkpoint`.
 
     Args:
-        resume_from: The value of the flag: a folder or "latest".
+        resume_from: The value of the flag, a folder or "latest".
         output_dir: The output folder of the run, for "latest".
 
     Raises:
-        ValueError: If the checkpoint does not exist or is not complete.
+        ValueError: If the checkpoint does not exist or is incomplete.
     """
     if resume_from == "latest":
         checkpoints = list_checkpoints(output_dir)
         if not checkpoints:
             raise ValueError(
-                f"--resume_from_checkpoint latest needs a complete checkpoint, but {output_dir} has none. Start a new "
-                "run, and save checkpoints with --checkpointing_steps."
+                f"--resume_from_checkpoint latest requires a complete checkpoint, but {output_dir} has none. Start a "
+                "new run and save checkpoints with --checkpointing_steps."
             )
         return checkpoints[-1]
     path = Path(resume_from)
@@ -231,18 +236,18 @@ def save_checkpoint(
 ) -> Path:
     """Save the model, optimizer, schedule, random states, position, log and best weights as `checkpoint-<step>`.
 
-    This is called on every process. Everything is written to a temporary folder, flushed to the disk and renamed. If
-    the run is killed or the disk is full, the earlier checkpoints do not change.
+    This is called on every process. Everything is written to a temporary folder, flushed to disk and renamed. If the
+    run is killed or the disk is full, earlier checkpoints are left unchanged.
 
     Args:
         accelerator: The accelerator of the run.
         state: The progress of the run.
         output_dir: The output folder of the run.
-        save_total_limit: The number of checkpoints to keep. Checkpoints of later steps are deleted first (they are
-            left over if a run resumed from an earlier checkpoint), then the oldest ones.
+        save_total_limit: The number of checkpoints to keep. Checkpoints from later steps, which are left over if a run
+            resumed from an earlier checkpoint, are deleted first. The oldest checkpoints are deleted next.
 
     Raises:
-        OSError: If the checkpoint could not be written. In this case no incomplete checkpoint remains.
+        OSError: If the checkpoint could not be written. No incomplete checkpoint is left behind.
     """
     output_dir = Path(output_dir)
     target = output_dir / f"checkpoint-{state.step}"
@@ -264,7 +269,7 @@ def save_checkpoint(
         ) from error
     if accelerator.is_main_process and save_total_limit is not None:
         others = [path for path in list_checkpoints(output_dir) if path != target]
-        others.sort(key=lambda path: _get_step(path) <= state.step)  # later steps first, both parts oldest first
+        others.sort(key=lambda path: _get_step(path) <= state.step)  # later steps first, then oldest first
         for old in others[: max(len(others) + 1 - save_total_limit, 0)]:
             _remove_checkpoint(old)
     accelerator.wait_for_everyone()
@@ -287,17 +292,17 @@ def _finish_checkpoint(state: TrainState, output_dir: Path, temporary: Path, tar
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Link a file, or copy it if the file system has no links."""
+    """Link a file, or copy it if the file system does not support links."""
     try:
-        # New best weights replace the file and do not write into it, so a link keeps the old weights without a copy.
+        # New best weights replace the file instead of overwriting its content, so a link preserves the old weights.
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
 
 
 def _flush(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    # Otherwise, a rename could reach the disk before the data, and a power cut would leave an empty checkpoint.
+    """Flush a file or folder to disk."""
+    # Otherwise, the rename could reach the disk before the data, and a power failure would leave an empty checkpoint.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -307,7 +312,7 @@ def _flush(path: Path) -> None:
 
 def _remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint."""
-    # It is renamed first, so that a half-deleted folder does not count as a checkpoint.
+    # The folder is renamed first, so that a partially deleted folder does not count as a checkpoint.
     doomed = folder.with_name(f".tmp-removed-{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.replace(folder, doomed)
@@ -317,7 +322,7 @@ def _remove_checkpoint(folder: Path) -> None:
 def load_checkpoint(
     accelerator: Accelerator, path: Path, output_dir: str | Path, fingerprint: dict[str, Any]
 ) -> TrainState:
-    """Restore everything that `save_checkpoint` saved, the random states last. Called on every process.
+    """Restore everything that `save_checkpoint` saved, with the random states last. Called on every process.
 
     The log and the best weights in the output folder are reset to those of the checkpoint.
 
@@ -331,20 +336,20 @@ def load_checkpoint(
         The progress of the run.
 
     Raises:
-        ValueError: If a setting or the training data differ from the saved ones (the message contains the old and the
-            new values), the weights do not fit the model, or a file is damaged.
+        ValueError: If a setting or the training data differs from the checkpoint, the weights do not fit the model, or
+            a file is damaged. The message contains the old and the new values.
     """
     state = TrainState(**load_json(path / STATE_FILE))
     if changes := _describe_changes(state.fingerprint, fingerprint):
         raise ValueError(f"Cannot resume exactly from {path}: {changes}. Use the same values as before.")
     differences = _describe_changes(state.environment, _collect_environment(accelerator))
     if differences and accelerator.is_main_process:
-        logger.warning("Resuming from %s is exact only up to rounding: %s.", path, differences)
+        logger.warning("Resuming from %s is only exact up to rounding: %s.", path, differences)
     if accelerator.is_main_process:
         for leftover in Path(output_dir).glob(".tmp-*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         for name in (LOG_FILE, BEST_MODEL_FILE):
-            # The resumed run writes again what the interrupted run wrote after the checkpoint.
+            # The resumed run repeats what the interrupted run wrote after the checkpoint.
             (Path(output_dir) / name).unlink(missing_ok=True)
             if (path / name).is_file():
                 shutil.copyfile(path / name, Path(output_dir) / f".tmp-{name}")
@@ -354,7 +359,7 @@ def load_checkpoint(
         accelerator.load_state(str(path))
     except (RuntimeError, SafetensorError, UnpicklingError, EOFError) as error:
         raise ValueError(
-            f"The checkpoint {path} is damaged or does not fit this model ({type(error).__name__}: {error}). Resume "
+            f"The checkpoint {path} is damaged or does not match this model ({type(error).__name__}: {error}). Resume "
             "from an earlier checkpoint, or start a new run."
         ) from error
     same_device = state.environment.get("device") == _collect_environment(accelerator)["device"]
@@ -364,12 +369,12 @@ def load_checkpoint(
 
 
 def _describe_changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return the keys whose values changed, with their old and new values, as text."""
-    return ", ".join(f"{key} was {saved.get(key)} and is {now[key]}" for key in now if saved.get(key) != now[key])
+    """Describe the keys whose values changed, with the old and new values."""
+    return ", ".join(f"{key} was {saved.get(key)} and is now {now[key]}" for key in now if saved.get(key) != now[key])
 
 
 def _check_random_state(path: Path, device: torch.device) -> None:
-    """Check that Accelerate restored the random states, because it continues silently if it could not."""
+    """Check that Accelerate restored the random states, because it does not raise an error if it could not."""
     try:
         states = load(path)
         restored = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
@@ -377,20 +382,20 @@ def _check_random_state(path: Path, device: torch.device) -> None:
             restored = torch.equal(
                 torch.cuda.get_rng_state(device), states["torch_cuda_manual_seed"][device.index or 0]
             )
-    except Exception as error:  # unpickling a damaged file can raise anything
+    except Exception as error:  # unpickling a damaged file can raise any exception
         raise ValueError(
-            f"Cannot resume exactly, because {path} cannot be read ({type(error).__name__}: {error})."
+            f"Cannot resume exactly because {path} could not be read ({type(error).__name__}: {error})."
         ) from error
     if not restored:
-        raise ValueError(f"Cannot resume exactly, because the random states in {path} could not be restored.")
+        raise ValueError(f"Cannot resume exactly because the random states in {path} could not be restored.")
 
 
 def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: str | Path) -> None:
-    """Write the weights of the best evaluation so far, which replace earlier ones. Called on every process.
+    """Save the best weights so far, replacing earlier ones. Called on every process.
 
     Raises:
-        OSError: If they could not be written. No incomplete file remains, and the message names the last good
-            checkpoint.
+        OSError: If they could not be written. No incomplete file is left behind, and the message names the last
+            complete checkpoint.
     """
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
@@ -399,7 +404,7 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
         try:
             save(weights, str(temporary), safe_serialization=True)
             temporary.replace(path)
-        except Exception as error:  # safetensors raises its own error for a full disk
+        except Exception as error:  # safetensors raises its own exception type if the disk is full
             temporary.unlink(missing_ok=True)
             raise OSError(
                 f"The best weights could not be written to {output_dir} {write_problem(error)}."
@@ -409,7 +414,7 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
 
 
 def load_weights(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
-    """Load the weights of a safetensors file into a prepared model, sharded if necessary. Called on every process."""
+    """Load weights from a safetensors file into a prepared model, which may be sharded. Called on every process."""
     if not accelerator.is_fsdp2:
         load_model(accelerator.unwrap_model(model), str(path))
         return
@@ -417,7 +422,7 @@ def load_weights(accelerator: Accelerator, model: nn.Module, path: Path) -> None
 
     current = model.state_dict()
     with torch.no_grad():
-        for name, tensor in load_file(path).items():  # it contains tied weights only once
+        for name, tensor in load_file(path).items():  # the file contains tied weights only once
             target, tensor = current[name], tensor.to(current[name].device)
             if isinstance(target, DTensor):
                 tensor = distribute_tensor(tensor, target.device_mesh, target.placements)

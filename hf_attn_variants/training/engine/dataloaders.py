@@ -1,7 +1,7 @@
-"""Dataloaders whose order depends only on the seed and the epoch, and texts or text pairs as their rows.
+"""Dataloaders whose order depends only on the seed and the epoch, and collators for texts and text pairs.
 
-A run can resume anywhere in an epoch. Shapes use these letters: b is the number of rows, n and m are lengths in
-tokens, and V is the vocabulary size.
+A run can resume at any point of an epoch. In shapes, b is the number of rows, n and m are lengths in tokens, and V is
+the vocabulary size.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from .settings import FineTuningSettings
 
 
 class Rows(Protocol):
-    """A collection of examples that is accessed by index."""
+    """Examples that are accessed by index."""
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -39,11 +39,12 @@ class TrainingBatches:
     """The training batches of a run.
 
     Attributes:
-        loader: Yields the batches; prepared by Accelerate.
-        start_epoch: Called with the number of the epoch when it starts.
-        count: The number of batches per process and epoch. None for a stream of unknown length.
-        examples: The number of examples per epoch. None for a stream.
-        seek: Continues in the middle of an epoch; see `TrainingLoop`. None: the batches are read again and skipped.
+        loader: Yields the batches. It is prepared by Accelerate.
+        start_epoch: Called at the start of each epoch with the epoch number.
+        count: The number of batches per process and epoch, or None for a stream of unknown length.
+        examples: The number of examples per epoch, or None for a stream.
+        seek: Continues in the middle of an epoch (see `TrainingLoop`). If None, the batches already used are read
+            again and skipped.
     """
 
     loader: Any
@@ -53,24 +54,25 @@ class TrainingBatches:
     seek: Callable[[int, list[int]], None] | None = None
 
 
-# A prepared dataloader, and the index of the row that comes at each position.
+# A prepared dataloader, and the index of the row at each position.
 EvalBatches = tuple[DataLoader, Sequence[int]]
-# The label of tokens without a loss, as in PyTorch's cross-entropy.
+# The label of tokens that do not contribute to the loss, as in PyTorch's cross-entropy.
 IGNORED_LABEL = -100
 
 
 class EpochSampler(Sampler[int]):
     """Shuffles example indices by seed and epoch, optionally in batches of examples of similar length.
 
-    The sampler has no random state: after `start_epoch(n)` each iteration yields the n-th order. The method is not
-    called `set_epoch`, because Accelerate calls a method of that name with its own count, which starts again at 0 in
-    a resumed run.
+    The sampler has no random state. After `start_epoch(n)`, each iteration yields the n-th order. The method is not
+    called `set_epoch` because Accelerate calls a method of that name with its own count, which starts at 0 again in a
+    resumed run.
 
     Args:
         length: The number of examples.
         seed: The random seed.
-        group_lengths: The number of tokens of each example, to group examples by length. None: no groups.
-        batch_size: The size of the batches in which examples are grouped.
+        group_lengths: The number of tokens in each example, used to group examples by length. If None, examples are
+            not grouped.
+        batch_size: The size of the batches into which examples are grouped.
 
     Example:
         ```python
@@ -86,14 +88,14 @@ class EpochSampler(Sampler[int]):
         self.epoch = 0
 
     def start_epoch(self, epoch: int) -> None:
-        """Select the epoch (from 0) whose order the sampler yields."""
+        """Select the epoch (counted from 0) whose order the sampler yields."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        # Not seed + epoch, because seed 1 would then have the orders of seed 0 one epoch later.
+        # Not seed + epoch because seed 1 would then produce the same orders as seed 0, shifted by one epoch.
         seed = int(torch.randint(2**62, (self.epoch + 1,), generator=torch.Generator().manual_seed(self.seed))[-1])
         generator = torch.Generator().manual_seed(seed)
         if self.group_lengths is None:
@@ -103,9 +105,9 @@ class EpochSampler(Sampler[int]):
 
     def _shuffle_batches(self, indices: list[int], generator: torch.Generator) -> list[int]:
         """Shuffle the batches of indices that are grouped by length."""
-        # Within groups of fifty batches, the lengths decrease. Without shuffling, the model would see long and short
-        # texts in turns and forget one while it learns the other. The longest batch stays first, so that a lack of
-        # memory shows at once, and an incomplete batch stays last.
+        # Lengths decrease within each group of fifty batches. Without shuffling, the model would see long and short
+        # texts in turn and forget one while learning the other. The longest batch stays first, so that the run fails
+        # immediately if memory is insufficient. An incomplete batch stays last.
         size = self.batch_size
         batches = [indices[start : start + size] for start in range(0, len(indices), size)]
         shuffled = torch.randperm(max(len(indices) // size - 1, 0), generator=generator) + 1
@@ -123,7 +125,7 @@ def create_train_dataloader(
 ) -> DataLoader:
     """Create a training dataloader that does not use the global random state, so that dropout resumes exactly.
 
-    `collate` must depend only on the examples, because batches are prepared before the step that uses them.
+    `collate` must depend only on the examples because batches are prepared before the step that uses them.
     """
     return _make_dataloader(data, seed, num_workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
@@ -135,17 +137,17 @@ def prepare_train_dataloader(
     collate: Callable[[list], Any],
     lengths: Callable[[], Sequence[int]],
 ) -> tuple[DataLoader | list, EpochSampler]:
-    """Create and prepare the training dataloader for the settings.
+    """Create and prepare the training dataloader for the given settings.
 
     Args:
         settings: The settings of the run.
         accelerator: The accelerator of the run.
         rows: The training examples.
-        collate: Makes a batch from a list of examples.
-        lengths: Returns the length of each example. It is called only if `group_by_length` is set.
+        collate: Combines a list of examples into a batch.
+        lengths: Returns the length of each example. It is only called if `group_by_length` is set.
 
     Returns:
-        The dataloader (an empty list if there are no rows, in a run that only evaluates) and its sampler.
+        The dataloader, which is an empty list if a run only evaluates and has no rows, and its sampler.
     """
     batch_size, seed = settings.per_device_train_batch_size, settings.seed
     group_lengths = lengths() if settings.group_by_length else None
@@ -162,8 +164,8 @@ def create_stream_dataloader(
 ) -> DataLoader:
     """Create and prepare a dataloader for a stream of batches in which each process has its own batches.
 
-    `num_workers` is 0 or 1. Accelerate's preparation is not used, because it would read only on the main process, fill
-    the last batch with rows of the first one, and use the random state of dropout.
+    `num_workers` must be 0 or 1. Accelerate's own preparation is not used because it would read only on the main
+    process, fill the last batch with rows from the first one, and use the random state of dropout.
     """
     return prepare_data_loader(
         _make_dataloader(stream, seed, num_workers, batch_size=None),
@@ -179,16 +181,16 @@ def create_stream_dataloader(
 def create_eval_dataloader(
     data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0
 ) -> DataLoader:
-    """Create a dataloader in the order of the data, which does not use the global random state."""
+    """Create a dataloader that keeps the order of the data and does not use the global random state."""
     return _make_dataloader(data, 0, num_workers, batch_size=batch_size, collate_fn=collate)
 
 
 def restore_row_order(outputs: Tensor, order: Sequence[int]) -> np.ndarray:
-    """Return outputs for the rows of `FineTuningTask.make_eval_batches` in the original order of the rows.
+    """Reorder outputs for the rows of `FineTuningTask.make_eval_batches` to the original row order.
 
     Args:
-        outputs: [rows, ...], in the order of the dataloader.
-        order: The indices of the rows in the order of the dataloader.
+        outputs: The outputs [rows, ...] in dataloader order.
+        order: The row indices in dataloader order.
     """
     restored = np.empty(outputs.shape, dtype=outputs.numpy().dtype)
     restored[list(order)] = outputs.numpy()
@@ -202,39 +204,39 @@ def _make_dataloader(data: Dataset, seed: int, num_workers: int, **options: Any)
         data,
         num_workers=num_workers,
         worker_init_fn=_ignore_stop_signals,
-        # Without its own generator, each new iterator would draw a seed from the random state of dropout.
+        # Without a separate generator, each new iterator would draw a seed from the random state of dropout.
         generator=torch.Generator().manual_seed(seed),
-        pin_memory=on_gpu and torch.cuda.is_available(),  # do not touch a GPU that the run does not use
+        pin_memory=on_gpu and torch.cuda.is_available(),  # leave a GPU alone that the run does not use
         **options,
     )
 
 
 def _ignore_stop_signals(worker: int) -> None:
     """Ignore SIGTERM and Ctrl-C in a dataloader worker."""
-    # All processes of a job receive them, but the loop needs its workers until it has saved a checkpoint.
+    # All processes of a job receive these signals, but the loop needs its workers until a checkpoint is saved.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-# Of the chosen tokens, this share becomes the mask token. The share between the two bounds becomes a random token, and
-# the rest does not change (BERT).
+# The cumulative shares of the chosen tokens that are replaced by the mask token and by a random token. The other
+# chosen tokens are left unchanged, as in BERT.
 MASKED_SHARE, RANDOM_BOUND = 0.8, 0.9
-# Keys that separate random generators of different purposes; a generator is seeded with the seed of the run, one of
-# these keys and the position of the block. 0 and 1 belong to the text stream, 4 to span corruption.
+# Keys that separate the random generators for different purposes. A generator is seeded with the seed of the run, one
+# of these keys and the position of the block. The text stream uses keys 0 and 1, and span corruption uses key 4.
 MASKING_KEY, PAIRING_KEY = 2, 5
-# The share of pairs that are changed: the second segment comes from another text (nsp), or both are swapped (sop).
+# The share of pairs that are changed. The second segment comes from another text (nsp), or both are swapped (sop).
 CHANGED_SHARE = 0.5
 UNCHANGED, CHANGED = 0, 1
 
 
 def find_word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return whether each token of the vocabulary begins a word, as a bool array [V].
+    """Return a boolean array [V] that marks the vocabulary tokens that start a word.
 
-    WordPiece marks the other tokens ("##"). SentencePiece ("▁") and byte-level BPE ("Ġ") mark the tokens that begin a
-    word; there, a token without a letter or digit also counts as a word, as in the code of ALBERT.
+    WordPiece marks the other tokens ("##"). SentencePiece ("▁") and byte-level BPE ("Ġ") mark the tokens that start a
+    word. With these two, tokens without a letter or digit also count as words, as in the original ALBERT code.
 
     Raises:
-        ValueError: If the vocabulary has none of these marks.
+        ValueError: If the vocabulary contains none of these marks.
     """
     tokens = [token or "" for token in tokenizer.convert_ids_to_tokens(list(range(get_vocabulary_size(tokenizer))))]
     if any(token.startswith("##") for token in tokens):
@@ -242,25 +244,25 @@ def find_word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     for mark in ("▁", "Ġ"):
         if any(token.startswith(mark) for token in tokens):
             return np.array([token.startswith(mark) or not any(map(str.isalnum, token)) for token in tokens])
-    raise ValueError("--whole_word_mask needs a tokenizer that marks the beginnings of words with '##', '▁' or 'Ġ'.")
+    raise ValueError("--whole_word_mask requires a tokenizer that marks word starts with '##', '▁' or 'Ġ'.")
 
 
-class MaskedLMPreparation:
-    """Makes a masked example from a block of tokens and pads it to a fixed length.
+class MaskedLMPreparer:
+    """Prepares masked examples of a fixed length from blocks of tokens.
 
-    The example is [CLS] block [SEP]. With a sentence task it is [CLS] segment [SEP] segment [SEP], for which the block
-    is cut in two.
+    An example consists of [CLS] block [SEP]. With a sentence task, the block is split in two, and the example consists
+    of [CLS] segment [SEP] segment [SEP].
 
     Args:
         tokenizer: A tokenizer with [CLS], [SEP], [MASK] and padding tokens.
         length: The length n of an example, including special tokens.
-        probability: The probability that a token (with `whole_words`: a word) is chosen.
+        probability: The probability that a token is chosen, or a word if `whole_words` is true.
         seed: The random seed.
         whole_words: Whether to choose whole words.
         sentence_task: "nsp" (next sentence prediction), "sop" (sentence order prediction) or None.
 
     Raises:
-        ValueError: If the tokenizer lacks one of these tokens, or does not mark words.
+        ValueError: If the tokenizer lacks one of these tokens or does not mark word starts.
     """
 
     def __init__(
@@ -277,15 +279,15 @@ class MaskedLMPreparation:
         missing = [name.removesuffix("_id") for name in needed if getattr(tokenizer, name) is None]
         if missing:
             raise ValueError(
-                f"The tokenizer has no {', '.join(missing)}, which masked language modeling needs. Use an encoder, or "
-                "`attn-variants pretrain-t5` for a T5."
+                f"The tokenizer has no {', '.join(missing)}, which masked language modeling requires. Use an encoder, "
+                "or `attn-variants pretrain-t5` for a T5 model."
             )
         self.length, self.probability, self.seed = length, probability, seed
         self.sentence_task = sentence_task
         self.block_length, self.separator = length - (2 if sentence_task is None else 3), self.sep_id
         self.starts = find_word_starts(tokenizer) if whole_words else None
         self.special = np.zeros(get_vocabulary_size(tokenizer), dtype=bool)
-        # Not `all_special_ids`, because some tokenizers include punctuation there.
+        # `all_special_ids` is not used because it includes punctuation for some tokenizers.
         self.special[[getattr(tokenizer, name) for name in needed]] = True
         self.ordinary_ids = np.flatnonzero(~self.special)
 
@@ -301,8 +303,8 @@ class MaskedLMPreparation:
 
         Args:
             block: The token ids.
-            key: The epoch and the number of the block in it. Together with the seed, it determines the masks.
-            other: Another block for a changed pair of "nsp". Without it, the pair is not changed.
+            key: The epoch and the block number within the epoch. Together with the seed, they determine the masks.
+            other: Another block for a changed "nsp" pair. If None, the pair is left unchanged.
 
         Returns:
             "input_ids", "attention_mask" and "labels" (-100 for tokens that are not predicted), each [n]. With a
@@ -325,7 +327,7 @@ class MaskedLMPreparation:
         return example
 
     def _pair(self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None) -> tuple[list[np.ndarray], int]:
-        """Cut a block into two segments, change half of the pairs, and return the segments and the sentence label."""
+        """Split a block into two segments, change half the pairs, and return the segments and the sentence label."""
         if len(block) < 2:
             return [block, block[:0]], IGNORED_LABEL
         generator = np.random.default_rng((self.seed, PAIRING_KEY, *key))
@@ -338,12 +340,12 @@ class MaskedLMPreparation:
         return [first, other[: len(second)]], CHANGED
 
     def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Choose tokens and replace them: 80% by the mask token, 10% by a random token (arXiv:1810.04805).
+        """Choose tokens and mask them as in BERT (arXiv:1810.04805).
 
-        The other 10% of the chosen tokens do not change.
+        Of the chosen tokens, 80% become the mask token, 10% become a random token, and 10% are left unchanged.
 
         Args:
-            ids: Token ids [n].
+            ids: The token ids [n].
             generator: The random generator.
 
         Returns:
@@ -362,7 +364,7 @@ class MaskedLMPreparation:
         return inputs, np.where(chosen, ids, IGNORED_LABEL)
 
 
-# (epoch, index). Together with the seed of the run, it determines all random choices for a row.
+# The key (epoch, index), which determines all random choices for a row together with the seed of the run.
 RowKey = tuple[int, int]
 Row = str | tuple[str, ...]
 Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
@@ -370,18 +372,18 @@ Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
 
 @dataclass
 class TextRows(Dataset):
-    """A data set of texts or (source, target) pairs, which yields each row with its key.
+    """A dataset of texts or (source, target) pairs that returns each row with its key.
 
     Args:
         texts: The rows.
-        epoch: The epoch in the keys.
+        epoch: The epoch that the keys contain.
     """
 
     texts: list[Any]
     epoch: int = 0
 
     def start_epoch(self, epoch: int) -> None:
-        """Select the epoch (from 0) in the keys of the rows."""
+        """Set the epoch (counted from 0) that the keys of the rows contain."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -391,17 +393,17 @@ class TextRows(Dataset):
         return self.texts[index], (self.epoch, index)
 
     def lengths(self) -> list[int]:
-        """Return the number of characters of each row, with the sum for a pair, to group rows by length."""
+        """Return the number of characters in each row (the sum for a pair), to group rows by length."""
         return [sum(map(len, row)) if isinstance(row, tuple) else len(row) for row in self.texts]
 
-    def longest_first(self) -> "TextRows":
-        """Return the rows with the longest first, so that padding is short and a lack of memory shows at once."""
+    def sort_longest_first(self) -> "TextRows":
+        """Return the rows sorted from longest to shortest, which reduces padding and reveals memory errors early."""
         by_length = sorted(zip(self.lengths(), self.texts, strict=True), key=lambda row: -row[0])
         return TextRows([text for _, text in by_length])
 
 
 def hash_texts(texts: list[Any]) -> str:
-    """Return a hash of all rows, with which a resumed run checks that they have not changed."""
+    """Return a hash of all rows, which lets a resumed run check that they have not changed."""
     digest = hashlib.sha256()
     for row in texts:
         for text in row if isinstance(row, tuple) else (row,):
@@ -412,7 +414,7 @@ def hash_texts(texts: list[Any]) -> str:
 def make_text_collator(
     tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None
 ) -> Collator:
-    """Make a function that tokenizes rows of `TextRows` (texts or pairs) to a batch of inputs [b, n]."""
+    """Create a function that tokenizes rows of `TextRows` (texts or pairs) into a batch of inputs [b, n]."""
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
         return _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
@@ -423,21 +425,22 @@ def make_text_collator(
 def make_masked_text_collator(
     tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None, probability: float, seed: int
 ) -> Collator:
-    """Make a function that tokenizes and masks rows of `TextRows` for masked language modeling.
+    """Create a function that tokenizes and masks rows of `TextRows` for masked language modeling.
 
     The batch also contains "labels" [b, n].
 
     Args:
         tokenizer: The tokenizer.
-        max_length: The maximum number of tokens of a row.
-        pad_to_multiple_of: If given, batches are padded to a multiple of this number of tokens.
+        max_length: The maximum number of tokens per row.
+        pad_to_multiple_of: If set, batches are padded to a multiple of this number of tokens.
         probability: The probability that a token is predicted.
-        seed: The random seed. With the key of a row, it determines the masks, so that a resumed run repeats them.
+        seed: The random seed. Together with the key of a row, it determines the masks, so that a resumed run repeats
+            them.
 
     Raises:
-        ValueError: If the tokenizer lacks a special token that masking needs.
+        ValueError: If the tokenizer lacks a special token that masking requires.
     """
-    prepare = MaskedLMPreparation(tokenizer, max_length, probability, seed)
+    prepare = MaskedLMPreparer(tokenizer, max_length, probability, seed)
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
         batch = _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
@@ -459,10 +462,10 @@ def make_pair_collator(
     decoder_start_token_id: int,
     source_prefix: str = "",
 ) -> Collator:
-    """Make a function that tokenizes (source, target) rows to a batch for teacher forcing.
+    """Create a function that tokenizes (source, target) rows into a batch for teacher forcing.
 
-    The batch contains the inputs of the sources [b, m], "labels" [b, n] and "decoder_input_ids" [b, n], which are the
-    labels shifted to the right by one.
+    The batch contains the inputs for the sources [b, m], "labels" [b, n] and "decoder_input_ids" [b, n], which are the
+    labels shifted to the right by one token.
     """
 
     def collate(rows: list[tuple[tuple[str, str], RowKey]]) -> dict[str, Tensor]:
@@ -484,7 +487,7 @@ def _tokenize(
     pad_to_multiple_of: int | None,
     argument: str = "text",
 ) -> dict[str, Tensor]:
-    """Return the inputs of the tokenizer. If a pair is too long, the longer one of its texts is cut."""
+    """Return the model inputs for the given texts. If a pair is too long, its longer text is truncated."""
     columns = {argument: texts}
     if isinstance(texts[0], tuple):
         columns = dict(zip(("text", "text_pair"), (list(column) for column in zip(*texts, strict=True)), strict=True))

@@ -1,4 +1,4 @@
-"""The common course of fine-tuning: load, train, save, evaluate and predict. Tasks supply the specific parts."""
+"""The fine-tuning procedure shared by all tasks, which supply the task-specific parts."""
 
 import time
 from abc import ABC, abstractmethod
@@ -42,8 +42,8 @@ def _check_finite(parts: Sequence[Tensor], name: str) -> None:
     rows = torch.stack([part.flatten(1).any(1) if part.dim() > 1 else part for part in bad_parts]).any(0)
     if bad := int(rows.sum()):
         raise NonFiniteLossError(
-            f"The outputs of the model are NaN or infinite for {bad} of {len(rows)} rows of {name}, so they cannot be "
-            "scored. Try --mixed_precision no. If that does not help, the weights contain NaN."
+            f"The model outputs are NaN or infinite for {bad} of {len(rows)} rows in {name}, so they cannot be "
+            "scored. Try --mixed_precision no. If that does not help, the weights contain NaN values."
         )
 
 
@@ -51,27 +51,27 @@ SettingsT = TypeVar("SettingsT", bound=TrainingSettings)
 
 
 class FineTuningTask(ABC, Generic[SettingsT]):
-    """The parts of a fine-tuning run that are specific to a task.
+    """The base class for the task-specific parts of a fine-tuning run.
 
-    `__init__` loads the configuration, the tokenizer and the data, so that errors in them are reported first. Then
-    `fine_tune` calls `load_model` (which may set `rows`), `training_batches` and `total_steps`; then
-    `prepare_evaluation`, `objective` and the fingerprints; then the methods around the training, and finally those for
-    results and predictions.
+    `__init__` loads the configuration, the tokenizer and the data, so that errors in them are reported first.
+    `fine_tune` then calls `load_model` (which may set `rows`), `training_batches` and `total_steps`, followed by
+    `prepare_evaluation`, `objective` and the fingerprint methods. The hooks before and after training come next, and
+    the methods for results and predictions come last.
 
     Attributes:
         settings: The settings of the run.
         accelerator: The accelerator of the run.
         model: The prepared model. `fine_tune` sets it before `prepare_evaluation`.
-        metrics: The dev metrics of the last evaluation, with names without "eval_".
+        metrics: The dev metrics of the last evaluation, without the "eval_" prefix.
         eval_seconds: The duration of the last evaluation.
         tokenizer: The tokenizer, which is saved with the model.
-        rows: The training examples by index; empty if the run only evaluates. Not needed by a task with its own
-            `training_batches`.
-        collate: Makes a batch, a dictionary of tensors, from a list of rows.
+        rows: The training examples by index, empty if the run only evaluates. Tasks that override `training_batches`
+            do not need them.
+        collate: Combines a list of rows into a batch, which is a dictionary of tensors.
         main_metric: The dev metric that selects the best weights if the settings do not name one.
         shown_metrics: The dev metrics that are plotted and printed, if the results contain them.
-        unit: The plural name of an example in the results.
-        name: The name of the task, for the title of plots and the printed scores.
+        unit: The plural noun for examples in the results.
+        name: The name of the task in plot titles and printed scores.
     """
 
     model: nn.Module
@@ -91,32 +91,31 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def load_model(self) -> PreTrainedModel:
-        """Return the model to train. The random seed of the run is set before."""
+        """Return the model to train. The random seed of the run has already been set."""
 
     @abstractmethod
     def objective(self) -> Objective:
-        """Return the loss of a batch."""
+        """Return the training objective."""
 
     @abstractmethod
     def prepare_evaluation(self) -> bool:
-        """Prepare the dev data, and return whether there are any."""
+        """Prepare the dev data, and return whether there is any."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Evaluate the dev data and return the metrics, among them "loss", with names without "eval_"."""
+        """Evaluate the model on the dev data, and return "loss" and other metrics without the "eval_" prefix."""
 
     def run_evaluation(self) -> dict[str, float]:
-        """Evaluate the dev data, and store the metrics and the duration."""
+        """Evaluate the model on the dev data, and store the metrics and the duration."""
         start = time.perf_counter()
         self.metrics = self.evaluate()
         self.eval_seconds = time.perf_counter() - start
         return dict(self.metrics)
 
     def make_eval_batches(self, rows: Rows, lengths: Sequence[int]) -> EvalBatches:
-        """Return the batches of rows to evaluate or to predict, with the longest rows first.
+        """Create batches for evaluation or prediction, with the longest rows first.
 
-        This order needs little padding, and a lack of memory shows at once.
-        """
+        This order reduces padding and reveals a lack of memory immediately."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         data: Any = rows
         batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
@@ -124,14 +123,14 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         return self.accelerator.prepare(loader), order
 
     @torch.no_grad()
-    def run_rows(
+    def run_model_on_rows(
         self, batches: EvalBatches, outputs: Callable[[dict[str, Tensor]], tuple[Tensor, ...]], name: str
     ) -> list[np.ndarray]:
         """Run the model on all rows of `make_eval_batches`.
 
         Args:
             batches: The batches and the order of their rows.
-            outputs: Maps a batch to tensors [b, ...]. Except for b, the shape is the same for all batches.
+            outputs: Maps a batch to tensors [b, ...]. All dimensions except b must be the same for all batches.
             name: The name of the data, for the progress bar.
 
         Returns:
@@ -139,14 +138,14 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
         Raises:
             NonFiniteLossError: If an output is NaN or plus infinity. Without this check, the first class or word would
-                be taken as the answer and scored. Minus infinity is allowed, because it marks excluded choices.
+                be treated as the answer and scored. Minus infinity is allowed because it marks excluded choices.
         """
         self.model.eval()
         loader, order = batches
         gathered: list[Any] = []
         disable = self.settings.disable_tqdm
         for batch in progress_bar(self.accelerator, disable, iterable=loader, desc=f"Running {name}", leave=False):
-            # `gather_for_metrics` drops the rows that were repeated to fill the last batch of each process.
+            # `gather_for_metrics` drops the rows that were repeated to fill the last batch on each process.
             gathered.append([part.cpu() for part in self.accelerator.gather_for_metrics(outputs(batch))])
         parts = [torch.cat(tensors) for tensors in zip(*gathered, strict=True)]
         _check_finite(parts, name)
@@ -158,10 +157,10 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def dev_fingerprint(self) -> dict[str, Any]:
-        """Return values that identify the dev data and how they are scored."""
+        """Return values that identify the dev data and the way it is scored."""
 
     def summary(self, results: dict[str, Any]) -> str:
-        """Return the text that is printed at the end of the run, before "N steps in ..."."""
+        """Return the text to print at the end of the run, before "N steps in ..."."""
         scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in list_shown_metrics(self, results)]
         return f"{self.name} dev ({results['eval_samples']} rows): {', '.join(scores)}; "
 
@@ -170,11 +169,11 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         return [len(self.rows[index]["input_ids"]) for index in range(len(self.rows))]
 
     def start_epoch(self, epoch: int) -> None:
-        """Prepare the epoch that begins. The default does nothing."""
+        """Prepare for the epoch that is about to start. Does nothing by default."""
 
     def training_batches(self) -> TrainingBatches:
-        """Return the training batches, which by default consist of `rows`."""
-        settings: Any = self.settings  # `FineTuningSettings`, unless the task has its own batches
+        """Return the training batches, which are created from `rows` by default."""
+        settings: Any = self.settings  # `FineTuningSettings`, unless the task creates its own batches
         loader, sampler = prepare_train_dataloader(settings, self.accelerator, self.rows, self.collate, self.lengths)
 
         def start_epoch(epoch: int) -> None:
@@ -187,7 +186,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         """Return the number of optimizer steps of the run.
 
         Args:
-            batches_per_epoch: The number of batches per process and epoch. None if it is unknown.
+            batches_per_epoch: The number of batches per process and epoch, or None if it is unknown.
         """
         settings = self.settings
         return count_training_steps(
@@ -198,14 +197,14 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         )
 
     def loop_options(self, total_steps: int) -> dict[str, Any]:
-        """Return fields of `LoopSettings` that differ from the settings of the run."""
+        """Return values for `LoopSettings` that differ from the settings of the run."""
         return {}
 
     def before_training(self, loop: TrainingLoop) -> None:
-        """Inspect the model when everything is loaded. This is not called if the run resumes."""
+        """Run before the first training step, once everything is loaded. This is not called if the run resumes."""
 
     def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
-        """Return the trained model in the form in which it is saved."""
+        """Return the trained model in the form in which it should be saved."""
         return model
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
@@ -213,12 +212,12 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         save_model(self.accelerator, model, self.tokenizer, self.settings, history)
 
     def last_evaluation(self, loop: TrainingLoop) -> None:
-        """Evaluate the final weights, unless the last evaluation did that already."""
+        """Evaluate the final weights, unless the last evaluation has already done so."""
         if not loop.has_current_scores():
             self.run_evaluation()
 
     def dev_results(self) -> dict[str, Any]:
-        """Return additional results of the dev data, such as "eval_samples"."""
+        """Return additional results for the dev data, such as "eval_samples"."""
         return {}
 
     def results(self) -> dict[str, Any]:
@@ -226,32 +225,34 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         return {}
 
     def predictions(self) -> dict[str, str]:
-        """Return the files with dev predictions: contents by file name, without `PREDICTIONS_PREFIX`."""
+        """Return the contents of the dev prediction files by file name, without `PREDICTIONS_PREFIX`."""
         return {}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Predict the test data.
+        """Make predictions for the test data.
 
         Returns:
-            The results of the test data, and the contents of the files as in `predictions`.
+            The results for the test data, and the contents of the prediction files in the format of `predictions`.
         """
         return {}, {}
 
 
 def fine_tune(task: type[FineTuningTask[SettingsT]], settings: SettingsT) -> dict[str, Any]:
-    """Fine-tune a checkpoint, save it, evaluate it on the dev data and predict the test data.
+    """Fine-tune a checkpoint, save it, evaluate it on the dev data, and make predictions for the test data.
 
     Args:
-        task: The class of the task, for example `GlueFineTuning`.
+        task: The task class, such as `GlueFineTuning`.
         settings: The settings of the task.
 
     Returns:
-        The results, which are also the first part of `all_results.json`: "eval_<metric>", "eval_runtime" (seconds),
-        the training results of `TrainingLoop.results`, "seed", and the results that are specific to the task.
+        The results, which are also saved at the beginning of `all_results.json`. They include "eval_<metric>",
+        "eval_runtime" (in seconds), the training results from `TrainingLoop.results`, "seed" and task-specific
+        results.
 
     Raises:
-        ValueError, OSError: If a setting, the data or the checkpoint is wrong. Most errors are raised before training.
-        NonFiniteLossError: If the training diverged.
+        ValueError, OSError: If a setting, the data or the checkpoint is invalid. Most errors are raised before
+            training.
+        NonFiniteLossError: If training diverged.
 
     Example:
         ```python
@@ -282,7 +283,7 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
     task.model = model
     has_dev = task.prepare_evaluation()
     objective = task.objective()
-    if batches.examples is None:  # the last batches of a stream may contain rows that do not count
+    if batches.examples is None:  # the last batches of a stream may contain padding rows
         objective = replace(objective, examples=lambda batch: int(batch["examples"]))
     loop = TrainingLoop(
         accelerator,
@@ -316,7 +317,7 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
         results |= {**task.dev_results(), "eval_runtime": round(task.eval_seconds, 3)}
     results |= {**trained, **task.results(), "seed": settings.seed}
     _write_outputs(task, results, task.predictions() if has_dev else {})
-    test_results, files = task.predict()  # if this fails, the dev scores are already written
+    test_results, files = task.predict()  # the dev scores are already written in case this fails
     results |= test_results
     if test_results or files:
         _write_outputs(task, results, files)
@@ -327,7 +328,7 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
 
 
 def _write_outputs(task: FineTuningTask, results: dict[str, Any], predictions: dict[str, str]) -> None:
-    """Write predictions, results and plots, on the main process."""
+    """Write predictions, results and plots on the main process."""
     if not task.accelerator.is_main_process:
         return
     folder = Path(task.settings.output_dir)

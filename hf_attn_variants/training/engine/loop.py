@@ -1,7 +1,7 @@
-"""The training loop of all commands, which also measures the throughput and the model FLOPs utilization.
+"""The training loop for all commands, which also measures throughput and model FLOPs utilization.
 
-Accelerate distributes the work, and the objective of the task computes the loss. Model FLOPs utilization is defined
-in arXiv 2204.02311, appendix B.
+Accelerate distributes the work, and the task's objective computes the loss. Model FLOPs utilization is defined in
+arXiv 2204.02311, appendix B.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from .checkpoints import (
     save_checkpoint,
 )
 from .optimization import Objective
-from .session import RunLog, progress_bar, save_bad_batch
+from .session import RunLog, progress_bar, save_failed_batches
 from .settings import LoopSettings
 
 __all__ = ["TrainingCost", "TrainingLoop", "compute_utilization"]
@@ -42,42 +42,42 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingCost:
-    """Counts the tokens and the training FLOPs of batches.
+    """Counts the tokens in a batch and the FLOPs required to train on it.
 
     Args:
-        model: The model that is trained, without wrappers. If its architecture is not supported by this package, the
-            FLOPs are 0.
-        head_of_items: Whether the layers after the base model process only the counted items (the masked tokens)
-            instead of all tokens.
+        model: The model to train, without wrappers. If this package does not support its architecture, the FLOPs are
+            0.
+        head_on_items_only: Whether the layers after the base model process only the counted items (such as masked
+            tokens) instead of all tokens.
 
     Attributes:
-        coefficients: The FLOPs of a forward pass per token of the encoder and of the decoder, as returned by
+        flops_per_token: The FLOPs of a forward pass per token of the encoder and of the decoder, as returned by
             `_compute_flops_per_token`.
-        passes: The FLOPs of a training step, as a multiple of those of a forward pass.
-        head: The FLOPs of the head per counted item, if `head_of_items` is set.
+        passes: The FLOPs of a training step, as a multiple of the FLOPs of a forward pass.
+        head: The FLOPs of the head per counted item, if `head_on_items_only` is set.
     """
 
-    def __init__(self, model: nn.Module, head_of_items: bool = False):
+    def __init__(self, model: nn.Module, head_on_items_only: bool = False):
         config = getattr(model, "config", None)
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self.coefficients = _compute_flops_per_token(model, config)
-        # The gradient of the activations costs one forward pass. The gradient of the weights costs another one for
-        # the layers that are trained. A frozen head counts as if a gradient passed through it.
+        self.flops_per_token = _compute_flops_per_token(model, config)
+        # Computing the gradients of the activations costs as much as a forward pass. For the trained layers, the
+        # gradients of the weights cost the same again. A frozen head counts as if gradients passed through it.
         self.passes = 2 + _compute_trained_share(model, config)
         self.head = 0
-        if head_of_items and self.coefficients:
+        if head_on_items_only and self.flops_per_token:
             self.head = sum(2 * layer.weight.numel() for layer in _find_head_layers(model))
         if self.head:
-            part = next(iter(self.coefficients))  # a masked language model has only an encoder
-            per_token, per_attended = self.coefficients[part]
-            self.coefficients[part] = per_token - self.head, per_attended
+            part = next(iter(self.flops_per_token))  # a masked language model has only an encoder
+            per_token, per_attended = self.flops_per_token[part]
+            self.flops_per_token[part] = per_token - self.head, per_attended
 
     def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
-        """Return the number of tokens of a batch without padding, and the FLOPs of a training step with it.
+        """Return the number of tokens in a batch without padding, and the FLOPs of a training step on it.
 
         Args:
-            batch: "input_ids" or "attention_mask", [b, n], or [b, c, n] with c choices. For a decoder also "labels"
-                [b, t], which are negative at padding.
+            batch: Contains "input_ids" or "attention_mask", [b, n], or [b, c, n] with c choices. For decoders, it also
+                contains "labels" [b, t], which are negative at padding.
             items: The number of items that the objective counts.
         """
         lengths = _count_tokens(batch)
@@ -89,19 +89,19 @@ class TrainingCost:
         tokens = sum(lengths) + (sum(targets) if has_targets else 0)
         flops = self.head * items
         for n, t in zip(lengths, targets, strict=True):
-            for part, (per_token, (per_key, per_source_key)) in self.coefficients.items():
+            for part, (per_token, (per_key, per_source_key)) in self.flops_per_token.items():
                 length = n if part == "encoder" else t
                 flops += length * (per_token + per_key * length + per_source_key * n)
         return tokens, round(self.passes * flops)
 
 
 def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
-    """Return the FLOPs of a forward pass, for the encoder and for the decoder.
+    """Return the FLOPs of a forward pass for the encoder and the decoder.
 
     Returns:
-        A dictionary with the keys "encoder" and "decoder", as far as the model has them. Each value is the FLOPs per
-        token without attention scores, and the pair of FLOPs per token and key of the self-attention and of the
-        cross-attention. The dictionary is empty if the architecture is not supported.
+        A dictionary with the keys "encoder" and "decoder" for the parts that the model has. Each value consists of the
+        FLOPs per token without attention scores, and a pair with the FLOPs per token and key in the self-attention and
+        the cross-attention. The dictionary is empty if the architecture is not supported.
     """
     from ...inspection.costs import flops_per_token, variant_config
 
@@ -129,17 +129,17 @@ def _find_head_layers(model: Any) -> list[nn.Linear]:
 
 
 def _find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
-    """Return the class of this package for a model of this package or of Transformers.
+    """Return this package's class for a model from this package or from Transformers.
 
     Raises:
-        ValueError: If there is no such class.
+        ValueError: If this package has no such class.
     """
-    # FSDP2 gives a model that it shards a class with this prefix.
+    # FSDP2 adds this prefix to the class name of a sharded model.
     return variant_model_class(type(model).__name__.removeprefix("FSDP"))
 
 
 def _compute_trained_share(model: nn.Module, config: Any) -> float:
-    """Return the share of the FLOPs in linear layers that belongs to layers whose weights are trained."""
+    """Return the share of the linear-layer FLOPs that comes from layers with trained weights."""
     try:
         module_runs = _find_variant_class(model).count_module_runs
     except ValueError:
@@ -165,17 +165,17 @@ def _count_tokens(batch: dict[str, Tensor]) -> list[int]:
 def compute_utilization(
     accelerator: Accelerator, flops: int, seconds: float, peak_tflops: float | None
 ) -> dict[str, float]:
-    """Return the training FLOPs per second and the model FLOPs utilization.
+    """Compute the training FLOPs per second and the model FLOPs utilization.
 
     Args:
         accelerator: The accelerator of the run.
-        flops: The training FLOPs of all processes.
-        seconds: The time that the training took.
-        peak_tflops: The peak TFLOPS of one device, if known.
+        flops: The training FLOPs on all processes.
+        seconds: The training time.
+        peak_tflops: The peak TFLOPS of a device, if known.
 
     Returns:
-        "train_tflops_per_second" of all processes and, with `peak_tflops`, "train_mfu" and "peak_tflops". Empty if no
-        FLOPs were counted.
+        "train_tflops_per_second" over all processes and, if `peak_tflops` is set, "train_mfu" and "peak_tflops". The
+        dictionary is empty if no FLOPs were counted.
     """
     if not (flops and seconds):
         return {}
@@ -186,27 +186,29 @@ def compute_utilization(
     return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
 
-# Gradients that are not finite although the loss scale of fp16 is below this value have another cause than the scale.
+# If gradients are not finite at a lower fp16 loss scale than this, the scale is not the cause.
 MIN_LOSS_SCALE = 1.0
 
 
 class TrainingLoop:
-    """Trains a prepared model. Call `run()` once on every process.
+    """Trains a prepared model. `run()` must be called once on every process.
 
     Args:
-        accelerator: The accelerator, created with `gradient_accumulation_steps` 1 (the loop accumulates gradients) and
-            `step_scheduler_with_optimizer=False`.
+        accelerator: The accelerator. It must be created with `gradient_accumulation_steps=1` (because the loop
+            accumulates gradients) and `step_scheduler_with_optimizer=False`.
         model: The model. Like the next three arguments, it must be prepared by the accelerator.
         optimizer: The optimizer.
-        scheduler: The learning-rate schedule, in optimizer steps.
+        scheduler: The learning-rate schedule, measured in optimizer steps.
         dataloader: The training batches, which are dictionaries of tensors.
-        objective: The loss.
-        settings: The length of training, and when to log, evaluate and save.
-        evaluate: Returns the dev metrics, with names without prefix ("accuracy", "loss", ...). None: no evaluation.
-        start_epoch: Called with the number of the epoch before its first batch, for example to set the sampler.
+        objective: The training objective.
+        settings: The number of training steps, and the intervals for logging, evaluating and saving.
+        evaluate: Returns the dev metrics without a prefix ("accuracy", "loss", ...). If None, the model is not
+            evaluated.
+        start_epoch: Called with the epoch number before the first batch of each epoch, for example to update the
+            sampler.
         seek: Lets a resumed run continue in the middle of an epoch. It is called with the number of batches already
-            used and the "position" of the last one, an integer tensor in the batch. It must set up the data so that
-            the next batch follows. None: the dataloader reads the used batches again and skips them.
+            used and the "position" of the last one, which is an integer tensor in the batch. It must set up the data
+            so that the next batch follows. If None, the dataloader reads the used batches again and skips them.
 
     Example:
         ```python
@@ -233,7 +235,9 @@ class TrainingLoop:
         self.dataloader, self.objective, self.settings = dataloader, objective, settings
         self.evaluate, self.start_epoch, self.seek = evaluate, start_epoch, seek
         self.state = TrainState()
-        self.cost = TrainingCost(accelerator.unwrap_model(model, keep_torch_compile=False), objective.head_of_items)
+        self.cost = TrainingCost(
+            accelerator.unwrap_model(model, keep_torch_compile=False), objective.head_on_items_only
+        )
         self.fingerprint = {
             "processes": accelerator.num_processes,
             "gradient_accumulation_steps": settings.gradient_accumulation_steps,
@@ -244,37 +248,37 @@ class TrainingLoop:
             **settings.fingerprint,
         }
         self.log = RunLog(accelerator, settings.output_dir)
-        # Step, loss, gradient norm and batches of the last step. Reading the loss on a GPU waits for the step to end,
-        # so this is done later.
+        # Step, loss, gradient norm and batches of the last step. Reading the loss on a GPU waits for the step to
+        # finish, so it is deferred.
         self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
         self._signals = StopSignals()
-        # Whether any process wants to stop. All processes know it after the exchange of counts in the next step.
+        # Whether any process wants to stop. All processes learn this when they exchange counts in the next step.
         self._stopping = False
         self._deadline = math.inf
         self._saved_step: int | None = None
-        # The last step after which this process evaluated the weights. 0 is before training.
+        # The last step after which this process evaluated the weights. 0 means before training.
         self.evaluated_step: int | None = None
         try:
             self._has_length = len(dataloader) > 0
-        except TypeError:  # the dataloader of a stream has a __len__ that raises this
+        except TypeError:  # raised by the `__len__` of a stream's dataloader
             self._has_length = False
 
     def run(self) -> TrainState:
-        """Train until the last step, early stopping or the end of `max_train_minutes`, and load the best weights.
+        """Train until the last step, early stopping or `max_train_minutes`, and then load the best weights, if saved.
 
-        The best weights are loaded only if they are kept. If the time is over or SIGTERM or Ctrl-C arrives, the loop
-        finishes the step, evaluates if an evaluation is due, and saves a checkpoint. A second Ctrl-C stops at once.
+        If the time limit is reached or SIGTERM or Ctrl-C is received, the loop finishes the step, evaluates if an
+        evaluation is due, and saves a checkpoint. A second Ctrl-C stops immediately.
 
         Returns:
             The final state.
 
         Raises:
-            NonFiniteLossError: If the loss or the gradient norm became NaN or infinite. The batches of the step are
-                saved in the output folder, next to the earlier checkpoints.
-            TerminatedError: If the process received SIGTERM. `session.open_session` adds how to resume.
-            KeyboardInterrupt: If Ctrl-C was pressed. `session.open_session` adds how to resume.
+            NonFiniteLossError: If the loss or the gradient norm became NaN or infinite. The batches of the failed step
+                are saved in the output folder, next to the earlier checkpoints.
+            TerminatedError: If the process received SIGTERM. `session.open_session` adds instructions for resuming.
+            KeyboardInterrupt: If Ctrl-C was pressed. `session.open_session` adds instructions for resuming.
             ValueError, OSError: If a checkpoint cannot be read or written.
         """
         settings, state = self.settings, self.state
@@ -303,19 +307,19 @@ class TrainingLoop:
         finally:
             bar.close()
         if state.window_steps or self._pending is not None:
-            self._log_window()
+            self._log_progress()
         if settings.keep_best and state.best_step is not None:
             load_weights(self.accelerator, self.model, Path(settings.output_dir) / BEST_MODEL_FILE)
         return state
 
     def has_current_scores(self) -> bool:
-        """Return whether the last evaluation was done with the final weights, which are the last or the best ones."""
+        """Return whether the last evaluation used the final weights, which are the last or the best ones."""
         best = self.state.best_step if self.settings.keep_best else None
         return self.evaluated_step == (self.state.step if best is None else best)
 
     def _raise_if_signaled(self) -> None:
         """Save a checkpoint and raise an error on all processes if one of them received a stop signal."""
-        # The signal may have arrived after the exchange of counts in the last step.
+        # The signal may have arrived after the processes exchanged counts in the last step.
         counts = [int(self._signals.number == number) for number in STOP_SIGNALS]
         counts = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device), "sum").tolist()
         if not any(counts):
@@ -327,7 +331,7 @@ class TrainingLoop:
         raise error(f"{name}: Training stopped {point}.")
 
     def _run_epoch(self, bar: Any) -> None:
-        """Train on the remaining batches of an epoch, and log, evaluate and save when it is due."""
+        """Train on the remaining batches of an epoch, and log, evaluate and save at the configured intervals."""
         settings, state = self.settings, self.state
         if self.start_epoch is not None:
             self.start_epoch(state.epoch)
@@ -344,10 +348,10 @@ class TrainingLoop:
             log_is_due = state.step % self.settings.logging_steps == 0
             is_last_step = state.step >= settings.total_steps
             if log_is_due or is_last_step or self._evaluation_is_due(is_last) or self._checkpoint_is_due(is_last):
-                self._check_last_loss()  # waits for the step, so that its time is counted
+                self._check_last_loss()  # waits for the step, so that its time is included
             state.train_seconds += time.perf_counter() - clock
             if log_is_due:
-                self._log_window()
+                self._log_progress()
             bar.update()
             self._maybe_evaluate(is_last)
             self._maybe_checkpoint(is_last)
@@ -355,10 +359,10 @@ class TrainingLoop:
             if state.step >= settings.total_steps or state.finished or self._stopping:
                 return
         if is_empty:
-            raise ValueError("The training data must give at least one batch, got none.")
+            raise ValueError("The training data must contain at least one batch, got none.")
 
     def _remaining_batches(self) -> Iterable[dict[str, Tensor]]:
-        """Return the batches of the current epoch that were not used yet."""
+        """Return the batches of the current epoch that have not been used yet."""
         done = self.state.batch_in_epoch
         if done and self.seek is not None and self.state.position is not None:
             self.seek(done, self.state.position)
@@ -385,7 +389,7 @@ class TrainingLoop:
             device=accelerator.device,
         )
         items, examples, tokens, flops, stopping = accelerator.reduce(counts, "sum").tolist()
-        # The exchange has waited for the previous step, so reading its loss does not take extra time now.
+        # The exchange has already waited for the previous step, so reading its loss takes no extra time.
         self._check_last_loss()
         self._stopping = stopping > 0
         state.examples += examples
@@ -394,7 +398,7 @@ class TrainingLoop:
         loss_sum = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(group):
             # Only the last backward pass exchanges gradients. DDP averages them over the processes, and the factor
-            # below turns this average into a sum.
+            # below turns the average into a sum.
             with accelerator.no_sync(self.model) if i < len(group) - 1 else nullcontext():
                 loss = self.objective.loss_sum(self.model, batch)
                 accelerator.backward(loss * (accelerator.num_processes / max(items, 1)))
@@ -403,8 +407,8 @@ class TrainingLoop:
         norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
         self._lr = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
-        # The loss scaler of fp16 can skip a step. Fused AdamW does this inside its kernel, where it is not visible, so
-        # the schedule counts such a step.
+        # The fp16 loss scaler can skip a step. Fused AdamW does so inside its kernel, where it cannot be observed, so
+        # the schedule also counts skipped steps.
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
         self.optimizer.zero_grad()
@@ -418,26 +422,26 @@ class TrainingLoop:
             return
         (step, loss, norm, group), self._pending = self._pending, None
         value, norm_value = float(loss), float(norm)
-        # With fp16, the loss scaler finds its scale from infinite gradients, and skips these steps.
+        # With fp16, the loss scaler uses infinite gradients to find its scale, and skips these steps.
         bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
-        if bad == "loss" or (bad and not self._scaler_can_adapt()):
+        if bad == "loss" or (bad and not self._can_lower_loss_scale()):
             bad_value = value if bad == "loss" else norm_value
-            saved = save_bad_batch(self.accelerator, group, self.settings.output_dir, step)
+            saved = save_failed_batches(self.accelerator, group, self.settings.output_dir, step)
             raise NonFiniteLossError(
-                f"The {bad} became {bad_value} at step {step} and training stopped. The batches of this step {saved}."
-                f"{describe_last_checkpoint(self.settings.output_dir)} Try a lower --learning_rate, more warm-up or "
-                "--mixed_precision no."
+                f"The {bad} became {bad_value} at step {step}, so training was stopped. The batches of this step "
+                f"{saved}.{describe_last_checkpoint(self.settings.output_dir)} Try a lower --learning_rate, a longer "
+                "warm-up or --mixed_precision no."
             )
         self.state.loss_total += value
         self.state.window_loss += value
         self.state.window_steps += 1
 
-    def _scaler_can_adapt(self) -> bool:
-        """Return whether there is a loss scaler that can still lower its scale."""
+    def _can_lower_loss_scale(self) -> bool:
+        """Return whether there is a loss scaler whose scale can still be lowered."""
         scaler = self.accelerator.scaler
         return scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
 
-    def _log_window(self) -> None:
+    def _log_progress(self) -> None:
         """Log the mean loss and the throughput since the last record."""
         state = self.state
         self._check_last_loss()
@@ -446,7 +450,7 @@ class TrainingLoop:
                 "step": state.step,
                 "loss": state.window_loss / state.window_steps,
                 "lr": float(self._lr),  # Adafactor's own learning rate is a tensor
-                "epoch": round(self.epochs_done(), 4),
+                "epoch": round(self.count_epochs_done(), 4),
                 "time": round(state.train_seconds, 3),
                 "tokens_per_second": _compute_rate(
                     state.tokens - state.window_tokens, state.train_seconds - state.window_begin
@@ -457,22 +461,22 @@ class TrainingLoop:
         state.window_tokens, state.window_begin = state.tokens, state.train_seconds
 
     def results(self, samples: int, unit: str = "samples") -> dict[str, Any]:
-        """Return the training results that every command reports.
+        """Return the training results that all commands report.
 
         Args:
             samples: The number of training examples.
-            unit: The plural name of an example in the keys.
+            unit: The plural noun for examples in the keys.
 
         Returns:
-            "train_loss" (the mean over all steps), "epoch", "steps", "train_samples", "train_runtime" (seconds in
-            training steps, without evaluations and checkpoints), "train_<unit>_per_second", "train_tokens" (without
-            padding; with the targets of a decoder), "train_tokens_per_second", "train_tflops_per_second", "train_mfu"
-            and "peak_tflops" (see `compute_utilization`), "best_step" and "num_parameters".
+            "train_loss" (the mean over all steps), "epoch", "steps", "train_samples", "train_runtime" (the seconds
+            spent in training steps, without evaluations and checkpoints), "train_<unit>_per_second", "train_tokens"
+            (without padding, but including decoder targets), "train_tokens_per_second", "train_tflops_per_second",
+            "train_mfu" and "peak_tflops" (see `compute_utilization`), "best_step" and "num_parameters".
         """
         state = self.state
         return {
             "train_loss": state.loss_total / state.step if state.step else None,
-            "epoch": round(self.epochs_done(), 4),
+            "epoch": round(self.count_epochs_done(), 4),
             "steps": state.step,
             "train_samples": samples,
             "train_runtime": round(state.train_seconds, 3),
@@ -484,12 +488,12 @@ class TrainingLoop:
             "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
         }
 
-    def epochs_done(self) -> float:
-        """Return the number of epochs trained, with the fraction of the current one if its length is known."""
+    def count_epochs_done(self) -> float:
+        """Return the number of finished epochs, including the fraction of the current one if its length is known."""
         return self.state.epoch + (self.state.batch_in_epoch / len(self.dataloader) if self._has_length else 0.0)
 
     def _is_due(self, interval: int | str | None, epoch_ended: bool) -> bool:
-        """Return whether the current step ends an interval, which is a number of steps, "epoch" or None for never."""
+        """Return whether the current step ends an interval, which is a number of steps, "epoch", or None for never."""
         if isinstance(interval, int):
             return self.state.step % interval == 0
         return interval == "epoch" and epoch_ended
@@ -504,7 +508,7 @@ class TrainingLoop:
         return self._is_due(self.settings.checkpointing_steps, epoch_ended) or self._stopping
 
     def _maybe_evaluate(self, epoch_ended: bool) -> None:
-        """Evaluate if it is due, log the metrics, and keep the weights if they are the best."""
+        """Evaluate if an evaluation is due, log the metrics, and save the weights if they are the best so far."""
         settings, state = self.settings, self.state
         if self.evaluate is None or not self._evaluation_is_due(epoch_ended):
             return
@@ -516,7 +520,7 @@ class TrainingLoop:
         self.log.write(
             {
                 "step": state.step,
-                "epoch": round(self.epochs_done(), 4),
+                "epoch": round(self.count_epochs_done(), 4),
                 **{f"eval_{key}": value for key, value in metrics.items()},
             }
         )
@@ -525,10 +529,10 @@ class TrainingLoop:
         name = (settings.metric_for_best_model or "").removeprefix("eval_")
         if name not in metrics:
             raise ValueError(f"--metric_for_best_model must be one of {', '.join(metrics)}, got {name!r}.")
-        self._remember_best(metrics[name])
+        self._save_if_best(metrics[name])
 
-    def _remember_best(self, value: float) -> None:
-        """Save the weights if the metric is the best so far, otherwise count towards early stopping."""
+    def _save_if_best(self, value: float) -> None:
+        """Save the weights if the metric is the best so far. Otherwise, count towards early stopping."""
         settings, state = self.settings, self.state
         sign = 1 if settings.greater_is_better else -1
         if not math.isnan(value) and (state.best_metric is None or sign * value > sign * state.best_metric):
@@ -540,7 +544,7 @@ class TrainingLoop:
             state.finished = True
 
     def _maybe_checkpoint(self, epoch_ended: bool) -> None:
-        """Save a checkpoint if it is due."""
+        """Save a checkpoint if one is due."""
         if self._checkpoint_is_due(epoch_ended):
             self._save_checkpoint()
 
@@ -560,7 +564,7 @@ def _compute_rate(amount: float, seconds: float) -> float | None:
 
 
 def _group_batches(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:
-    """Yield lists of `size` batches (the last one may be shorter), each with whether it is the last list."""
+    """Yield lists of `size` batches (the last one may be shorter), each with a flag that marks the last list."""
     iterator = iter(batches)
     group = list(itertools.islice(iterator, size))
     while group:

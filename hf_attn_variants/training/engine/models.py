@@ -1,4 +1,4 @@
-"""Functions that load or build the model to train and its tokenizer, and select the parameters that are trained."""
+"""Loads or builds the model to train and its tokenizer, and selects the trainable parameters."""
 
 import json
 import logging
@@ -36,7 +36,7 @@ from ...registration import FORMER_NAMES, PREFIX, longest_input, variant_config_
 from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
 
 logger = logging.getLogger(__name__)
-# The number of rows that are tokenized to count those that are cut.
+# The number of rows that are tokenized to count truncated rows.
 COUNTED_ROWS = 10_000
 
 
@@ -45,39 +45,40 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `--tokenizer_name` or of the checkpoint.
 
-    It pads and cuts on the right, whatever side was saved.
+    It pads and truncates on the right, regardless of the saved side.
 
     Args:
         settings: The settings of the run.
-        config: The configuration of the model. None for a new model, which is made to fit the tokenizer.
-        words: Whether the tokenizer reads lists of words. If it recognizes words by a space before them (RoBERTa), it
-            is loaded so that each word of a list has one.
+        config: The configuration of the model. None for a new model, which is built to match the tokenizer.
+        words: Whether the tokenizer reads lists of words. A tokenizer that recognizes words by a leading space, such
+            as RoBERTa's, is then loaded so that each word in a list gets one.
 
     Raises:
         OSError: If there is no tokenizer.
-        ValueError: If the tokenizer cannot be used, or has more tokens than the model.
+        ValueError: If the tokenizer cannot be used or has more tokens than the model.
     """
     source = settings.tokenizer_name or settings.source
-    advice = ". Give a folder or Hub id that has them with --tokenizer_name."
+    advice = ". Set --tokenizer_name to a folder or Hub id that contains them."
     with reading_checkpoint(source) as folder:
         check_tokenizer_files(folder, advice)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
-        if words and _needs_space(tokenizer):
+        if words and _needs_leading_space(tokenizer):
             options = {"add_prefix_space": True, "trust_remote_code": settings.trust_remote_code}
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_learned_tokens(tokenizer, source, advice)
     if config is not None and (size := get_vocabulary_size(tokenizer)) > config.vocab_size:
         raise ValueError(
-            f"The tokenizer of {source} has {size} tokens, but the model has only {config.vocab_size}. Give the "
-            "tokenizer of the model with --tokenizer_name."
+            f"The tokenizer of {source} has {size} tokens, but the model has only {config.vocab_size}. Set "
+            "--tokenizer_name to the model's tokenizer."
         )
-    # Positions count from the first token, and the code that cuts windows and pads labels works at the end.
+    # Positions are counted from the first token, and the code that cuts windows and pads labels works on the right
+    # side.
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     return tokenizer
 
 
-def _needs_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer reads a first word without a space before it as the middle of a word."""
+def _needs_leading_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer treats a first word without a leading space as the middle of a word."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     pre_tokenizer = json.loads(backend.to_str())["pre_tokenizer"] if backend is not None else None
     parts = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
@@ -85,20 +86,21 @@ def _needs_space(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def get_vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of rows that an embedding needs. It exceeds the number of tokens if their ids have gaps."""
+    """Return the required number of embedding rows, which exceeds the number of tokens if the ids have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
-def fit_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pairs: bool = True) -> bool:
-    """Make a tokenizer return token types if the model has them, and only then. This is also saved.
+def configure_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pairs: bool = True) -> bool:
+    """Make a tokenizer return token types if and only if the model uses them. The change is saved with the tokenizer.
 
-    In Transformers v5, ALBERT's tokenizer returns them only on request. BERT's tokenizer returns them also for a
-    DistilBERT, which has no token types and would not accept this input.
+    In Transformers v5, ALBERT's tokenizer only returns token types on request. BERT's tokenizer also returns them for
+    DistilBERT models, which have no token types and do not accept this input.
 
     Args:
-        tokenizer: The tokenizer, which is changed.
+        tokenizer: The tokenizer, which is modified in place.
         config: The configuration of the model.
-        pairs: Whether texts are read as pairs. Otherwise, token types are not added, because they are all the same.
+        pairs: Whether texts are read as pairs. Otherwise, token types are not added because they would all be the
+            same.
 
     Returns:
         Whether the tokenizer was changed.
@@ -112,20 +114,20 @@ def fit_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
     return True
 
 
-def append_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
-    """Make a tokenizer append the end token to each text if the classifier of the model reads it. This is also saved.
+def configure_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
+    """Make a tokenizer append the end-of-sequence token if the model's classifier reads it. The change is saved.
 
-    The classifiers of encoder-decoders read the end token. T5's own tokenizer appends it to every text, but a
-    tokenizer for translation may not append it to the two texts of a pair.
+    The classifiers of encoder-decoders read the end-of-sequence token. T5's own tokenizer appends it to every text,
+    but translation tokenizers may not append it to both texts of a pair.
 
     Args:
-        tokenizer: The tokenizer, which is changed.
+        tokenizer: The tokenizer, which is modified in place.
         config: The configuration of the model.
         pair: Whether texts are read as pairs.
 
     Raises:
-        ValueError: If the tokenizer does not append the end token and cannot be changed, or if it puts other tokens
-            around texts, which would be lost.
+        ValueError: If the tokenizer does not append the end-of-sequence token and cannot be changed, or if it adds
+            other special tokens, which would be lost.
     """
     if not config.is_encoder_decoder or tokenizer(*("a", "a")[: 1 + pair])["input_ids"].count(config.eos_token_id):
         return
@@ -134,18 +136,18 @@ def append_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConf
     is_template = isinstance(processor, TemplateProcessing | None)
     if tokenizer.eos_token_id != config.eos_token_id or not is_template or _find_template_tokens(tokenizer) - {end}:
         raise ValueError(
-            f"The tokenizer does not append the end token of the model (id {config.eos_token_id}) to "
-            f"{'the texts of a pair' if pair else 'a text'}, where the classifier reads it. Give another tokenizer "
+            f"The tokenizer does not append the model's end-of-sequence token (id {config.eos_token_id}) to "
+            f"{'the texts of a pair' if pair else 'a text'}, where the classifier reads it. Choose another tokenizer "
             "with --tokenizer_name, or set its eos_token and a post-processor that appends it."
         )
-    logger.info("The tokenizer now appends %s to each text, because the classifier of the model reads it.", end)
+    logger.info("The tokenizer now appends %s to each text because the model's classifier reads it.", end)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.eos_token_id)]
     )
 
 
 def _find_template_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the special tokens in the template of the tokenizer. The set is empty if there is no template."""
+    """Return the special tokens in the tokenizer's template, or an empty set if there is no template."""
     template = json.loads(tokenizer.backend_tokenizer.to_str())["post_processor"] or {}
     pieces = [*template.get("single", []), *template.get("pair", [])]
     return {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
@@ -159,15 +161,15 @@ def check_max_length(
     flag: str = "max_length",
     multiple: int | None = None,
 ) -> None:
-    """Check that the model has a position for every token, and that at least one is left for text.
+    """Check that the model has a position for every token and that at least one is left for text.
 
     Args:
-        max_length: The number of tokens at which texts are cut.
+        max_length: The number of tokens at which texts are truncated.
         config: The configuration of the model.
         tokenizer: The tokenizer of the model.
         pair: Whether texts are read as pairs.
-        flag: The name of the flag for `max_length`, for messages.
-        multiple: If given, batches are padded to a multiple of this number of tokens.
+        flag: The name of the flag for `max_length` in messages.
+        multiple: If set, batches are padded to a multiple of this number of tokens.
 
     Raises:
         ValueError: If the padded length exceeds the number of positions, or if no token is left for text.
@@ -176,34 +178,34 @@ def check_max_length(
     if max_length < special + 1:
         raise ValueError(f"--{flag} must be at least {special + 1} ({special} special tokens), got {max_length}.")
     positions = longest_input(config)
-    if positions is None:  # T5 has no limit; that of its tokenizer is only the length of the pretraining
+    if positions is None:  # T5 has no limit; its tokenizer's limit is only the pretraining length
         return
     if (padded := -(-max_length // (multiple or 1)) * (multiple or 1)) > positions:
         padding = f" (padded to {padded} by --pad_to_multiple_of)" if padded > max_length else ""
         raise ValueError(
-            f"--{flag} must be at most {positions}, the number of positions of the model, got {max_length}{padding}."
+            f"--{flag} must be at most {positions}, the number of positions in the model, got {max_length}{padding}."
         )
 
 
 def warn_about_truncation(
     tokenizer: PreTrainedTokenizerBase, split: str, rows: str, columns: dict[str, list[str]], flag: str, limit: int
 ) -> int:
-    """Warn how many of the first 10,000 rows of a split have more tokens than allowed, and return their number.
+    """Warn about rows with more tokens than allowed among the first 10,000 rows of a split, and return their number.
 
     Args:
         tokenizer: The tokenizer of the model.
-        split: The name of the split, for the message, for example "train".
-        rows: The name of the rows, for the message, for example "sources".
-        columns: The texts of all rows by the argument of the tokenizer ("text", "text_pair", "text_target").
-        flag: The flag of the limit, for the message.
-        limit: The maximum number of tokens of a row, including special tokens.
+        split: The name of the split in the message, such as "train".
+        rows: The plural noun for the rows in the message, such as "sources".
+        columns: The texts of all rows, by tokenizer argument ("text", "text_pair", "text_target").
+        flag: The flag that sets the limit, for the message.
+        limit: The maximum number of tokens per row, including special tokens.
     """
     columns = {name: list(texts[:COUNTED_ROWS]) for name, texts in columns.items()}
     ids = tokenizer(**columns, return_attention_mask=False, verbose=False)["input_ids"]
     lengths = [len(row) for row in ids]
     if cut := sum(length > limit for length in lengths):
         logger.warning(
-            "%s: %d of %d %s have more than --%s %d tokens and are cut (the longest has %d).",
+            "%s: %d of %d %s have more than --%s %d tokens and are truncated (the longest has %d).",
             split, cut, len(lengths), rows, flag, limit, max(lengths),
         )  # fmt: skip
     return cut
@@ -212,11 +214,11 @@ def warn_about_truncation(
 def encode_words(
     tokenizer: PreTrainedTokenizerBase, words: list[str], max_length: int
 ) -> tuple[dict[str, list[int]], dict[int, int]]:
-    """Tokenize a sentence that is split into words.
+    """Tokenize a sentence that has been split into words.
 
     Returns:
-        The inputs of the tokenizer, and the position of the first token of each word by the index of the word. Words
-        that are cut off at `max_length`, or for which there are no tokens, are not included.
+        The tokenizer outputs, and the position of the first token of each word by word index. Words that are cut off
+        at `max_length` and words without tokens are not included.
     """
     row = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
     first_tokens: dict[int, int] = {}
@@ -226,8 +228,8 @@ def encode_words(
     return dict(row), first_tokens
 
 
-# All dropout probabilities of the supported architectures. If that of a classifier is None, it is that of the hidden
-# layers.
+# All dropout probabilities of the supported architectures. If the classifier's probability is None, that of the hidden
+# layers applies.
 DROPOUT_FIELDS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -242,18 +244,18 @@ DROPOUT_FIELDS = (
 
 @dataclass(frozen=True)
 class LabelMap:
-    """The order of the outputs of a model: output i belongs to class `to_task[i]` of the task."""
+    """Maps between the model's outputs and the task's classes. Output i belongs to class `to_task[i]`."""
 
     to_task: tuple[int, ...]
 
     @property
     def to_model(self) -> tuple[int, ...]:
-        """The output of the model for each class of the task."""
+        """The index of the model output for each class of the task."""
         return tuple(self.to_task.index(i) for i in range(len(self.to_task)))
 
 
 def set_dropout(config: PreTrainedConfig, rate: float) -> None:
-    """Set every dropout probability of a configuration."""
+    """Set every dropout probability in a configuration."""
     for name in DROPOUT_FIELDS:
         if hasattr(config, name):
             setattr(config, name, rate)
@@ -277,21 +279,21 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
 
 
 def check_trained_head(settings: TrainingSettings, config: PreTrainedConfig, head: str, ability: str) -> None:
-    """Check that the head of the model was trained, if the run only evaluates.
+    """Check that the model's head has been trained if the run only evaluates.
 
     Args:
         settings: The settings of the run.
         config: The configuration of the model.
-        head: The end of the class name, for example "ForTokenClassification".
-        ability: What a model with this head does, for the message, for example "classifies texts".
+        head: The suffix of the class name, such as "ForTokenClassification".
+        ability: A description of what a model with this head does, such as "classifies texts".
 
     Raises:
-        ValueError: If the checkpoint was saved from another class, so that its head would be random.
+        ValueError: If the checkpoint was saved from a class without this head, so that the head would be random.
     """
     if settings.only_evaluates and not any(head in name for name in config.architectures or []):
         saved = ", ".join(config.architectures or []) or "no class"
         name = settings.model_name_or_path
-        raise ValueError(f"--num_train_epochs 0 needs a model that {ability}, but {name} was saved as {saved}.")
+        raise ValueError(f"--num_train_epochs 0 requires a model that {ability}, but {name} was saved as {saved}.")
 
 
 def load_classifier(
@@ -301,24 +303,24 @@ def load_classifier(
     model_class: type[Any],
     problem_type: Any = None,
 ) -> tuple[PreTrainedModel, LabelMap]:
-    """Load a checkpoint in float32 as a classifier of texts or tokens, or as a regressor.
+    """Load a checkpoint in float32 as a text classifier, a token classifier or a regressor.
 
-    The configuration gets the names of the labels and, for texts, the problem type.
+    The label names and, for texts, the problem type are added to the configuration.
 
     Args:
         settings: The settings of the run.
-        config: The configuration of the checkpoint, which is changed.
-        labels: The labels of the task, in order. None for a regression.
+        config: The configuration of the checkpoint, which is modified in place.
+        labels: The labels of the task in order, or None for regression.
         model_class: The auto class of the model.
         problem_type: The problem type of a text classifier.
 
     Returns:
-        The model, and the order of its outputs. A checkpoint that was trained with the same labels in another order
-        keeps its order.
+        The model, and the mapping between its outputs and the labels. A checkpoint that was trained with the same
+        labels in a different order keeps its order.
 
     Raises:
         OSError: If the checkpoint cannot be read.
-        ValueError: If the checkpoint does not fit its configuration, or `attn_implementation` is not available.
+        ValueError: If the checkpoint does not match its configuration, or if `attn_implementation` is not available.
     """
     names = list(labels) if labels is not None else ["score"]
     id2label: Any = config.id2label or {}
@@ -328,20 +330,20 @@ def load_classifier(
     is_replaced = is_classifier and len(old_names) != len(names)
     if is_replaced and isinstance(settings, TrainingSettings) and settings.only_evaluates:
         raise ValueError(
-            f"--num_train_epochs 0 needs a model with the {len(names)} labels of the task, but "
+            f"--num_train_epochs 0 requires a model with the {len(names)} labels of the task, but "
             f"{settings.model_name_or_path} has {len(old_names)} ({', '.join(old_names).lower()}). Its output layer "
-            "would be new and random."
+            "would be randomly initialized."
         )
     if is_replaced and not _is_resumed(settings):
         logger.warning(
-            "The output layer of %s is replaced by a new one, because it has %d labels (%s) and the task has %d.",
+            "The output layer of %s is replaced by a new one because it has %d labels (%s) and the task has %d.",
             settings.model_name_or_path,
             len(old_names),
             ", ".join(old_names).lower(),
             len(names),
         )
     order = tuple(range(len(names)))
-    # Ignore the case, unless labels of the task differ only in it.
+    # Ignore case, unless some labels of the task differ only in case.
     case = str.lower if len({name.lower() for name in names}) == len(names) else str
     if is_classifier and not is_replaced and sorted(map(case, old_names)) == sorted(map(case, names)):
         order = tuple([case(name) for name in names].index(case(name)) for name in old_names)
@@ -355,19 +357,19 @@ def load_classifier(
 
 
 def _warn_about_label_names(settings: ModelSettings, old_names: Sequence[str], names: Sequence[str]) -> None:
-    """Warn that a classifier's labels have other names than those of the task, unless they are only numbered."""
+    """Warn that a classifier's label names differ from those of the task, unless the labels are only numbered."""
     if [*old_names] == [f"LABEL_{i}" for i in range(len(old_names))]:
         return
     pairs = [f"{old!r:.40} as {new!r:.40}" for old, new in zip(old_names, names, strict=True)]
     more = f" and {len(pairs) - 8} more" if len(pairs) > 8 else ""
-    message = "The labels of %s have other names than those of the task. They are used in their order: %s%s."
+    message = "The label names of %s differ from those of the task. They are matched by order: %s%s."
     logger.warning(message, settings.model_name_or_path, ", ".join(pairs[:8]), more)
 
 
 def load_model(
     settings: ModelSettings, config: PreTrainedConfig, model_class: type[Any], **options: Any
 ) -> PreTrainedModel:
-    """Load a checkpoint in float32, with the arguments and errors of `load_model_and_unexpected_keys`."""
+    """Load a checkpoint in float32. Takes the same arguments as `load_model_and_unexpected_keys`."""
     return load_model_and_unexpected_keys(settings, config, model_class, **options)[0]
 
 
@@ -380,22 +382,22 @@ def load_model_and_unexpected_keys(
         settings: The settings of the run.
         config: The configuration of the model.
         model_class: The class or auto class of the model.
-        needs_all: Whether the checkpoint must have all weights. Language models always need them.
-        **options: Further arguments of `from_pretrained`.
+        needs_all: Whether the checkpoint must contain all weights. Language models always require them.
+        **options: Additional arguments for `from_pretrained`.
 
     Returns:
-        The model, and the names of tensors in the checkpoint that the model does not have.
+        The model, and the names of the tensors in the checkpoint that the model does not use.
 
     Raises:
         OSError: If the checkpoint cannot be read.
-        ValueError: If the checkpoint does not fit its configuration, `attn_implementation` is not available, or
+        ValueError: If the checkpoint does not match its configuration, `attn_implementation` is not available, or
             weights are missing.
     """
     with reading_checkpoint(settings.source) as source:
         model, report = model_class.from_pretrained(
             source,
             config=config,
-            dtype=torch.float32,  # for the optimizer; --mixed_precision only casts the forward pass
+            dtype=torch.float32,  # required by the optimizer; --mixed_precision only casts the forward pass
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
             output_loading_info=True,
@@ -406,9 +408,9 @@ def load_model_and_unexpected_keys(
     if missing and (needs_all or model_class in (AutoModelForMaskedLM, AutoModelForSeq2SeqLM)):
         saved = ", ".join(config.architectures or []) or "no class"
         raise ValueError(
-            f"{settings.model_name_or_path} cannot be loaded as {type(model).__name__}, because {len(missing)} "
-            f"tensors are missing, such as {missing[0]}. Its config.json names {saved}. To train the model with that "
-            "head, use `attn-variants uptrain --objective distill`."
+            f"{settings.model_name_or_path} cannot be loaded as {type(model).__name__} because {len(missing)} tensors "
+            f"are missing, such as {missing[0]}. Its config.json names {saved}. To train the model with that head, "
+            "use `attn-variants uptrain --objective distill`."
         )
     _check_weights(model, settings.model_name_or_path)
     if settings.gradient_checkpointing:
@@ -417,32 +419,33 @@ def load_model_and_unexpected_keys(
 
 
 def _check_weights(model: PreTrainedModel, name: str | None) -> None:
-    """Check that no weight is NaN. A model with NaN would predict the first words of the vocabulary, with a score."""
-    # The sum is fast to compute and NaN if a weight is. It can also be NaN for huge weights, which are checked again.
+    """Check that no weight is NaN. A model with NaN weights would predict arbitrary words and still get a score."""
+    # The sum is fast to compute, and is NaN if any weight is. It can also be NaN for huge weights, which are checked
+    # again.
     with torch.no_grad():
         suspects = {key: tensor for key, tensor in model.named_parameters() if tensor.sum().isnan()}
         bad = [key for key, tensor in suspects.items() if tensor.isnan().any()]
     if bad:
         raise ValueError(
-            f"{name} has NaN in {len(bad)} of its tensors, such as {bad[0]}. The file is damaged, or the training "
-            "diverged."
+            f"{name} contains NaN values in {len(bad)} of its tensors, such as {bad[0]}. The file is damaged, or the "
+            "training diverged."
         )
 
 
 def _is_resumed(settings: ModelSettings) -> bool:
-    """Return whether the run resumes from a checkpoint of its training."""
+    """Return whether the run resumes from one of its own checkpoints."""
     return isinstance(settings, OutputSettings) and bool(settings.resume_from_checkpoint)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Enable the recomputation of activations in the backward pass of a model."""
-    # Transformers 5.23 renamed the method; 5.15 has only the old name.
+    """Make a model recompute activations in the backward pass to save memory."""
+    # Transformers 5.23 renamed the method. Version 5.15 only has the old name.
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     enable({"use_reentrant": False})
 
 
 def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
-    """Return the class of this package or of Transformers from which a checkpoint was saved.
+    """Return the class, from this package or from Transformers, that a checkpoint was saved from.
 
     Args:
         source: The name of the checkpoint, for the message.
@@ -458,36 +461,36 @@ def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
         return variant_model_class(names[0])
     architecture = getattr(transformers, FORMER_NAMES.get(names[0], names[0]), None)
     if architecture is None:
-        raise ValueError(f"{source} has an unknown architecture: its config.json names {names[0]!r}.")
+        raise ValueError(f"{source} has an unknown architecture ({names[0]!r} in its config.json).")
     return architecture
 
 
 def get_model_name(settings: ModelSettings) -> str:
-    """Return the name of the model that a run starts from, for the title of its plots."""
+    """Return the name of the model that a run starts from, for plot titles."""
     if settings.model_name_or_path is not None:
         return Path(settings.model_name_or_path).name
     return f"new {settings.model_type}" if isinstance(settings, NewModelSettings) else "new"
 
 
-# The comma in `--config_overrides` before the next field or at the end.
+# The comma in `--config_overrides` that precedes the next field or the end of the text.
 OVERRIDE_SEPARATOR = re.compile(r",(?=[\s,]*(?:\w+\s*=|$))")
-# As plain text, all of these would be true in a condition.
+# As plain text, all of these would count as true in a condition.
 PYTHON_CONSTANTS = ("True", "False", "None")
 
 
 def load_or_make_config(
     settings: NewModelSettings, seq2seq: bool = False
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Load the configuration and the tokenizer of the checkpoint, or make the configuration of a model from scratch.
+    """Load the checkpoint's configuration and tokenizer, or create the configuration of a model from scratch.
 
     Args:
         settings: The settings of the run.
-        seq2seq: Whether a new model gets the special tokens of an encoder-decoder.
+        seq2seq: Whether to give a new model the special tokens of an encoder-decoder.
 
     Raises:
         OSError: If the checkpoint or the tokenizer does not exist.
-        ValueError: If one of them cannot be used, they do not fit together, or a field of the new configuration is
-            wrong.
+        ValueError: If one of them cannot be used, if they do not match, or if a field of the new configuration is
+            invalid.
     """
     if settings.model_name_or_path is not None:
         config = load_config(settings)
@@ -498,10 +501,10 @@ def load_or_make_config(
 
 
 def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Return the special tokens for the configuration of a new encoder-decoder, which do not include [CLS] and [SEP].
+    """Return the special tokens for the configuration of a new encoder-decoder, without [CLS] and [SEP].
 
-    The decoder starts with the end token if the architecture does so by default (BART), otherwise with the padding
-    token (T5, Marian).
+    The decoder starts with the end-of-sequence token if the architecture does so by default (BART), and otherwise with
+    the padding token (T5, Marian).
     """
     model_type: Any = settings.model_type
     default, end = AutoConfig.for_model(model_type), tokenizer.eos_token_id
@@ -511,23 +514,23 @@ def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokeni
         "eos_token_id": end,
         "decoder_start_token_id": end if starts_with_end else tokenizer.pad_token_id,
     }
-    # If the architecture has a forced end token, generation ends a text that would be too long with it.
+    # If the architecture has a forced end-of-sequence token, generation ends overlong texts with it.
     return tokens | ({"forced_eos_token_id": end} if getattr(default, "forced_eos_token_id", None) is not None else {})
 
 
 def check_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a tokenizer, whose languages are set, ends each target with its end token.
+    """Check that a tokenizer ends each target with its end-of-sequence token. The languages must already be set.
 
     Raises:
         ValueError: If it does not.
     """
     end = tokenizer.eos_token_id
-    # The first version of mBART puts the language after the end token.
+    # The first version of mBART puts the language token after the end-of-sequence token.
     if end is None or end not in tokenizer(text_target="a")["input_ids"][-2:]:
-        problem = "has no end token" if end is None else f"does not end texts with {tokenizer.eos_token!r}"
+        problem = "has no end-of-sequence token" if end is None else f"does not end texts with {tokenizer.eos_token!r}"
         raise ValueError(
             f"The tokenizer of {settings.tokenizer_name or settings.model_name_or_path} {problem}, so the model would "
-            "not learn when to stop. Give another one with --tokenizer_name, or set its eos_token and a "
+            "not learn when to stop. Choose another one with --tokenizer_name, or set its eos_token and a "
             "post-processor that appends it."
         )
 
@@ -535,24 +538,24 @@ def check_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase)
 def make_new_config(
     settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, Any] | None = None
 ) -> PreTrainedConfig:
-    """Make the configuration of a model from scratch.
+    """Create the configuration of a model from scratch.
 
-    It is a class of this package if variant fields are given, otherwise one of Transformers.
+    Its class comes from this package if variant fields are set, and otherwise from Transformers.
 
     Args:
         settings: The settings of the run. Its `config_overrides` have priority.
         tokenizer: The tokenizer of the model.
-        tokens: Special tokens that differ from those of an encoder.
+        tokens: Special tokens that differ from an encoder's.
 
     Raises:
-        ValueError: If a field is unknown or has a wrong value.
+        ValueError: If a field is unknown or has an invalid value.
     """
-    model_type: Any = settings.model_type  # always given for a model from scratch
+    model_type: Any = settings.model_type  # always set for a model from scratch
     variant_class = variant_config_class(model_type)
     variant, overrides = collect_variant_fields(settings), parse_overrides(settings.config_overrides or "")
     known = variant_class.variant_fields()
     if unknown := [name for name in variant if name not in known]:
-        raise ValueError(f"--{unknown[0]} cannot be used, because {model_type} does not have this attention.")
+        raise ValueError(f"--{unknown[0]} is not supported for {model_type}, which does not have this attention.")
     is_variant = variant or {*known} & overrides.keys()
     default = variant_class() if is_variant else AutoConfig.for_model(model_type)
     _check_override_names(overrides, default, variant_class)
@@ -568,7 +571,7 @@ def make_new_config(
         config = type(default)(**fields, **variant)
     except ValueError:
         raise
-    except Exception as error:  # the checks of the configuration classes raise errors of other classes
+    except Exception as error:  # the checks in configuration classes raise various exceptions
         raise ValueError(
             f"--config_overrides {settings.config_overrides} is not valid: {' '.join(str(error).split())}"
         ) from error
@@ -580,7 +583,7 @@ def make_new_config(
 
 
 def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, variant_class: Any) -> None:
-    """Raise ValueError if an override is not a field of the configuration, because Transformers would store it."""
+    """Check that each override is a field of the configuration, because Transformers would accept any name."""
     for name in overrides:
         if name not in default.to_dict() and name not in variant_class.variant_fields():
             reason = (
@@ -593,17 +596,17 @@ def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, 
 def parse_overrides(text: str) -> dict[str, Any]:
     """Parse the value of `--config_overrides`.
 
-    The value of a field is parsed as JSON if possible. Otherwise, it is plain text without a comma.
+    Values are parsed as JSON if possible. Otherwise, they are plain text without commas.
 
     Args:
-        text: Fields and values, for example "num_layers=2,feed_forward_proj=gated-gelu",
-            'talking_heads_dynamic=["x2l", "m2l"],num_layers=2' or '{"num_layers": 2}'.
+        text: Fields and values, such as "num_layers=2,feed_forward_proj=gated-gelu", 'talking_heads_dynamic=["x2l",
+            "m2l"],num_layers=2' or '{"num_layers": 2}'.
 
     Returns:
         The values by field.
 
     Raises:
-        ValueError: If an item is not FIELD=VALUE, or if a value is neither JSON nor plain text.
+        ValueError: If an item does not have the form FIELD=VALUE, or if a value is neither JSON nor plain text.
 
     Example:
         >>> parse_overrides("num_layers=2,feed_forward_proj=gated-gelu")
@@ -615,7 +618,7 @@ def parse_overrides(text: str) -> dict[str, Any]:
     for item in filter(None, (item.strip(", \n\t") for item in OVERRIDE_SEPARATOR.split(text))):
         name, _, value = (part.strip() for part in item.partition("="))
         if not name or not value:
-            raise ValueError(f"--config_overrides must be FIELD=VALUE items, got {item!r}.")
+            raise ValueError(f"--config_overrides must consist of FIELD=VALUE items, got {item!r}.")
         values[name] = _parse_override(name, value)
     return values
 
@@ -640,16 +643,16 @@ def check_new_model(settings: NewModelSettings) -> None:
         ValueError: If the tokenizer cannot be used or the model cannot be built.
     """
     config = make_new_config(settings, load_tokenizer(settings, None))
-    with torch.device("meta"), _building_model(settings):
+    with torch.device("meta"), _converting_build_errors(settings):
         AutoModel.from_config(config)
 
 
 @contextmanager
-def _building_model(settings: NewModelSettings) -> Iterator[None]:
-    """Convert any error of a model's constructor into a ValueError, because the configuration causes it."""
+def _converting_build_errors(settings: NewModelSettings) -> Iterator[None]:
+    """Convert any error in a model's constructor into a ValueError, because the configuration is the cause."""
     try:
         yield
-    except Exception as error:  # for example KeyError (unknown activation) or ZeroDivisionError (no heads)
+    except Exception as error:  # such as KeyError (unknown activation) or ZeroDivisionError (no heads)
         reason = str(error) if isinstance(error, ValueError | ImportError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"The new {settings.model_type} model cannot be built: {reason}") from error
 
@@ -657,85 +660,87 @@ def _building_model(settings: NewModelSettings) -> Iterator[None]:
 def load_or_make_model(
     settings: NewModelSettings, config: PreTrainedConfig, auto_class: Any, needs_all: bool = False
 ) -> PreTrainedModel:
-    """Load the checkpoint, or make a new model with random weights, in float32.
+    """Load the checkpoint or create a new model with random weights, in float32.
 
     Raises:
-        OSError, ValueError: As in `load_model_and_unexpected_keys`, or if the new model cannot be built.
+        OSError, ValueError: For the same reasons as in `load_model_and_unexpected_keys`, or if the new model cannot be
+            built.
     """
     if settings.model_name_or_path is not None:
         return load_model(settings, config, auto_class, needs_all=needs_all)
-    with _building_model(settings):
+    with _converting_build_errors(settings):
         model = auto_class.from_config(config, dtype=torch.float32, attn_implementation=settings.attn_implementation)
     if settings.gradient_checkpointing:
         enable_gradient_checkpointing(model)
     return model
 
 
-def iterate_attentions(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Yield each attention module of a model with its `AttentionSite` and its path inside the base model.
+def iterate_attention_modules(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
+    """Yield the `AttentionSite`, the path inside the base model, and the module for each attention module of a model.
 
     Args:
-        model: A model of this package or of Transformers.
+        model: A model from this package or from Transformers.
 
     Raises:
-        ValueError: If the architecture is not supported by this package.
+        ValueError: If this package does not support the architecture.
     """
-    # FSDP2 gives a model that it shards a class with this prefix.
+    # FSDP2 adds this prefix to the class name of a sharded model.
     variant_class = variant_model_class(type(model).__name__.removeprefix("FSDP"))
     return attention_sites.named_attentions(model, variant_class.attention_sites)
 
 
-def select_trainable(model: PreTrainedModel, trainable: str) -> None:
+def select_trainable_parameters(model: PreTrainedModel, trainable: str) -> None:
     """Set `requires_grad` for the parameters to train.
 
     Args:
         model: The model.
-        trainable: "all", "attention" (the parameters of the attention modules) or "lora" (no parameter).
+        trainable: "all", "attention" (the parameters of the attention modules) or "lora" (none, because LoRA adds its
+            own).
     """
     for parameter in model.parameters():
         parameter.requires_grad_(trainable == "all")
     if trainable == "attention":
-        for site, path, module in iterate_attentions(model):
+        for site, path, module in iterate_attention_modules(model):
             latent = site.get_latent_projection(
                 model.base_model, path
-            )  # all layers share it, so it is not inside the module
+            )  # shared by all layers, so it is outside the module
             for parameter in (*module.parameters(), *(latent.parameters() if latent is not None else ())):
                 parameter.requires_grad_(True)
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
-    """Add trainable low-rank updates (LoRA, arXiv:2106.09685) to all projections of every attention, in place.
+    """Add trainable low-rank updates (LoRA, arXiv:2106.09685) to all projections of every attention module, in place.
 
     All other parameters are frozen.
 
     Args:
         model: The model.
         rank: The rank of the updates.
-        alpha: The updates are scaled by alpha / rank.
+        alpha: The scaling parameter. The updates are multiplied by alpha / rank.
 
     Returns:
-        The PEFT model around it, whose `merge_and_unload` adds the updates to the weights.
+        The model wrapped in a PEFT model, whose `merge_and_unload` method adds the updates to the weights.
     """
     from peft import LoraConfig, get_peft_model
 
     names = {id(module): name for name, module in model.named_modules()}
     layers = []
-    for site, path, module in iterate_attentions(model):
+    for site, path, module in iterate_attention_modules(model):
         layers += [module.get_submodule(linear) for linear in site.projections.values()]
         latent = site.get_latent_projection(model.base_model, path)
         layers += [] if latent is None else [latent]
     targets = list(dict.fromkeys(names[id(layer)] for layer in layers))
-    lora_alpha: Any = alpha  # PEFT accepts any number although it is annotated as int
+    lora_alpha: Any = alpha  # annotated as int in PEFT, which accepts any number
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=lora_alpha, target_modules=targets, lora_dropout=0.0))
 
 
-def freeze_unused(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
-    """Freeze trainable parameters on which the loss does not depend, such as a pooler, and return their names.
+def freeze_unused_parameters(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
+    """Freeze trainable parameters that do not affect the loss, such as a pooler, and return their names.
 
     Data-parallel training would otherwise wait for their gradients.
 
     Args:
-        model: The model, in evaluation mode, so that no random numbers are used.
+        model: The model in evaluation mode, so that no random numbers are used.
         loss: Computes the loss.
     """
     loss().backward()

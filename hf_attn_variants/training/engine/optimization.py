@@ -1,6 +1,6 @@
-"""Losses that several tasks share, the optimizer, its parameter groups and the learning-rate schedule.
+"""Losses shared by several tasks, the optimizer with its parameter groups, and the learning-rate schedule.
 
-Shapes use these letters: b is the number of examples, n the number of target tokens, and V the vocabulary size.
+In shapes, b is the number of examples, n is the number of target tokens, and V is the vocabulary size.
 """
 
 from collections.abc import Callable
@@ -20,43 +20,43 @@ from ...modeling.mechanisms.talking_heads import PROJECTIONS
 from .dataloaders import IGNORED_LABEL
 from .settings import OptimizationSettings, get_warmup_steps
 
-# The sum [b] of a loss over the items of each example, and the number of items [b]. Their quotient is the mean.
+# The sum [b] of a loss over the items in each example, and the number of items [b]. Their quotient is the mean loss.
 Term = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The training loss: a mean over all items of an optimizer step, on all processes and accumulated batches.
+    """The training loss, averaged over all items in an optimizer step on all processes and accumulated batches.
 
     Attributes:
-        loss_sum: Maps (model, batch) to the sum (not the mean) of the loss over the items of the batch, a scalar with
+        loss_sum: Maps (model, batch) to the loss summed (not averaged) over the items in the batch, as a scalar with
             gradient.
-        count: Maps a batch to its number of items (examples or target tokens). It does not need the model.
-        examples: Maps a batch to its number of examples, for the throughput. The default is the length of the first
-            tensor.
-        head_of_items: Whether the layers after the base model process only the counted items (the masked tokens).
-            The FLOPs depend on it.
+        count: Maps a batch to its number of items (examples or target tokens). The model is not required.
+        examples: Maps a batch to its number of examples, which is used to report the throughput. Defaults to the
+            length of the first tensor.
+        head_on_items_only: Whether the layers after the base model process only the counted items (such as masked
+            tokens), which affects the number of FLOPs.
     """
 
     loss_sum: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     count: Callable[[dict[str, Tensor]], int]
     examples: Callable[[dict[str, Tensor]], int] = lambda batch: len(next(iter(batch.values())))
-    head_of_items: bool = False
+    head_on_items_only: bool = False
 
 
 def make_label_objective(
-    logits_of: Callable[[nn.Module, dict[str, Tensor]], Tensor], label_smoothing: float = 0.0
+    compute_logits_fn: Callable[[nn.Module, dict[str, Tensor]], Tensor], label_smoothing: float = 0.0
 ) -> Objective:
-    """Make an objective that sums the cross-entropy of all "labels" [b, n] of a batch that are not -100.
+    """Create an objective that sums the cross-entropy over all "labels" [b, n] in a batch that are not -100.
 
     Args:
-        logits_of: Maps (model, batch) to logits [b, n, V].
-        label_smoothing: The share of the weight of each label that is distributed evenly over all V classes.
+        compute_logits_fn: Maps (model, batch) to logits [b, n, V].
+        label_smoothing: The share of each label's weight that is distributed evenly over all V classes.
     """
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return functional.cross_entropy(
-            logits_of(model, batch).flatten(0, 1).float(),
+            compute_logits_fn(model, batch).flatten(0, 1).float(),
             batch["labels"].flatten(),
             ignore_index=IGNORED_LABEL,
             reduction="sum",
@@ -67,11 +67,11 @@ def make_label_objective(
 
 
 def compute_label_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum of losses, the number of correct predictions and the number of labels per example [b, 3].
+    """Return the summed loss, the number of correct predictions and the number of labels for each example [b, 3].
 
     Args:
         logits: [b, n, V].
-        labels: [b, n], -100 at positions without a label.
+        labels: The labels [b, n], with -100 at positions without a label.
     """
     losses = functional.cross_entropy(
         logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
@@ -81,25 +81,25 @@ def compute_label_sums(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def compute_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits of a model for a batch, without its labels, because Transformers would compute a loss."""
+    """Return the logits for a batch without passing its labels, because Transformers would also compute a loss."""
     return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
 
 def compute_target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits [b, n, V] of an encoder-decoder for a batch, with teacher forcing."""
+    """Return the logits [b, n, V] of an encoder-decoder for a batch, using teacher forcing."""
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
     return model(**inputs, use_cache=False).logits
 
 
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
-    """Return the cross-entropy of the labels that are not -100, in nats.
+def compute_token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
+    """Return the cross-entropy, in nats, of the labels that are not -100.
 
     Args:
         logits: [b, n, V].
         labels: [b, n].
 
     Returns:
-        The sums [b] over the tokens of each example, and the numbers of tokens [b].
+        The sum [b] over the tokens in each example, and the number of tokens [b].
     """
     chosen = labels >= 0
     losses = functional.cross_entropy(logits[chosen].float(), labels[chosen], reduction="none")
@@ -107,10 +107,10 @@ def token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
 
 
 def sum_by_example(values: Tensor, chosen: Tensor) -> Tensor:
-    """Return the sums [b] over the chosen items of each example.
+    """Return the sum [b] of the values for each example.
 
     Args:
-        values: One value per chosen item, example by example.
+        values: One value per chosen item, ordered by example.
         chosen: [b, n], True for the chosen items.
     """
     return torch.zeros(chosen.shape, device=values.device, dtype=values.dtype).masked_scatter(chosen, values).sum(-1)
@@ -120,10 +120,10 @@ NO_DECAY_PARAMETERS = ("bias", *PROJECTIONS, *get_learned_parameter_names())
 
 
 def find_no_decay_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters without weight decay: biases, norms and talking-heads projections.
+    """Return the names of the parameters without weight decay (biases, norms and talking-heads projections).
 
     Norms are recognized by their class name (LayerNorm, T5LayerNorm, RMSNorm, ...), biases by their parameter name.
-    T5's `relative_attention_bias.weight` is an embedding and has weight decay like one.
+    T5's `relative_attention_bias.weight` is an embedding and therefore has weight decay.
     """
     names = set()
     for module_name, module in model.named_modules():
@@ -135,7 +135,7 @@ def find_no_decay_parameters(model: nn.Module) -> set[str]:
 
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Split the trainable parameters of a model into one group with and one without weight decay."""
+    """Split the trainable parameters of a model into a group with and a group without weight decay."""
     exempt = find_no_decay_parameters(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
@@ -161,7 +161,7 @@ def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.
         lr=settings.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
-        # The fused kernel makes one pass over the parameters instead of a dozen.
+        # The fused kernel makes a single pass over the parameters instead of a dozen.
         fused=all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters()),
     )
 
@@ -173,20 +173,22 @@ def create_scheduler(
 
     Raises:
         ValueError: If the warm-up is longer than the run, if it leaves no steps for a polynomial schedule, or if the
-            schedule does not have one of the settings.
+            schedule does not support one of the arguments.
     """
     if settings.optim == "adafactor" and settings.adafactor_relative_step:
         return AdafactorSchedule(optimizer)
     warmup = get_warmup_steps(settings, total_steps)
-    # A run that only evaluates needs no schedule, and a polynomial would divide by zero steps.
+    # A run that only evaluates needs no schedule, and a polynomial schedule would divide by zero.
     kind = settings.lr_scheduler_type if total_steps else "constant"
     if kind == "polynomial" and warmup == total_steps:  # it would divide by zero at the last step
-        raise ValueError(f"--num_warmup_steps must be less than all {total_steps} steps with a polynomial schedule.")
+        raise ValueError(
+            f"--num_warmup_steps must be less than the total of {total_steps} steps with a polynomial schedule."
+        )
     try:
         return get_scheduler(kind, optimizer, warmup, total_steps, dict(settings.lr_scheduler_kwargs))
     except TypeError as error:
         raise ValueError(
-            f"--lr_scheduler_kwargs {settings.lr_scheduler_kwargs} does not fit --lr_scheduler_type "
+            f"--lr_scheduler_kwargs {settings.lr_scheduler_kwargs} is not valid for --lr_scheduler_type "
             f"{settings.lr_scheduler_type}: {error}."
         ) from error
 
@@ -194,23 +196,23 @@ def create_scheduler(
 def prepare_training(
     settings: OptimizationSettings, accelerator: Accelerator, model: nn.Module, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
-    """Create the optimizer and the schedule, and prepare them and the model with Accelerate for `TrainingLoop`.
+    """Create the optimizer and the schedule, and prepare them with the model for `TrainingLoop`.
 
     Raises:
-        ValueError: If the settings of the schedule do not fit the run.
+        ValueError: If the schedule settings are not valid for the run.
     """
     optimizer = create_optimizer(model, settings)
     scheduler = create_scheduler(optimizer, settings, total_steps)
     if accelerator.is_fsdp2:
-        _unite_tied_embeddings(model)
+        _merge_tied_embeddings(model)
         plugin = accelerator.state.fsdp_plugin
         if plugin.transformer_cls_names_to_wrap is None:
             plugin.transformer_cls_names_to_wrap = sorted(list_sharded_layers(model))
     return accelerator.prepare(model, optimizer, scheduler)
 
 
-def _unite_tied_embeddings(model: Any) -> None:
-    # PyTorch shards a parameter in only one group, so T5's three embedding modules with one weight become one module.
+def _merge_tied_embeddings(model: Any) -> None:
+    # PyTorch shards a parameter in only one group, so T5's three embedding modules, which share a weight, are merged.
     embeddings = model.get_input_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -219,10 +221,10 @@ def _unite_tied_embeddings(model: Any) -> None:
 
 
 def list_sharded_layers(model: Any) -> set[str]:
-    """Return the class names of the layers that FSDP2 shards one by one.
+    """Return the class names of the layers that FSDP2 shards individually.
 
-    Layers that contain the input embeddings, such as BertEmbeddings, are left out: Accelerate shards the embeddings
-    separately, and PyTorch cannot do that inside a layer that is already sharded.
+    Layers that contain the input embeddings, such as BertEmbeddings, are excluded because Accelerate shards the
+    embeddings separately, which PyTorch does not support inside a layer that is already sharded.
     """
     embeddings = model.get_input_embeddings()
     holders = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}

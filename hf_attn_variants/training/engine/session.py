@@ -1,4 +1,4 @@
-"""Setup, outputs and cleanup of a run: checks, the accelerator, logs, trackers, result files and the saved model."""
+"""Sets up a run, writes its logs, results and model, and cleans up afterwards."""
 
 import json
 import logging
@@ -54,22 +54,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Settings that are a folder or a Hub id.
+# Settings whose value is a folder or a Hub id.
 PATH_OR_ID_SETTINGS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
 def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
-    """Create a progress bar of `hf_attn_variants.progress`, on the main process only."""
+    """Create a progress bar from `hf_attn_variants.progress`, which is only shown on the main process."""
     return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
 
 
 class RunLog:
-    """Appends records to `train_log.jsonl` and sends them to Accelerate's trackers, on the main process only.
+    """Appends records to `train_log.jsonl` and sends them to Accelerate's trackers. Only active on the main process.
 
     Args:
         accelerator: The accelerator of the run.
         output_dir: The output folder of the run.
-        bar: A progress bar that shows the last loss, with the dev scores printed above it.
+        bar: A progress bar that shows the latest loss. Dev scores are printed above it.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: str | Path, bar: tqdm | None = None):
@@ -78,7 +78,7 @@ class RunLog:
         self.bar = bar
 
     def write(self, record: dict[str, Any]) -> None:
-        """Log a record, which has a "step" and either a "loss" or "eval_*" values."""
+        """Log a record, which contains a "step" and either a "loss" or "eval_*" values."""
         if not self.accelerator.is_main_process:
             return
         try:
@@ -88,7 +88,7 @@ class RunLog:
             last = describe_last_checkpoint(self.path.parent)
             raise OSError(f"{self.path} could not be written ({type(error).__name__}: {error}).{last}") from error
         values = {key: value for key, value in record.items() if isinstance(value, int | float) and key != "step"}
-        # trackio reserves the key "time".
+        # The key "time" is reserved by trackio.
         tracked = {"train_seconds" if key == "time" else key: value for key, value in values.items()}
         self.accelerator.log(tracked, step=record["step"])
         if self.bar is not None and not self.bar.disable:
@@ -96,7 +96,7 @@ class RunLog:
 
 
 def _show_on_bar(bar: tqdm, step: int, values: dict[str, float]) -> None:
-    """Show the loss on the progress bar, and print dev scores above it."""
+    """Show the loss in the progress bar, and print dev scores above it."""
     # A line of 80 columns is too short for both.
     if "loss" in values:
         bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
@@ -107,13 +107,13 @@ def _show_on_bar(bar: tqdm, step: int, values: dict[str, float]) -> None:
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a `train_log.jsonl`. The list is empty if the file does not exist."""
+    """Read the records of a `train_log.jsonl` file. Returns an empty list if the file does not exist."""
     path = Path(path)
     return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Replace numbers that are not finite by None, because JSON has no NaN."""
+    """Replace non-finite numbers with None, because JSON has no NaN."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -122,8 +122,11 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def get_library_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries on which results depend."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}  # with the build, such as "+cu126"
+    """Return the versions of Python and of the libraries that results depend on."""
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }  # including the build, such as "+cu126"
     for name in ("hf-attn-variants", "transformers", "accelerate", "datasets", "scikit-learn", "scipy"):
         try:
             versions[name] = version(name)
@@ -133,7 +136,7 @@ def get_library_versions() -> dict[str, str]:
 
 
 def save_results(path: str | Path, results: dict[str, Any], settings: Settings) -> None:
-    """Write `all_results.json`: the results, the arguments without the Hub token, and the library versions."""
+    """Write the results, the arguments (without the Hub token) and the library versions to `all_results.json`."""
     arguments = {key: value for key, value in settings.values().items() if key != "hub_token"}
     for name in PATH_OR_ID_SETTINGS:
         value = arguments.get(name)
@@ -144,24 +147,24 @@ def save_results(path: str | Path, results: dict[str, Any], settings: Settings) 
 
 
 def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str | Path, title: str) -> None:
-    """Plot the training loss and dev metrics against the step.
+    """Plot the training loss and dev metrics against the training step.
 
-    If the plot cannot be drawn, a warning is logged.
+    If plotting fails, a warning is logged.
 
     Args:
-        records: The records of `read_log`.
-        metrics: The dev metrics, without "eval_".
-        path: The picture file.
+        records: The records returned by `read_log`.
+        metrics: The dev metrics, without the "eval_" prefix.
+        path: The image file.
         title: The title of the plot.
 
     Raises:
         OSError: If the file cannot be written.
     """
-    write_picture(Path(path), lambda: _draw_curves(list(records), metrics, title), dpi=120)
+    write_picture(Path(path), lambda: _make_curves_figure(list(records), metrics, title), dpi=120)
 
 
-def _draw_curves(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
-    """Draw the plot of `plot_curves`."""
+def _make_curves_figure(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
+    """Return the figure that `plot_curves` saves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -186,13 +189,13 @@ def _draw_curves(records: list[dict[str, Any]], metrics: list[str], title: str) 
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.suptitle(title, parse_math=False)  # a "$" in a name does not begin a formula
+    figure.suptitle(title, parse_math=False)  # a "$" in a name must not start a formula
     return figure
 
 
 PREDICTIONS_PREFIX = "predictions_"
 BAD_BATCH_PREFIX = "bad_batch-"
-# Files of an earlier run in the output folder that a new run must not take for its own.
+# Files from an earlier run in the output folder that a new run must not mistake for its own.
 STALE_PATTERN = re.compile(
     rf"{NAME_PATTERN.pattern}|\.tmp-.*|{BAD_BATCH_PREFIX}.*\.(pt|safetensors)|"
     + "|".join(re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE))
@@ -208,13 +211,13 @@ def is_trained_in_place(settings: TrainingSettings) -> bool:
 def remove_earlier_run(output_dir: str | Path) -> None:
     """Remove the checkpoints, the log and the best weights of an earlier run.
 
-    The model and the files that describe it are replaced only at the end of the new run.
+    The model and the files that describe it are only replaced at the end of the new run.
 
     Raises:
         OSError: If a file could not be removed.
     """
     folder = Path(output_dir)
-    # If there is no model, results that describe a model are removed, too.
+    # If there is no model, results that describe a model are removed as well.
     results = () if (folder / CONFIG_NAME).exists() else (*RESULTS, REPORT_NAME, HISTORY_NAME)
     for entry in list(folder.iterdir()):
         if STALE_PATTERN.fullmatch(entry.name) or any(fnmatchcase(entry.name, pattern) for pattern in results):
@@ -230,7 +233,7 @@ def save_model(
     extra_tensors: dict[str, torch.Tensor] | None = None,
     add_files: Callable[[Path], None] | None = None,
 ) -> None:
-    """Save the model, tokenizer and history in the output folder, replacing the files of an earlier run in one step.
+    """Save the model, tokenizer and history in the output folder, replacing files from an earlier run atomically.
 
     This is called on every process, but only the main process writes.
 
@@ -239,16 +242,16 @@ def save_model(
         model: The prepared model.
         tokenizer: The tokenizer.
         settings: The settings of the run.
-        history: The history of the model.
+        history: The model's history.
         extra_tensors: Tensors to save in the weights file in addition to those of the model.
         add_files: Called with the temporary folder of the model, to add files to it.
 
     Raises:
-        OSError: If the folder cannot be written. Its files do not change in this case.
+        OSError: If the folder cannot be written to. In this case, its files are left unchanged.
     """
     folder, weights = Path(settings.output_dir), accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        if accelerator.is_fsdp2:  # FSDP2 also returns the second names of tied weights
+        if accelerator.is_fsdp2:  # FSDP2 also returns the duplicate names of tied weights
             names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             weights = {name: tensor for name, tensor in weights.items() if name in names}
         stage = folder / STAGE
@@ -264,8 +267,8 @@ def save_model(
             os.umask(umask)
             for path in stage.iterdir():
                 if path.is_file():
-                    path.chmod(0o666 & ~umask)  # safetensors creates files that only their owner can read
-        except Exception as error:  # safetensors raises its own error for a full disk
+                    path.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
+        except Exception as error:  # safetensors raises its own exception type if the disk is full
             shutil.rmtree(stage, ignore_errors=True)
             raise OSError(f"The model could not be written to {folder} {write_problem(error)}.") from error
         replace_model(stage, folder, is_trained_in_place(settings) or bool(settings.resume_from_checkpoint))
@@ -274,10 +277,10 @@ def save_model(
 
 @contextmanager
 def _restore_class(model: Any) -> Iterator[Any]:
-    """Give a model that FSDP2 sharded its original class while the block runs."""
+    """Restore the original class of a model sharded by FSDP2 while the block runs."""
     from torch.distributed.fsdp import FSDPModule
 
-    # The class that FSDP2 creates is defined in PyTorch, and its file would be saved as the code of the model.
+    # The class that FSDP2 creates is defined in PyTorch, whose file would otherwise be saved as the model's code.
     sharded = type(model)
     model.__class__ = next(base for base in sharded.__mro__ if not issubclass(base, FSDPModule))
     try:
@@ -286,19 +289,21 @@ def _restore_class(model: Any) -> Iterator[Any]:
         model.__class__ = sharded
 
 
-def save_bad_batch(
+def save_failed_batches(
     accelerator: Accelerator, batches: list[dict[str, Tensor]], output_dir: str | Path, step: int
 ) -> str:
-    """Save the batches of a failed step of this process.
+    """Save the batches of a failed step on this process.
 
-    In the file, "0.input_ids" belongs to the first batch. A step has several batches if gradients are accumulated.
+    In the file, the key "0.input_ids" belongs to the first batch. A step has several batches if gradients are
+    accumulated.
 
     Returns:
-        The end of a sentence about the batches: where they are, or why they could not be saved.
+        The end of a sentence that states where the batches are, or why they could not be saved.
     """
     path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.safetensors"
     named = ((f"{i}.{name}", tensor) for i, batch in enumerate(batches) for name, tensor in batch.items())
-    # Copies, because safetensors does not save one tensor under two names, for example if labels are the inputs.
+    # Copies are needed because safetensors does not save a tensor under two names, such as when the labels are the
+    # inputs.
     copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in named}
     try:
         path.write_bytes(safetensors.torch.save(copies))
@@ -309,12 +314,12 @@ def save_bad_batch(
 
 
 def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: list[str], title: str) -> None:
-    """Write `all_results.json` and `training_curves.png`, on the main process.
+    """Write `all_results.json` and `training_curves.png` on the main process.
 
     Args:
         settings: The settings of the run.
         results: The results.
-        metrics: The dev metrics to plot, without "eval_".
+        metrics: The dev metrics to plot, without the "eval_" prefix.
         title: The title of the plot.
 
     Raises:
@@ -327,27 +332,27 @@ def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: 
 
 logger = logging.getLogger(__name__)
 
-# Environment variables in which launchers store the number of processes: torchrun and accelerate, MPI, SLURM. For
-# SLURM, it is the variable of a job step, because the other variables of a job also exist in a batch script, which is
-# one process.
+# Environment variables in which launchers store the number of processes (torchrun and accelerate, MPI, SLURM). For
+# SLURM, this is the variable of a job step, because the other job variables are also set in a batch script, which is a
+# single process.
 PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
-# Process groups are never freed. A DDP model in the traceback of an error would free its group while it holds the
-# interpreter's lock. Freeing waits for the threads of gloo, which may need the same lock: a deadlock.
+# Process groups are never freed. A DDP model in the traceback of an error would free its group while holding the
+# interpreter lock. Freeing waits for gloo's threads, which may need the same lock, and this would cause a deadlock.
 _finished_process_groups: list[Any] = []
-# Accelerators of runs that reached `start_run` and from then on own the contents of the output folder.
+# Accelerators of runs that have reached `start_run`, after which the contents of the output folder belong to the run.
 _started_accelerators: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
 @contextmanager
 def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
-    """Create the accelerator for `TrainingLoop` and prepare the output folder; end the trackers afterwards.
+    """Create the accelerator for `TrainingLoop`, prepare the output folder, and end the trackers afterwards.
 
     Raises:
         ValueError, OSError: If the machine does not support the settings, the checkpoint to resume from does not
-            exist, the output folder is not empty, is in use or cannot be written to, or several processes were
-            launched without a connection between them.
-        KeyboardInterrupt, TerminatedError: If the run raises them. The message adds how to resume.
+            exist, the output folder is not empty, is in use or is not writable, or several processes were launched
+            that are not connected to each other.
+        KeyboardInterrupt, TerminatedError: If the run raises them. Instructions for resuming are added to the message.
     """
     _check_machine(settings)
     if settings.resume_from_checkpoint:
@@ -358,7 +363,8 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         mixed_precision=settings.mixed_precision,
         log_with=settings.tracker,
         project_dir=settings.output_dir,
-        # The loop accumulates gradients. With a number from the environment, Accelerate would divide the losses again.
+        # The loop accumulates gradients itself. With a value from the environment, Accelerate would divide the losses
+        # again.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         step_scheduler_with_optimizer=False,
         rng_types=[],
@@ -370,10 +376,10 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
             configure_deepspeed(settings, accelerator.state.deepspeed_plugin.deepspeed_config)
         if accelerator.is_fsdp2 and settings.optim == "adafactor":
             raise ValueError(
-                "--optim adafactor cannot be used with FSDP2, because its moments need whole tensors. Use --optim "
+                "--optim adafactor is not supported with FSDP2 because its moments require whole tensors. Use --optim "
                 "adamw, or launch with accelerate_configs/multi_gpu_ddp.yaml."
             )
-        accelerator.wait_for_everyone()  # every process has checked the folder before one of them writes into it
+        accelerator.wait_for_everyone()  # every process checks the folder before any of them writes to it
         if accelerator.is_main_process:
             new_folders = _make_output_dir(settings.output_dir)
         lock = lock_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
@@ -382,29 +388,31 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
                 _check_output_dir(settings)
             yield accelerator
     except (KeyboardInterrupt, TerminatedError) as stop:
-        advice = _describe_resuming(settings) if accelerator in _started_accelerators else "No file was changed."
+        advice = (
+            _describe_how_to_resume(settings) if accelerator in _started_accelerators else "No files were changed."
+        )
         raise type(stop)(f"{(str(stop) or INTERRUPTED).rstrip('.')}. {advice}") from stop
     finally:
         remove_empty_folders(new_folders)
         if accelerator.num_processes > 1:
             _finished_process_groups.append(torch.distributed.group.WORLD)
         accelerator.end_training()
-        # The next run in this process may use another precision or device.
+        # The next run in this process may use a different precision or device.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
 
 
 def _check_machine(settings: TrainingSettings) -> None:
-    """Check that this machine supports the precision and the trackers, before anything is downloaded or written."""
+    """Check that this machine supports the precision and the trackers before anything is downloaded or written."""
     on_cpu = settings.cpu or not torch.accelerator.is_available()
     if settings.mixed_precision == "fp16" and on_cpu:
-        raise ValueError("--mixed_precision fp16 needs an accelerator. On a CPU, use bf16.")
+        raise ValueError("--mixed_precision fp16 requires an accelerator. Use bf16 on CPUs.")
     if settings.mixed_precision == "bf16" and on_cpu:
         capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in older versions of PyTorch
         names = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
         if capabilities is not None and not any(capabilities().get(name) for name in names):
             logger.warning(
-                "--mixed_precision bf16 makes training many times slower than --mixed_precision no on this CPU, "
+                "--mixed_precision bf16 makes training many times slower than --mixed_precision no on this CPU "
                 "because it has no bfloat16 instructions."
             )
     if settings.tracker is not None:
@@ -412,47 +420,48 @@ def _check_machine(settings: TrainingSettings) -> None:
 
 
 def _check_trackers(report_to: str) -> None:
-    """Check that the tracker is known and installed, because Accelerate ignores others without a warning."""
+    """Check that the tracker is known and installed, because Accelerate silently ignores other trackers."""
     installed = [str(name) for name in get_available_trackers()]
     if report_to not in (*installed, "all") or not installed:
         raise ValueError(
-            f"--report_to must be an installed tracker ({', '.join(installed) or 'nothing is installed'}), got "
+            f"--report_to must be an installed tracker ({', '.join(installed) or 'none is installed'}), got "
             f"{report_to!r}."
         )
 
 
 def _check_processes(accelerator: Accelerator) -> None:
-    """Check that processes which were launched together also train together, not each one for itself."""
+    """Check that processes that were launched together also train together instead of independently."""
     counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
     name = next((name for name, count in counts.items() if count > 1), None)
     if accelerator.num_processes > 1 or name is None:
         return
     raise ValueError(
-        f"{counts[name]} processes were launched ({name}={counts[name]}) without a connection between them, and each "
-        "would train a model in the same folder. Start them with `accelerate launch` or torchrun, and with --cpu if "
-        f"there is no GPU. For independent runs, unset {name}."
+        f"{counts[name]} processes were launched ({name}={counts[name]}) that are not connected to each other, so "
+        "each would train a model in the same folder. Start them with `accelerate launch` or torchrun, and add --cpu "
+        f"if there is no GPU. For independent runs, unset {name}."
     )
 
 
 def _check_output_dir(settings: TrainingSettings) -> None:
-    """Check that the output folder is empty, overwritten, or belongs to the run that resumes."""
+    """Check that the output folder is empty, may be overwritten, or belongs to the run that is resumed."""
     folder = Path(settings.output_dir)
     is_used = folder.is_dir() and any(folder.iterdir())
     if is_used and not (settings.overwrite_output_dir or settings.resume_from_checkpoint):
         raise ValueError(
             f"--output_dir {folder} is not empty. Continue its run with --resume_from_checkpoint latest, start a new "
-            "run with --overwrite_output_dir, or give another folder."
+            "run with --overwrite_output_dir, or choose another folder."
         )
     resumed = settings.resume_from_checkpoint
     if is_used and resumed and resumed != "latest" and folder.resolve() not in Path(resumed).resolve().parents:
         raise ValueError(
             f"--resume_from_checkpoint {resumed} is not in --output_dir {folder}, which is not empty. The run would "
-            "replace the log and the best weights in that folder. Give an empty folder, or that of the checkpoint."
+            "replace the log and the best weights in that folder. Choose an empty folder, or the folder of the "
+            "checkpoint."
         )
 
 
 def _make_output_dir(output_dir: str) -> list[Path]:
-    """Create the output folder if necessary, check that it can be written to, and return the new folders."""
+    """Create the output folder if necessary, check that it is writable, and return the newly created folders."""
     folder, new_folders = Path(output_dir), []
     try:
         new_folders = make_folders(folder)
@@ -460,13 +469,13 @@ def _make_output_dir(output_dir: str) -> list[Path]:
     except OSError as error:
         remove_empty_folders(new_folders)
         raise OSError(
-            f"--output_dir {folder} cannot be written to ({error.strerror}). Give another folder."
+            f"--output_dir {folder} cannot be written to ({error.strerror}). Choose another folder."
         ) from error
     return new_folders
 
 
-def _describe_resuming(settings: TrainingSettings) -> str:
-    """Return the advice on resuming for the message of a stopped run."""
+def _describe_how_to_resume(settings: TrainingSettings) -> str:
+    """Return instructions for resuming, for the message of a stopped run."""
     checkpoints = list_checkpoints(settings.output_dir)
     if not checkpoints:
         return f"There is no checkpoint in {settings.output_dir}. Use --checkpointing_steps to save checkpoints."
@@ -478,7 +487,7 @@ def _describe_resuming(settings: TrainingSettings) -> str:
 
 
 def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> None:
-    """Set the batch size and the gradient clipping in the configuration of DeepSpeed, which applies them itself.
+    """Set the batch size and the gradient clipping in the configuration of DeepSpeed, which applies them.
 
     Raises:
         ValueError: If gradients are accumulated, because DeepSpeed would update the weights after each batch.
@@ -494,14 +503,14 @@ def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> N
 
 
 def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHistory:
-    """Clear the output folder and start the trackers, if the settings require it.
+    """Clear the output folder and start the trackers if the settings require it.
 
-    This is called on every process after everything that the run needs was loaded. Therefore, a run that cannot start
-    does not remove files.
+    This is called on every process after everything that the run requires has been loaded, so a run that cannot start
+    does not remove any files.
 
     Returns:
-        The history of the model from which the run starts, for `outputs.save_model`. It is read before the folder is
-        cleared, because it may be in this folder. Empty on all processes except the main one.
+        The history of the model that the run starts from, for `save_model`. It is read before the folder is cleared
+        because it may be in this folder. It is empty on all processes except the main one.
     """
     is_resumed = is_trained_in_place(settings) and bool(settings.resume_from_checkpoint)
     history = ModelHistory()
@@ -516,6 +525,6 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
     if settings.tracker is not None:
         values = {key: value for key, value in settings.values().items() if key != "hub_token"}
         shown = {key: item if isinstance(item, int | float | str) else str(item) for key, item in values.items()}
-        # TensorBoard uses this name for a folder in the output folder, other trackers use it for a project.
+        # TensorBoard uses this name for a subfolder of the output folder, and other trackers use it for a project.
         accelerator.init_trackers("runs" if settings.tracker == "tensorboard" else "hf_attn_variants", shown)
     return history

@@ -1,8 +1,8 @@
-"""Settings that the training commands share: frozen dataclasses with one field per flag.
+"""Settings shared by the training commands, as frozen dataclasses with one field per flag.
 
-Each class is a group of flags, and the settings of a command inherit from the groups that it needs. Names follow
-`transformers.TrainingArguments` if it has a counterpart. `commands.training` turns each field into a flag. This module
-does not import torch or Transformers, so that `--help` is fast.
+Each class is a group of flags, and the settings of a command inherit from the groups that the command supports. Names
+follow `transformers.TrainingArguments` wherever there is a counterpart. `commands.training` turns each field into a
+flag. This module does not import torch or Transformers, so that `--help` is fast.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_orig
 from ...files import parse_json
 from ...modeling.fields.field_table import FIELDS, Field, describe_field
 
-# The rule for a number: the words that follow "must be" in the error message, and the test.
+# The rule for a number, with the words that follow "must be" in the error message and the test.
 Range = tuple[str, Callable[[float], bool]]
 AT_LEAST_1: Range = ("at least 1", lambda value: value >= 1)
 AT_LEAST_0: Range = ("at least 0", lambda value: 0 <= value < math.inf)
@@ -29,7 +29,7 @@ FROM_0_BELOW_1: Range = ("in [0, 1)", lambda value: 0 <= value < 1)
 BETWEEN_0_AND_1: Range = ("in (0, 1)", lambda value: 0 < value < 1)
 A_NUMBER: Range = ("a number", math.isfinite)
 
-# When a resumed run must have the same value as before: always, or only if the run keeps its best weights.
+# When a resumed run must use the same value as before (always, or only if the run keeps its best weights).
 ALWAYS, WITH_BEST_WEIGHTS = "always", "with best weights"
 
 
@@ -40,11 +40,11 @@ def option(
 
     Args:
         help: The text for `--help`.
-        default: The value that is used if the setting is not given. A setting without a default is required.
+        default: The value to use if the setting is not given. Settings without a default are required.
         range: The rule for a number.
-        resume: `ALWAYS` or `WITH_BEST_WEIGHTS` if a resumed run must have the same value.
-        **flag: Further arguments of argparse's `add_argument`, such as `choices`, `metavar`, `type` and `nargs`. If
-            `type`, `nargs` and `action` are not given, they follow from the type of the field.
+        resume: `ALWAYS` or `WITH_BEST_WEIGHTS` if a resumed run must use the same value.
+        **flag: Additional arguments for argparse's `add_argument`, such as `choices`, `metavar`, `type` and `nargs`.
+            If `type`, `nargs` and `action` are not given, they are inferred from the type of the field.
 
     Example:
         ```python
@@ -60,15 +60,15 @@ def option(
 
 
 def parse_json_flag(text: str) -> Any:
-    """Parse the JSON value of a flag.
+    """Parse the value of a flag as JSON.
 
     Raises:
-        ArgumentTypeError: If the text is not JSON.
+        ArgumentTypeError: If the text is not valid JSON.
     """
     try:
         return parse_json(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"The value must be JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"The value is not valid JSON: {error}") from None
 
 
 class _OptionChange(NamedTuple):
@@ -77,20 +77,20 @@ class _OptionChange(NamedTuple):
     metadata: dict[str, Any]
 
 
-def redefault(default: Any = MISSING, *, owner: "type[Settings] | None" = None, **changed: Any) -> Any:
-    """Change a field of a settings class in a class that inherits from it.
+def override_option(default: Any = MISSING, *, owner: "type[Settings] | None" = None, **changed: Any) -> Any:
+    """Change an inherited field of a settings class.
 
     Args:
-        default: The new default. If it is not given, the default does not change.
-        owner: The class from which the field is copied, if the settings class does not inherit it.
-        **changed: Other arguments of `option` to replace.
+        default: The new default. If not given, the default is unchanged.
+        owner: The class to copy the field from if the settings class does not inherit it.
+        **changed: Other arguments of `option` that should be replaced.
     """
     return _OptionChange(default, owner, changed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The base class of all groups of settings. Its fields are checked when an object is created."""
+    """The base class for groups of settings, whose fields are checked when an object is created."""
 
     title: ClassVar[str] = ""
 
@@ -107,24 +107,24 @@ class Settings:
         types = get_type_hints(type(self))
         for item in dataclasses.fields(self):
             value = _convert_type(getattr(self, item.name), types[item.name])
-            object.__setattr__(self, item.name, value)  # the type that a command line would have given
+            object.__setattr__(self, item.name, value)  # the type that a command line would have produced
             if value is not None:
                 _check_value(item.name, value, **item.metadata)
         self.check()
 
     def check(self) -> None:
-        """Check the settings against each other. Each group of settings adds its own rules.
+        """Check that the settings can be combined. Each group of settings adds its own rules.
 
         Raises:
-            ValueError: If a rule is broken. The message contains the flag, the rule and the value.
+            ValueError: If a rule is violated. The message contains the flag, the rule and the value.
         """
 
     def values(self) -> dict[str, Any]:
         """Return all settings as a dictionary."""
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
-    def resume_values(self, with_best_weights: bool) -> dict[str, Any]:
-        """Return the settings that must not change when a run resumes, as JSON values.
+    def get_resume_values(self, with_best_weights: bool) -> dict[str, Any]:
+        """Return, as JSON values, the settings that must not change when a run resumes.
 
         Args:
             with_best_weights: Whether the run keeps its best weights.
@@ -143,7 +143,7 @@ def get_field_types(annotation: Any) -> list[Any]:
 def _check_value(
     name: str, value: Any, range: Range | None = None, choices: Sequence[str] | None = None, **others: Any
 ) -> None:
-    """Check a value against the range and the choices of its field."""
+    """Check that a value is within the range and the choices of its field."""
     if range is not None and not range[1](value):
         raise ValueError(f"--{name} must be {range[0]}, got {value}.")
     for item in value if isinstance(value, tuple) else (value,):
@@ -152,7 +152,7 @@ def _check_value(
 
 
 def _convert_type(value: Any, annotation: Any) -> Any:
-    """Convert a value to the type of its field: paths to text, and lists to tuples."""
+    """Convert a value to the type of its field (paths to text, and lists to tuples)."""
     if isinstance(value, PathLike):
         value = fspath(value)
     if any(get_origin(kind) is tuple for kind in get_field_types(annotation)) and isinstance(value, list | str):
@@ -163,7 +163,7 @@ def _convert_type(value: Any, annotation: Any) -> Any:
 def group_fields(settings: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
     """Yield the title and the fields of each group. The group of the settings class itself comes first.
 
-    A field belongs to the most general class that declares it, which is the last one in the order of inheritance.
+    A field belongs to the most general class that declares it, which is the last one in the method resolution order.
     """
     fields = {item.name: item for item in dataclasses.fields(settings)}
     classes = [base for base in settings.__mro__ if issubclass(base, Settings)]
@@ -177,7 +177,7 @@ def group_fields(settings: type[Settings]) -> Iterator[tuple[str, list[dataclass
 
 
 def check_metric(name: str | None, known: Sequence[str]) -> None:
-    """Check that `--metric_for_best_model`, if it is given, is one of the dev metrics.
+    """Check that `--metric_for_best_model`, if set, is one of the dev metrics.
 
     Args:
         name: The metric, with or without the prefix "eval_".
@@ -191,29 +191,29 @@ def check_metric(name: str | None, known: Sequence[str]) -> None:
 
 
 FROM_SCRATCH = "from scratch (without --model_name_or_path)"
-# Types of settings by the kind of the variant field. A setting that is not given is None.
+# The setting types for each kind of variant field. Settings that are not given are None.
 SETTING_TYPES: dict[type, Any] = {list: tuple[str, ...] | None, dict: dict[str, Any] | None}
 SettingsClass = TypeVar("SettingsClass", bound=Settings)
 
 
 def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsClass]], type[SettingsClass]]:
-    """Return a class decorator that adds an option for each variant field that can have one of the prefixes."""
+    """Return a class decorator that adds an option for each variant field that supports one of the prefixes."""
 
     def add_fields(settings: type[SettingsClass]) -> type[SettingsClass]:
         fields = [(prefix, row) for row in FIELDS for prefix in prefixes if prefix in row.prefixes]
         types = {prefix + row.name: SETTING_TYPES.get(row.kind, row.kind | None) for prefix, row in fields}
         settings.__annotations__ = {**settings.__annotations__, **types}
         for prefix, row in fields:
-            setattr(settings, prefix + row.name, _make_option(prefix, row))
+            setattr(settings, prefix + row.name, _make_variant_option(prefix, row))
         return dataclass(frozen=True, kw_only=True)(settings)
 
     return add_fields
 
 
-def _make_option(prefix: str, row: Field) -> Any:
-    """Make the option of a field. Its default is None, so that the configuration uses its own default."""
+def _make_variant_option(prefix: str, row: Field) -> Any:
+    """Create the option for a field. It defaults to None, so that the configuration uses its own default."""
     text = describe_field(prefix + row.name)
-    if "_" not in text.split(":")[0]:  # a text that begins with the name of a pattern keeps its lower case
+    if "_" not in text.split(":")[0]:  # keep lowercase if the text starts with the name of a pattern
         text = f"{text[0].upper()}{text[1:]}"
     default = row.default_of(prefix)
     shown = "" if default in (None, (), False) else f" (default: {default})"
@@ -233,37 +233,37 @@ def collect_variant_fields(settings: Any) -> dict[str, Any]:
 
 @_add_variant_fields(("",))
 class VariantSettings(Settings):
-    """Variant fields that every new model has."""
+    """Variant fields supported by every new model."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
 
 @_add_variant_fields(("encoder_", "cross_"))
 class EncoderDecoderVariantSettings(Settings):
-    """Variant fields of the encoder and the cross-attention of an encoder-decoder."""
+    """Variant fields for the encoder and the cross-attention of an encoder-decoder."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):
-    """Settings that select the checkpoint to train and how to load it."""
+    """Settings for the checkpoint to train and the way it is loaded."""
 
     title: ClassVar[str] = "model"
 
     model_name_or_path: str | None = option(
-        "Folder or Hub id of the checkpoint, of this package or of Transformers.", None, resume=ALWAYS
+        "Folder or Hub id of a checkpoint from this package or from Transformers.", None, resume=ALWAYS
     )
     tokenizer_name: str | None = option(
         "Folder or Hub id of the tokenizer, if it is not in the checkpoint.", None, resume=ALWAYS
     )
     attn_implementation: str | None = option(
-        "Attention implementation: eager, sdpa, ...",
+        "Attention implementation (eager, sdpa, ...).",
         None,
-        resume=ALWAYS,  # each implementation draws its dropout in its own way
+        resume=ALWAYS,  # each implementation draws dropout differently
     )
     dropout_rate: float | None = option(
-        "Replace every dropout probability of the checkpoint's configuration.",
+        "Replace every dropout probability in the checkpoint's configuration.",
         None,
         range=FROM_0_BELOW_1,
         resume=ALWAYS,
@@ -273,25 +273,25 @@ class ModelSettings(Settings):
 
     @property
     def source(self) -> str:
-        """Folder or Hub id of the checkpoint; only for a model that is not trained from scratch."""
+        """The folder or Hub id of the checkpoint. Only available if the model is not trained from scratch."""
         source: Any = self.model_name_or_path
         return source
 
     def check(self) -> None:
         super().check()
         if self.model_name_or_path is None and not isinstance(self, NewModelSettings):
-            raise ValueError("--model_name_or_path must be given. It is the folder or Hub id of a checkpoint.")
+            raise ValueError("--model_name_or_path is required. Set it to the folder or Hub id of a checkpoint.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewModelSettings(VariantSettings, ModelSettings):
-    """Settings of a model that is trained from scratch; see `models.make_new_config`."""
+    """Settings for a model that is trained from scratch (see `models.make_new_config`)."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
     model_type: str | None = option("Model type of the architecture.", None, resume=ALWAYS)
     config_overrides: str | None = option(
-        "Configuration fields that differ from the architecture's defaults. Values are JSON or plain text; a value "
+        "Configuration fields that differ from the architecture's defaults. Values are JSON or plain text. Values "
         "with commas must be JSON. The whole argument can also be a JSON object.",
         None,
         resume=ALWAYS,
@@ -303,29 +303,30 @@ class NewModelSettings(VariantSettings, ModelSettings):
         if self.model_name_or_path is None:
             if self.model_type is None or self.tokenizer_name is None:
                 raise ValueError(
-                    "--model_name_or_path must be given, or --model_type and --tokenizer_name to train from scratch."
+                    "Either --model_name_or_path is required, or --model_type and --tokenizer_name to train from "
+                    "scratch."
                 )
             return
         model_flags = [name for name in ("model_type", "config_overrides") if getattr(self, name) is not None]
         if flags := [*model_flags, *collect_variant_fields(self)]:
             raise ValueError(
-                f"--{flags[0]} is only for a model from scratch, got --model_name_or_path {self.model_name_or_path}. "
-                "Use `attn-variants convert` to make a variant of a checkpoint."
+                f"--{flags[0]} is only supported for a model from scratch, got --model_name_or_path "
+                f"{self.model_name_or_path}. Use `attn-variants convert` to convert a checkpoint to a variant."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageSettings(Settings):
-    """Settings for the languages of a multilingual encoder-decoder; see `languages.set_languages`."""
+    """Settings for the languages of a multilingual encoder-decoder (see `languages.set_languages`)."""
 
     title: ClassVar[str] = "languages (mBART, M2M100, NLLB)"
 
     source_lang: str | None = option(
-        "Language of the sources, as the tokenizer names it (en_XX, en, eng_Latn).", None, resume=ALWAYS
+        "Language of the source texts, in the tokenizer's notation (en_XX, en, eng_Latn).", None, resume=ALWAYS
     )
-    target_lang: str | None = option("Language of the targets.", None, resume=ALWAYS)
+    target_lang: str | None = option("Language of the target texts.", None, resume=ALWAYS)
     forced_bos_token: str | None = option(
-        "Language token that generation begins with (default: the target language, if target texts begin with it).",
+        "Language token that generation starts with (default: the target language, if target texts start with it).",
         None,
         resume=ALWAYS,
     )
@@ -333,33 +334,37 @@ class LanguageSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(Settings):
-    """Settings for making batches from examples."""
+    """Settings for creating batches from examples."""
 
     title: ClassVar[str] = "data"
 
-    max_length: int = option("Tokens per example, including special tokens.", 128, range=AT_LEAST_1, resume=ALWAYS)
+    max_length: int = option(
+        "Number of tokens per example, including special tokens.", 128, range=AT_LEAST_1, resume=ALWAYS
+    )
     max_eval_samples: int | None = option(
         "Use only the first N rows of each dev split.", None, range=AT_LEAST_1, resume=WITH_BEST_WEIGHTS
     )
     per_device_train_batch_size: int = option(
-        "Examples per device and forward pass in training.", 32, range=AT_LEAST_1, resume=ALWAYS
+        "Number of examples per device and forward pass in training.", 32, range=AT_LEAST_1, resume=ALWAYS
     )
     per_device_eval_batch_size: int = option(
-        "Examples per device and forward pass in evaluation.", 64, range=AT_LEAST_1
+        "Number of examples per device and forward pass in evaluation.", 64, range=AT_LEAST_1
     )
     dataloader_num_workers: int = option(
-        "Number of processes that prepare batches (0: the main process does).", 0, range=AT_LEAST_0
+        "Number of processes that prepare batches (0: only the main process).", 0, range=AT_LEAST_0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings(DataSettings):
-    """Data settings for examples that are rows of different lengths instead of blocks of a text stream."""
+    """Data settings for examples that are rows of different lengths instead of blocks from a text stream."""
 
-    max_length: int = redefault(help="Tokens per example, including special tokens. Longer examples are cut.")
+    max_length: int = override_option(
+        help="Maximum number of tokens per example, including special tokens. Longer examples are truncated."
+    )
     max_train_samples: int | None = option("Use only the first N training rows.", None, range=AT_LEAST_1)
     group_by_length: bool = option(
-        "Put examples of similar length into the same batch, which reduces padding. Batches stay in random order.",
+        "Group examples of similar length into batches to reduce padding. The batches are still shuffled.",
         False,
         resume=ALWAYS,
     )
@@ -371,7 +376,7 @@ class RowSettings(DataSettings):
     )
 
 
-# The schedules of Transformers, except those that need the metric at every step.
+# The schedules in Transformers, except those that require a metric at every step.
 SCHEDULES = (
     "linear",
     "cosine",
@@ -387,58 +392,62 @@ SCHEDULES = (
 
 
 def _parse_steps_or_epoch(text: str) -> int | str:
-    """Parse the value of `--checkpointing_steps`; `OutputSettings.check` checks it."""
+    """Parse the value of `--checkpointing_steps`, which `OutputSettings.check` then checks."""
     return int(text) if text.isdigit() else text
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationSettings(Settings):
-    """Settings of the optimizer, the schedule and the length of training."""
+    """Settings for the optimizer, the schedule and the length of training."""
 
     title: ClassVar[str] = "training"
 
     optim: str = option(
-        "Optimizer. Adafactor stores row and column statistics instead of two moments per weight.",
+        "Optimizer to use. Adafactor stores row and column statistics instead of two moments per weight.",
         "adamw",
         resume=ALWAYS,
         choices=("adamw", "adafactor"),
     )
     learning_rate: float = option("Peak learning rate.", 5e-5, range=AT_LEAST_0, resume=ALWAYS)
     weight_decay: float = option(
-        "Decoupled weight decay. Biases, norms, logits_proj and weights_proj do not decay.",
+        "Decoupled weight decay. It is not applied to biases, norms, logits_proj and weights_proj.",
         0.0,
         range=AT_LEAST_0,
         resume=ALWAYS,
     )
     adam_beta1: float = option(
-        "AdamW's decay rate of the mean of gradients.", 0.9, range=FROM_0_BELOW_1, resume=ALWAYS
+        "AdamW's decay rate for the mean of the gradients.", 0.9, range=FROM_0_BELOW_1, resume=ALWAYS
     )
     adam_beta2: float = option(
-        "AdamW's decay rate of the mean of squared gradients.", 0.999, range=FROM_0_BELOW_1, resume=ALWAYS
+        "AdamW's decay rate for the mean of the squared gradients.", 0.999, range=FROM_0_BELOW_1, resume=ALWAYS
     )
     adam_epsilon: float = option("Constant in AdamW's denominator.", 1e-8, range=AT_LEAST_0, resume=ALWAYS)
     adafactor_scale_parameter: bool = option(
-        "Scale Adafactor's steps by the root mean square of each parameter (pretraining of T5, with rate 1e-2).",
+        "Scale Adafactor's steps by the root mean square of each parameter (as in T5's pretraining, with rate 1e-2).",
         False,
         resume=ALWAYS,
     )
     adafactor_relative_step: bool = option(
-        "Use Adafactor's schedule min(1e-6 step, 1/sqrt(step)) instead of a learning rate, schedule and warm-up.",
+        "Use Adafactor's schedule, min(1e-6 step, 1/sqrt(step)), instead of a learning rate, schedule and warm-up.",
         False,
         resume=ALWAYS,
     )
-    max_grad_norm: float = option("Clip the gradient norm to this value (0: no clipping).", 1.0, range=AT_LEAST_0)
-    num_train_epochs: float | None = option("Number of epochs (0: only evaluate).", 3.0, range=AT_LEAST_0)
+    max_grad_norm: float = option(
+        "Maximum gradient norm, above which gradients are clipped (0: no clipping).", 1.0, range=AT_LEAST_0
+    )
+    num_train_epochs: float | None = option("Number of training epochs (0: only evaluate).", 3.0, range=AT_LEAST_0)
     max_train_steps: int | None = option(
-        "Total number of optimizer steps; overrides --num_train_epochs.", None, range=AT_LEAST_1
+        "Total number of optimizer steps. Overrides --num_train_epochs.", None, range=AT_LEAST_1
     )
     max_train_minutes: float | None = option(
-        "Stop training after N minutes and save a checkpoint. A resumed run starts the count again.",
+        "Stop training after N minutes and save a checkpoint. A resumed run has the full time again.",
         None,
         range=ABOVE_0,
     )
     gradient_accumulation_steps: int = option(
-        "Forward passes per optimizer step. The loss is the mean over all their examples.", 1, range=AT_LEAST_1
+        "Number of forward passes per optimizer step. The loss is averaged over all their examples.",
+        1,
+        range=AT_LEAST_1,
     )
     lr_scheduler_type: str = option(
         f"Learning-rate schedule: one of {', '.join(SCHEDULES)}.",
@@ -448,24 +457,26 @@ class OptimizationSettings(Settings):
         metavar="NAME",
     )
     lr_scheduler_kwargs: dict[str, Any] = option(  # noqa: RUF009 (each object gets its own dictionary)
-        "Additional arguments of the schedule, such as '{\"num_decay_steps\": 100}'.",
+        "Additional arguments for the schedule, such as '{\"num_decay_steps\": 100}'.",
         {},
         resume=ALWAYS,
         metavar="JSON",
         type=parse_json_flag,
     )
-    num_warmup_steps: int | None = option("Steps in which the learning rate increases from 0.", None, range=AT_LEAST_0)
-    warmup_ratio: float = option("Warm-up as a share of all steps.", 0.0, range=FROM_0_BELOW_1)
+    num_warmup_steps: int | None = option(
+        "Number of steps over which the learning rate increases from 0.", None, range=AT_LEAST_0
+    )
+    warmup_ratio: float = option("Share of all steps that is used for warm-up.", 0.0, range=FROM_0_BELOW_1)
     seed: int = option(
-        "Random seed of new weights, dropout and the order of examples.", 42, range=AT_LEAST_0, resume=ALWAYS
+        "Random seed for new weights, dropout and the order of examples.", 42, range=AT_LEAST_0, resume=ALWAYS
     )
     mixed_precision: str | None = option(
-        "Precision of the forward pass (autocast). On a CPU, bf16 is faster only if the CPU has bfloat16 "
-        "instructions. The default is the setting of `accelerate launch`, or no.",
+        "Precision of the forward pass (autocast). On CPUs, bf16 is only faster if the CPU has bfloat16 instructions. "
+        "Defaults to the setting of `accelerate launch`, or no.",
         None,
         choices=("no", "bf16", "fp16"),
     )
-    cpu: bool = option("Train on the CPU even if there is an accelerator.", False)
+    cpu: bool = option("Train on the CPU even if an accelerator is available.", False)
     eval_steps: int | None = option(
         "Evaluate every N optimizer steps (default: after every epoch).",
         None,
@@ -473,21 +484,23 @@ class OptimizationSettings(Settings):
         resume=WITH_BEST_WEIGHTS,
     )
     metric_for_best_model: str | None = option(
-        "Dev metric that selects the best evaluation. The run keeps its weights instead of the last ones.", None
+        "Dev metric that selects the best evaluation. Its weights are kept instead of the last ones.", None
     )
     greater_is_better: bool | None = option(
-        "Whether a higher value of that metric is better (default: yes, unless its name is that of a loss or error).",
+        "Whether higher values of that metric are better (default: yes, unless the metric is a loss or an error).",
         None,
         resume=WITH_BEST_WEIGHTS,
         action=argparse.BooleanOptionalAction,
     )
     early_stopping_patience: int | None = option(
-        "Stop after N evaluations without a better dev metric, and keep the best weights.", None, range=AT_LEAST_1
+        "Stop after N evaluations without an improvement in the dev metric, and keep the best weights.",
+        None,
+        range=AT_LEAST_1,
     )
 
     @property
     def only_evaluates(self) -> bool:
-        """Whether the run has no training step (`num_train_epochs` is 0 and `max_train_steps` is not given)."""
+        """Whether the run has no training steps (`num_train_epochs` is 0 and `max_train_steps` is not set)."""
         return self.max_train_steps is None and self.num_train_epochs == 0
 
     @property
@@ -498,29 +511,33 @@ class OptimizationSettings(Settings):
     def check(self) -> None:
         super().check()
         has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
-        # Transformers would ignore both without a warning.
+        # Transformers would silently ignore both.
         if self.lr_scheduler_type == "constant" and has_warmup:
-            raise ValueError("--lr_scheduler_type constant has no warm-up. Use constant_with_warmup instead.")
+            raise ValueError(
+                "--lr_scheduler_type constant does not support warm-up. Use constant_with_warmup instead."
+            )
         if self.lr_scheduler_type in ("constant", "constant_with_warmup") and self.lr_scheduler_kwargs:
-            raise ValueError(f"--lr_scheduler_type {self.lr_scheduler_type} does not take --lr_scheduler_kwargs.")
+            raise ValueError(
+                f"--lr_scheduler_type {self.lr_scheduler_type} does not support --lr_scheduler_kwargs. Remove it."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings(Settings):
-    """Settings of the output folder, of logging and of resuming."""
+    """Settings for the output folder, logging and resuming."""
 
     title: ClassVar[str] = "output"
 
-    output_dir: str = option("Folder for the model, its results and the checkpoints.")
+    output_dir: str = option("Folder for the model, the results and the checkpoints.")
     overwrite_output_dir: bool = option(
-        "Use the output folder even if it is not empty. Checkpoints, log and results of an earlier run are removed "
-        "after the data and the model of the new run are loaded. The README.md is removed, too, unless the run starts "
-        "from the model in this folder.",
+        "Use the output folder even if it is not empty. Checkpoints, the log and the results of an earlier run are "
+        "removed once the data and the model of the new run have been loaded. README.md is also removed, unless the "
+        "run starts from the model in this folder.",
         False,
     )
-    logging_steps: int = option("Log the mean loss of every N steps.", 10, range=AT_LEAST_1)
+    logging_steps: int = option("Log the mean loss every N steps.", 10, range=AT_LEAST_1)
     peak_tflops: float | None = option(
-        "Peak TFLOPS of one device in this precision, from its data sheet (H100 with bf16: 989). The results then "
+        "Peak TFLOPS of a device in this precision, from its data sheet (H100 with bf16: 989). If set, the results "
         "contain train_mfu.",
         None,
         range=ABOVE_0,
@@ -529,17 +546,17 @@ class OutputSettings(Settings):
         "Save a checkpoint every N steps or after every epoch.", None, metavar="N|epoch", type=_parse_steps_or_epoch
     )
     save_total_limit: int | None = option(
-        "Keep only the last N checkpoints (default: all). Each contains the weights and the optimizer state.",
+        "Keep only the last N checkpoints (default: all). Each of them contains the weights and the optimizer state.",
         None,
         range=AT_LEAST_1,
     )
     resume_from_checkpoint: str | None = option(
-        "Continue exactly from a checkpoint; latest selects the newest complete one in --output_dir. A checkpoint "
-        "from another folder needs an empty --output_dir.",
+        "Continue exactly from a checkpoint. The value latest selects the newest complete one in --output_dir. A "
+        "checkpoint from another folder requires an empty --output_dir.",
         None,
         metavar="PATH|latest",
     )
-    with_tracking: bool = option("Log to TensorBoard, or to the trackers of --report_to.", False)
+    with_tracking: bool = option("Log to TensorBoard, or to the trackers set with --report_to.", False)
     report_to: str | None = option(
         "Tracker to log to: tensorboard, wandb, trackio, ..., all or none (default: none, unless --with_tracking).",
         None,
@@ -548,7 +565,7 @@ class OutputSettings(Settings):
 
     @property
     def tracker(self) -> str | None:
-        """The tracker that the run logs to: its name, "all", or None."""
+        """The name of the tracker that the run logs to, "all", or None."""
         if self.report_to is None:
             return "tensorboard" if self.with_tracking else None
         return None if self.report_to == "none" else self.report_to
@@ -560,43 +577,43 @@ class OutputSettings(Settings):
             raise ValueError(f"--checkpointing_steps must be a positive number or 'epoch', got {steps!r}.")
         if self.resume_from_checkpoint and self.overwrite_output_dir:
             raise ValueError(
-                "--resume_from_checkpoint and --overwrite_output_dir cannot be used together. Remove one of them."
+                "--resume_from_checkpoint and --overwrite_output_dir cannot be combined. Remove one of them."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubSettings(Settings):
-    """Settings for pushing the trained model to the Hub. Only the commands do this, not the Python functions."""
+    """Settings for pushing the trained model to the Hub, which only the commands do, not the Python functions."""
 
     title: ClassVar[str] = "hub"
 
     push_to_hub: bool = option("Push the final model to the Hub.", False)
     hub_model_id: str | None = option(
-        "Repository, user/name (default: your account and the name of --output_dir).", None
+        "Name of the repository, as user/name (default: your account and the name of --output_dir).", None
     )
     hub_private_repo: bool = option("Make the repository private.", False)
-    hub_token: str | None = option("Access token to use instead of the one that `hf auth login` stored.", None)
+    hub_token: str | None = option("Access token to use instead of the one stored by `hf auth login`.", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(ModelSettings, DataSettings, OptimizationSettings, OutputSettings, HubSettings):
-    """Settings that every training has."""
+    """Settings shared by all training commands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningSettings(TrainingSettings, RowSettings):
-    """Settings that every training on rows has."""
+    """Settings shared by all training commands that read rows."""
 
-    max_length: int = redefault()  # otherwise a dataclass takes this field from its first base
+    max_length: int = override_option()  # otherwise, a dataclass takes this field from its first base
 
 
 def get_warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
     """Return the number of warm-up steps.
 
-    It is `--num_warmup_steps`, or else `--warmup_ratio` of all steps, rounded up.
+    This is `--num_warmup_steps` if set, and otherwise the share `--warmup_ratio` of all steps, rounded up.
 
     Raises:
-        ValueError: If it is more than the steps of the run.
+        ValueError: If it exceeds the number of steps in the run.
     """
     warmup = settings.num_warmup_steps
     if warmup is None:
@@ -604,12 +621,14 @@ def get_warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
     if total_steps == 0:  # a run that only evaluates
         return 0
     if warmup > total_steps:
-        raise ValueError(f"--num_warmup_steps must be at most the {total_steps} steps of the run, got {warmup}.")
+        raise ValueError(
+            f"--num_warmup_steps must be at most {total_steps}, the number of steps in the run, got {warmup}."
+        )
     return warmup
 
 
-# Dev metrics that decrease as a model gets better. All other metrics increase.
-FALLING_METRICS = re.compile(
+# Dev metrics that decrease as a model improves. All other metrics increase.
+DECREASING_METRICS = re.compile(
     r"(\w+_)?(loss|perplexity|ppl|nll|cross_entropy|brier|[wctm]er|wil|r?mse|s?mape|mae|mase|error|distance|divergence)"
     r"(_mm|_rate|_score)?",
     re.IGNORECASE,
@@ -617,20 +636,21 @@ FALLING_METRICS = re.compile(
 
 
 def is_greater_better(metric: str) -> bool:
-    """Return whether a higher value of a dev metric (its name without "eval_") is better."""
-    return FALLING_METRICS.fullmatch(metric) is None
+    """Return whether higher values of a dev metric (named without "eval_") are better."""
+    return DECREASING_METRICS.fullmatch(metric) is None
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings of the training loop. Fields with the name of a training setting have the value of that setting.
+    """Settings for the training loop. Fields named like a training setting have the value of that setting.
 
     Attributes:
         total_steps: The number of optimizer steps.
-        metric_for_best_model: The dev metric that selects the best weights, without "eval_".
-        greater_is_better: Whether a higher value of that metric is better.
-        keep_best: Whether the run keeps the weights of its best evaluation and ends with them.
-        fingerprint: Values that a resumed run must share, in addition to those that the loop adds (see `TrainState`).
+        metric_for_best_model: The dev metric that selects the best weights, without the "eval_" prefix.
+        greater_is_better: Whether higher values of that metric are better.
+        keep_best: Whether the run ends with the weights of its best evaluation.
+        fingerprint: Values that must be the same in a resumed run, in addition to those that the loop adds (see
+            `TrainState`).
     """
 
     output_dir: str
@@ -661,16 +681,16 @@ class LoopSettings:
         dev_fingerprint: dict[str, Any],
         **others: Any,
     ) -> "LoopSettings":
-        """Make the settings of the loop from the settings of a run.
+        """Create the loop settings from the settings of a run.
 
         Args:
             settings: The settings of the run.
             total_steps: The number of optimizer steps.
             default_metric: The dev metric that selects the best weights if the settings do not name one.
             fingerprint: Values that identify the training data.
-            dev_fingerprint: Values that identify the dev data and how they are scored. A resumed run must share them
-                only if the run keeps its best weights.
-            **others: Fields that differ from the settings.
+            dev_fingerprint: Values that identify the dev data and the way it is scored. They must be the same in a
+                resumed run only if the run keeps its best weights.
+            **others: Values for fields that differ from the settings.
 
         Raises:
             ValueError: If the warm-up is longer than the run.
@@ -686,7 +706,7 @@ class LoopSettings:
             "fingerprint": {
                 **fingerprint,
                 **(dev_fingerprint if keep_best else {}),
-                **settings.resume_values(with_best_weights=keep_best),
+                **settings.get_resume_values(with_best_weights=keep_best),
                 "warm-up steps": get_warmup_steps(settings, total_steps),
             },
             **others,
@@ -701,10 +721,10 @@ def count_training_steps(
     """Return the number of optimizer steps of a run.
 
     Args:
-        batches_per_epoch: Batches per process and epoch. None for a stream of unknown length.
-        accumulation: Batches per step. The last step of an epoch can have fewer.
+        batches_per_epoch: The number of batches per process and epoch, or None for a stream of unknown length.
+        accumulation: The number of batches per step. The last step of an epoch can have fewer.
         epochs: The number of epochs, which can be a fraction.
-        max_steps: The number of steps; overrides `epochs`.
+        max_steps: The number of steps, which overrides `epochs`.
 
     Raises:
         ValueError: If the length of an epoch is unknown and `max_steps` is not given.
@@ -714,24 +734,24 @@ def count_training_steps(
     if epochs == 0:
         return 0
     if batches_per_epoch is None or epochs is None:
-        raise ValueError("--max_train_steps must be given, because the length of the training data is not known.")
+        raise ValueError("--max_train_steps is required because the length of the training data is unknown.")
     return math.ceil(epochs * math.ceil(batches_per_epoch / accumulation))
 
 
 def check_dev_settings(settings: TrainingSettings, has_dev_rows: bool) -> None:
-    """Check that no setting needs dev rows that do not exist.
+    """Check that dev rows exist if a setting requires them.
 
     Raises:
-        ValueError: If a setting needs them.
+        ValueError: If a setting requires dev rows that do not exist.
     """
     for name in ("metric_for_best_model", "early_stopping_patience", "eval_steps") if not has_dev_rows else ():
         if getattr(settings, name) is not None:
-            raise ValueError(f"--{name} needs dev rows. Give --validation_file, or a data set with a dev split.")
+            raise ValueError(f"--{name} requires dev rows. Set --validation_file, or use a dataset with a dev split.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings(FineTuningSettings):
-    """Settings of training on tables, or on a source of the `datasets` library."""
+    """Settings for training on tables or on a source of the `datasets` library."""
 
     title: ClassVar[str] = "tables"
 
@@ -741,15 +761,15 @@ class TableSettings(FineTuningSettings):
     validation_file: tuple[str, ...] | None = option(
         "Dev tables, in the same formats.", None, resume=WITH_BEST_WEIGHTS
     )
-    test_file: tuple[str, ...] | None = option("Tables to predict, with or without labels.", None)
-    dataset_name: str | None = option("Folder or Hub id of a `datasets` source, instead of files.", None)
+    test_file: tuple[str, ...] | None = option("Tables with test rows to predict, with or without labels.", None)
+    dataset_name: str | None = option("Folder or Hub id of a `datasets` source to use instead of files.", None)
     dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
     train_split_name: str = option("Training split of the `datasets` source (default: %(default)s).", "train")
     validation_split_name: str | None = option(
         "Dev split of the `datasets` source (default: validation, if it exists).", None, resume=WITH_BEST_WEIGHTS
     )
     test_split_name: str | None = option("Test split of the `datasets` source (default: test, if it exists).", None)
-    skip_predict: bool = option("Do not predict the test rows.", False)
+    skip_predict: bool = option("Skip the predictions for the test rows.", False)
 
     def check(self) -> None:
         super().check()
@@ -757,12 +777,9 @@ class TableSettings(FineTuningSettings):
         if any(files.values()) == (self.dataset_name is not None):
             got = "both" if self.dataset_name is not None else "neither"
             raise ValueError(
-                "Either table files (--train_file, --validation_file, --test_file) or --dataset_name must be given, "
-                f"got {got}."
+                f"Set either table files (--train_file, --validation_file, --test_file) or --dataset_name, got {got}."
             )
         if self.dataset_name is None:
             if not self.only_evaluates and not files["train"]:
-                raise ValueError(
-                    "--train_file must be given for training. To only evaluate, use --num_train_epochs 0."
-                )
+                raise ValueError("--train_file is required for training. To only evaluate, set --num_train_epochs 0.")
             check_dev_settings(self, bool(files["validation"]))

@@ -1,4 +1,4 @@
-"""The rows of the splits of a run, from tables or a `datasets` source, and the columns that a model was trained on."""
+"""Reads the rows of each split from tables or a `datasets` source, and restores the columns used in training."""
 
 import itertools
 import logging
@@ -16,22 +16,23 @@ from .settings import FineTuningSettings, TableSettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
-# Fields of a builder's configuration that do not affect how a file is read.
+# Fields in a builder's configuration that do not affect how files are read.
 IDENTITY_FIELDS = {"name", "version", "data_dir", "data_files", "description"}
 
 
 def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dict[str, tuple[str, ...]] | None:
     """Return the files of each split if `--dataset_name` is a folder of files that this package can read.
 
-    `datasets` reads CSV with pandas, which changes cells: "None" becomes a missing value and "01" the number 1. The
-    readers of `--train_file` keep every cell unchanged. Therefore, `datasets` only assigns the files to splits here.
+    `datasets` reads CSV files with pandas, which changes cells. For example, "None" becomes a missing value and "01"
+    becomes the number 1. The readers for `--train_file` keep every cell unchanged, so `datasets` is only used to
+    assign the files to splits.
 
     Args:
         settings: Settings with `dataset_name` and `dataset_config_name`.
-        suffixes: The file types to read, with or without .gz.
+        suffixes: The supported file types, with or without .gz.
 
     Returns:
-        The paths by split. None for another source, or if the README.md of the folder defines how files are read.
+        The paths by split, or None for another source or if the folder's README.md defines how files are read.
     """
     folder = Path(settings.dataset_name or "").expanduser()
     if settings.dataset_name is None or not folder.is_dir():
@@ -41,7 +42,7 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
             builder = load_dataset_builder(str(folder), settings.dataset_config_name, cache_dir=cache)
             options, defaults = vars(builder.config), vars(type(builder.config)())
             files = {str(split): tuple(map(str, paths)) for split, paths in (options["data_files"] or {}).items()}
-    except Exception:  # the code that loads the folder later reports the error
+    except Exception:  # the error is reported by the code that loads the folder later
         return None
     changed = {name for name in defaults.keys() - IDENTITY_FIELDS if options[name] != defaults[name]}
     if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
@@ -58,31 +59,31 @@ def load_splits(settings: Any) -> Any:
         settings: Settings with `dataset_name` and `dataset_config_name`.
 
     Returns:
-        The splits, with their names as keys.
+        A dictionary that maps split names to splits.
 
     Raises:
         OSError: If the source cannot be loaded.
     """
     try:
         return load_dataset(settings.dataset_name, settings.dataset_config_name)
-    except Exception as error:  # `datasets` and the Hub raise many types of errors
+    except Exception as error:  # `datasets` and the Hub raise many exception types
         raise OSError(
-            f"--dataset_name {settings.dataset_name} cannot be loaded ({type(error).__name__}: {error}). Use files "
+            f"--dataset_name {settings.dataset_name} could not be loaded ({type(error).__name__}: {error}). Use files "
             "instead."
         ) from error
 
 
 SPLITS = ("train", "validation", "test")
-# Labels that stand for unpublished labels in data sets of the Hub.
+# Placeholders for unpublished labels in Hub datasets.
 UNKNOWN_LABELS = {"-1", "-1.0"}
 
 
 class SplitRows:
-    """The rows of a split in order, and the features with the names of its labels.
+    """The rows of a split in order, and the features that contain its label names.
 
     Args:
-        records: The rows, at least one.
-        features: The features of a `datasets` source by column.
+        records: The rows. There must be at least one.
+        features: The features of a `datasets` source, by column.
 
     Attributes:
         first: The first row.
@@ -95,32 +96,34 @@ class SplitRows:
         self.features = features or {}
 
     def class_names(self, label_column: str | None) -> list[str] | None:
-        """Return the names of the classes if the labels of a column are class numbers, otherwise None."""
+        """Return the class names if a column contains class numbers as labels, and otherwise None."""
         feature = self.features.get(label_column or "")
-        feature = getattr(feature, "feature", feature)  # the feature of the items, if the labels are lists
+        feature = getattr(feature, "feature", feature)  # the feature of the list items, if labels are lists
         return [name.strip() for name in feature.names] if isinstance(feature, ClassLabel) else None
 
 
 def read_splits(settings: TableSettings) -> dict[str, SplitRows]:
-    """Read the splits "train", "validation" and "test" that exist and that the run uses.
+    """Read the splits that exist and that the run uses ("train", "validation" and "test").
 
     Raises:
         OSError: If a file or the data set cannot be read.
-        ValueError: If a file is not a table, or there are no rows.
+        ValueError: If a file is not a table, or if there are no rows.
     """
     splits = _read_file_splits(settings) if settings.dataset_name is None else _read_dataset_splits(settings)
     if not splits:
-        raise ValueError("There are no rows to read. Give dev rows, or give test rows and remove --skip_predict.")
+        raise ValueError(
+            "There are no rows to read. Provide dev rows, or provide test rows and remove --skip_predict."
+        )
     return splits
 
 
 def _read_file_splits(settings: TableSettings) -> dict[str, SplitRows]:
-    """Read the splits of the table files."""
-    paths = {name: getattr(settings, f"{name}_file") for name in _list_read_splits(settings)}
+    """Read the splits from the table files."""
+    paths = {name: getattr(settings, f"{name}_file") for name in _list_used_splits(settings)}
     return {name: SplitRows(_read_file_rows(files)) for name, files in paths.items() if files}
 
 
-def _list_read_splits(settings: TableSettings) -> list[str]:
+def _list_used_splits(settings: TableSettings) -> list[str]:
     """Return the names of the splits that the run uses."""
     unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
     return [name for name in SPLITS if not unread.get(name)]
@@ -131,23 +134,23 @@ def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
     for path in paths:
         records = read_records(Path(path))
         if (first := next(records, None)) is None:
-            raise ValueError(f"{path} must have at least one row, but is empty.")
+            raise ValueError(f"{path} must contain at least one row, but is empty.")
         yield first
         yield from records
 
 
 def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
-    """Yield the rows of a split of a `datasets` source, which messages call `place`."""
+    """Yield the rows of a split from a `datasets` source. Messages refer to the split as `place`."""
     for number, row in enumerate(rows, start=1):
         yield TableRow(row_place(place, None, number), row, place, None, place, number)
 
 
 def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
-    """Read the splits of a `datasets` source."""
+    """Read the splits from a `datasets` source."""
     files = find_split_files(settings)
     splits: Any = load_splits(settings) if files is None else files
     sources = {}
-    for name in _list_read_splits(settings):
+    for name in _list_used_splits(settings):
         split_name = getattr(settings, f"{name}_split_name")
         split = split_name or name
         if files is not None and split in files:
@@ -157,7 +160,7 @@ def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
             sources[name] = SplitRows(rows, splits[split].features)
         elif split_name is not None:
             raise ValueError(
-                f"--{name}_split_name must be a split of {settings.dataset_name} with rows, got {split!r}. Its splits "
+                f"--{name}_split_name must be a non-empty split of {settings.dataset_name}, got {split!r}. Its splits "
                 f"are {', '.join(map(str, splits))}."
             )
     if not sources:
@@ -169,16 +172,16 @@ def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
 
 
 def resolve_label_column(name: str, source: SplitRows, column: str | None, flag: str) -> str | None:
-    """Return the column with the labels of a split, or None for a test split without labels.
+    """Return the column that contains the labels of a split, or None for a test split without labels.
 
     Args:
         name: The name of the split.
-        source: The rows of the split. They are checked while they are read.
-        column: The column that should have the labels.
-        flag: The flag that names the column, for messages.
+        source: The rows of the split, which are checked as they are read.
+        column: The column that should contain the labels.
+        flag: The flag that sets the column, for messages.
 
     Raises:
-        ValueError: If a split other than "test" lacks the column in its first row, if a later row has a column that
+        ValueError: If the first row of a split other than "test" lacks the column, if a later row has a column that
             the first row lacks, or if the first row of another file lacks the column.
     """
     if column is None:
@@ -193,7 +196,7 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
 
 
 def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iterator[TableRow]:
-    """Yield rows, and check that the first row of each file has the column."""
+    """Yield the rows, and check that the first row of each file has the column."""
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
             raise missing_column(record.names_place, record.values, column, flag)
@@ -201,7 +204,7 @@ def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iter
 
 
 def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) -> Iterator[TableRow]:
-    """Yield rows, and check that no row has the column."""
+    """Yield the rows, and check that none of them has the column."""
     for record in records:
         if has_column(record.values, column):
             raise make_uneven_column_error(column, first, record)
@@ -209,29 +212,33 @@ def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) ->
 
 
 def make_uneven_column_error(column: str, first: TableRow, record: TableRow) -> ValueError:
-    """Return the error for a column that a row has and the first row lacks."""
+    """Return the error for a column that is missing in the first row but present in a later row."""
     return ValueError(
-        f"{first.place}: There is no column {column!r}, but {record.place} has it. Add it to all rows, or to none."
+        f"{first.place}: There is no column {column!r}, but {record.place} has one. Add it to all rows or to none."
     )
 
 
 def get_text(record: TableRow, column: str, flag: str) -> str:
-    """Return the text of a row in a column.
+    """Return the text in the given column of a row.
 
     Raises:
-        ValueError: If the row has no text in this column. The message names the flag.
+        ValueError: If the column contains no text. The message names the flag.
     """
     text = column_value(record.values, column)
     if isinstance(text, str) and is_unicode(text):
         return text
     if text is None and not has_column(record.values, column):
         raise missing_column(record.names_place, record.values, column, flag)
-    problem = "half a surrogate pair, which is not text" if isinstance(text, str) else f"no text but {text!r:.60}"
-    raise ValueError(f"{record.place}: Column {column!r} holds {problem}. Use {flag} to name another column.")
+    problem = (
+        "an incomplete surrogate pair, which is not valid text"
+        if isinstance(text, str)
+        else f"{text!r:.60} instead of text"
+    )
+    raise ValueError(f"{record.place}: Column {column!r} contains {problem}. Use {flag} to select another column.")
 
 
 def get_label_name(value: Any, names: Sequence[str]) -> Any:
-    """Return the name of a label that is a class number, or the names of a list of labels; None for other numbers."""
+    """Convert a class number, or each number in a list, to its label name. Returns None for other numbers."""
     if isinstance(value, list):
         return [get_label_name(item, names) for item in value]
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
@@ -246,26 +253,26 @@ def apply_recorded_columns(
     columns: Mapping[str, Sequence[str]],
     others: Sequence[str] = (),
 ) -> SettingsT:
-    """Complete the settings of a run that only evaluates with those of the model's training.
+    """Fill in missing settings of a run that only evaluates with those used in the model's training.
 
-    Settings that are not given are taken from `all_results.json` in the folder of the model, and logged.
+    Settings that are not given are taken from `all_results.json` in the model folder and logged.
 
     Args:
         settings: The settings of the run.
-        first: A row by column. A column is taken only if this row has it. None: the run does not read a table.
-        columns: The settings that name columns, each with the settings that define how this column is read.
-        others: Settings that are taken regardless of the columns.
+        first: The first row, by column. Only columns in this row are used. None if the run does not read a table.
+        columns: The settings that select columns, each with the settings that define how the column is read.
+        others: Settings that are used regardless of the columns.
     """
-    recorded = _load_recorded(settings)
-    named_columns = {name for setting in columns for name in _list_names(getattr(settings, setting))}
+    recorded = _load_recorded_values(settings)
+    named_columns = {name for setting in columns for name in _as_list(getattr(settings, setting))}
     new_values: dict[str, Any] = {}
     for setting, reading_settings in columns.items():
-        names = _list_names(recorded.get(setting))
+        names = _as_list(recorded.get(setting))
         if not names or first is None or not all(has_column(first, name) for name in names):
             continue
         if getattr(settings, setting) is None and named_columns.isdisjoint(names):
             new_values[setting] = tuple(names) if isinstance(recorded[setting], list) else names[0]
-        elif _list_names(getattr(settings, setting)) != names:
+        elif _as_list(getattr(settings, setting)) != names:
             continue
         for name in reading_settings:
             if getattr(settings, name) is None and recorded.get(name) is not None:
@@ -273,39 +280,39 @@ def apply_recorded_columns(
     new_values |= {name: recorded[name] for name in others if getattr(settings, name) is None and recorded.get(name)}
     if new_values:
         flags = " ".join(f"--{name} {_format_value(value)}" for name, value in new_values.items())
-        logger.info("Settings of the training of the model: %s", flags)
+        logger.info("Using the settings from the model's training: %s", flags)
     return replace(settings, **new_values)
 
 
 def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
-    """Return the column that the model was trained on, if the run does not name one and a row lacks it; else None.
+    """Return the column that the model was trained on if the run sets none and the row lacks it, and otherwise None.
 
-    In this case, the run must not guess another column by its name, because it may contain something else.
+    In this case, the run must not guess another column by name because it may contain something else.
 
     Args:
         settings: The settings of the run, before `apply_recorded_columns`.
-        first: The row by column.
-        setting: The setting that names the column.
+        first: The row, by column.
+        setting: The setting that selects the column.
     """
-    column = None if getattr(settings, setting) is not None else _load_recorded(settings).get(setting)
+    column = None if getattr(settings, setting) is not None else _load_recorded_values(settings).get(setting)
     return column if isinstance(column, str) and not has_column(first, column) else None
 
 
 def _format_value(value: Any) -> str:
-    """Return the value of a flag as it would be typed."""
-    return " ".join(map(repr, _list_names(value))) if isinstance(value, str | tuple | list) else str(value)
+    """Return the value of a flag as a user would type it."""
+    return " ".join(map(repr, _as_list(value))) if isinstance(value, str | tuple | list) else str(value)
 
 
 def warn_about_max_length(settings: TrainingSettings) -> None:
-    """Warn if a run that only evaluates cuts texts at another length than the training of the model."""
-    length = _load_recorded(settings).get("max_length", settings.max_length)
+    """Warn if a run that only evaluates truncates texts at a different length than the model's training did."""
+    length = _load_recorded_values(settings).get("max_length", settings.max_length)
     if length != settings.max_length:
-        message = "Texts are cut at %d tokens, but the model was trained with --max_length %s."
+        message = "Texts are truncated at %d tokens, but the model was trained with --max_length %s."
         logger.warning(message, settings.max_length, length)
 
 
-def _load_recorded(settings: TrainingSettings) -> dict[str, Any]:
-    """Return the recorded arguments and results of the training of a model that is only evaluated, if they exist."""
+def _load_recorded_values(settings: TrainingSettings) -> dict[str, Any]:
+    """Return the recorded training arguments and results of a model that is only evaluated, if they exist."""
     if not settings.only_evaluates or settings.model_name_or_path is None:
         return {}
     path = Path(settings.model_name_or_path).expanduser() / RESULTS_NAME
@@ -314,11 +321,11 @@ def _load_recorded(settings: TrainingSettings) -> dict[str, Any]:
     try:
         results = load_json(path)
         return {**(results.get("arguments") or {}), **results}
-    except (AttributeError, TypeError, ValueError) as error:  # damaged, or written by another program
-        logger.warning("The arguments of the training could not be read from %s: %s", path, error)
+    except (AttributeError, TypeError, ValueError) as error:  # the file is damaged or was written by another program
+        logger.warning("The training arguments could not be read from %s: %s", path, error)
         return {}
 
 
-def _list_names(value: Any) -> list[str]:
-    """Return a value, which is a text, a sequence or None, as a list."""
+def _as_list(value: Any) -> list[str]:
+    """Convert a text, a sequence or None to a list."""
     return [value] if isinstance(value, str) else list(value or ())

@@ -1,4 +1,4 @@
-"""Settings of fine-tuning on a GLUE task."""
+"""Settings for fine-tuning on a GLUE task."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,7 +9,7 @@ from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, option
 
 @dataclass(frozen=True, kw_only=True)
 class GlueSettings(FineTuningSettings):
-    """The GLUE task and its files.
+    """Settings for the GLUE task and its files.
 
     Example:
         ```python
@@ -22,16 +22,18 @@ class GlueSettings(FineTuningSettings):
 
     task_name: str = option(f"One of {', '.join(name for name, task in TASKS.items() if task.eval_splits)}.")
     data_dir: str | None = option(
-        "Folder with the TSV files of the task (train.tsv, dev.tsv, test.tsv). Default: the Hub.", None
+        "Folder with the TSV files of the task (train.tsv, dev.tsv, test.tsv). If not set, the task is loaded from "
+        "the Hub.",
+        None,
     )
-    train_file: str | None = option("TSV file with training rows. It overrides the file in --data_dir.", None)
+    train_file: str | None = option("TSV file with training rows, which overrides the file in --data_dir.", None)
     validation_file: str | None = option(
-        "TSV file with dev rows. It overrides the file in --data_dir.", None, resume=WITH_BEST_WEIGHTS
+        "TSV file with dev rows, which overrides the file in --data_dir.", None, resume=WITH_BEST_WEIGHTS
     )
-    test_file: str | None = option("TSV file with test rows. It overrides the file in --data_dir.", None)
-    skip_predict: bool = option("Do not predict the test split (and AX, after MNLI).", False)
+    test_file: str | None = option("TSV file with test rows, which overrides the file in --data_dir.", None)
+    skip_predict: bool = option("Skip the predictions for the test split (and for AX, after MNLI).", False)
 
     def check(self) -> None:
-        """Check the name of the task, in addition to the checks of all tasks."""
+        """Also check the task name."""
         super().check()
         get_task(self.task_name)

@@ -1,4 +1,4 @@
-"""Fine-tuning on a GLUE task: data, metrics, evaluation and the files of a submission."""
+"""Reads GLUE data, fine-tunes and evaluates models on GLUE tasks, and writes submission files."""
 
 import io
 import logging
@@ -26,7 +26,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     """Read a GLUE TSV file. A header and a byte-order mark are optional, and quotes are literal characters.
 
     Args:
-        has_labels: Whether the file has labels. Test files have none.
+        has_labels: Whether the file contains labels. Test files do not.
 
     Returns:
         The columns `text1`, `text2` (only for pairs), `index` and, if `has_labels` is true, `label` (int, or float for
@@ -34,8 +34,8 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
 
     Raises:
         OSError: If the file does not exist.
-        ValueError: If the file is empty, lacks a column, or has an incomplete row, an invalid label, or bytes that are
-            not UTF-8. The message names the file and the line.
+        ValueError: If the file is empty, lacks a column, or contains an incomplete row, an invalid label, or bytes
+            that are not UTF-8. The message names the file and the line.
     """
     path = Path(path)
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
@@ -44,7 +44,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     rows = [(number, _decode(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")]
     header, rows = _split_header(path, rows, task, has_labels) if rows else ([], rows)
     if not rows:
-        raise ValueError(f"{path} must have at least one row, but has none.")
+        raise ValueError(f"{path} must contain at least one row, but is empty.")
     # `_split_header` has checked that all text columns exist.
     text_at = [position for names in task.text_columns if (position := _find_column(header, names)) is not None]
     label_at = _find_column(header, task.label_columns) if has_labels else None
@@ -72,25 +72,27 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
     if broken:
-        message = "%s: %d of %d rows are cut by a line break. They are left out."
+        message = "%s: %d of %d rows are split by a line break. These rows are skipped."
         logger.warning(message, path, broken, len(rows))
     if empty:
-        message = "%s: %d of %d rows have an empty cell. It is read as an empty text. The first such row is line %d."
+        message = "%s: %d of %d rows have an empty cell, which is read as empty text. The first such row is line %d."
         logger.warning(message, path, len(empty), len(rows), empty[0])
     return make_rows(columns)
 
 
 def _decode(path: Path, number: int, line: bytes) -> list[str]:
-    """Return the cells of a line, or raise ValueError if it is not UTF-8."""
+    """Split a line into cells, and check that it is valid UTF-8."""
     try:
         return line.decode("utf-8").rstrip("\r").split("\t")
     except UnicodeDecodeError as error:
         problem = f"{error.reason} at byte {error.start}"
-        raise ValueError(f"{path}, line {number}: The line must be UTF-8, got {problem}. Convert the file.") from None
+        raise ValueError(
+            f"{path}, line {number}: The line is not valid UTF-8 ({problem}). Convert the file."
+        ) from None
 
 
 def _find_column(header: list[str], names: tuple[str, ...]) -> int | None:
-    """Return the position of the first of these names in a header, ignoring the case, or None."""
+    """Return the position of the first matching name in a header, ignoring case, or None if no name matches."""
     lowered = [cell.strip().lower() for cell in header]
     return next((lowered.index(name.lower()) for name in names if name.lower() in lowered), None)
 
@@ -98,31 +100,33 @@ def _find_column(header: list[str], names: tuple[str, ...]) -> int | None:
 def _split_header(
     path: Path, rows: list[tuple[int, list[str]]], task: GlueTask, has_labels: bool
 ) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Return the header and the other rows. Files without a header get the header of the task for their width."""
+    """Split off the header. Files without a header use the task's header for their number of columns."""
     first = rows[0][1]
     required = [*task.text_columns, *([task.label_columns] if has_labels else [])]
     missing = [names for names in required if _find_column(first, names) is None]
     if not missing:
         lowered = [cell.strip().lower() for cell in first]
         if repeated := [name for names in required for name in names if lowered.count(name.lower()) > 1]:
-            raise ValueError(f"{path}, line 1: Column names must be different, got {repeated[0]!r} twice. Rename one.")
+            raise ValueError(
+                f"{path}, line 1: Column names must be distinct, got {repeated[0]!r} twice. Rename one of them."
+            )
         return first, rows[1:]
     layouts = task.headerless if has_labels else task.headerless_test
-    # A row that names some of the columns is a header that lacks the others, and not a sentence.
+    # A row that contains some of the column names is an incomplete header instead of a sentence.
     if len(missing) == len(required) and len(first) in layouts:
         return list(layouts[len(first)]), rows
     expected = " and ".join("|".join(names) for names in missing)
     raise ValueError(
         f"{path}, line 1: There is no column {expected} in [{', '.join(cell[:30] for cell in first[:16])}]. Add the "
-        f"column. A file of {task.folder} without a header must have one of these numbers of columns: "
-        f"{', '.join(map(str, layouts)) or 'none is known'}."
+        f"column. The supported numbers of columns for {task.folder} files without a header are: "
+        f"{', '.join(map(str, layouts)) or 'none'}."
     )
 
 
 def _find_split_files(
     task: GlueTask, data_dir: str | None, files: dict[str, str | None], with_train: bool
 ) -> dict[str, Path]:
-    """Return the files of the splits, from the folder and from the file flags."""
+    """Return the file of each split, based on the folder and the file flags."""
     folder = Path(data_dir) if data_dir is not None else None
     names = {"train": "train.tsv", **task.eval_splits, **task.test_splits}
     paths = {split: folder / name for split, name in names.items() if folder is not None and (folder / name).is_file()}
@@ -133,14 +137,14 @@ def _find_split_files(
     for split in (*(["train"] if with_train else []), first_eval):
         if split not in paths:
             path = folder / names[split] if folder is not None else names[split]
-            raise OSError(f"There is no file {path}. Correct --data_dir or the flags of the files.")
+            raise OSError(f"The file {path} does not exist. Correct --data_dir or the file flags.")
     return {split: path for split, path in paths.items() if with_train or split != "train"}
 
 
 def load_glue(
     task: GlueTask, data_dir: str | None = None, files: dict[str, str | None] | None = None, with_train: bool = True
 ) -> dict[str, ClassificationSplit]:
-    """Read all existing splits of a task, from TSV files if a folder or a file is given, otherwise from the Hub.
+    """Read all existing splits of a task from TSV files if a folder or a file is given, and otherwise from the Hub.
 
     The folder contains `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv` and `dev_mismatched.tsv`) and test files. The
     test files and `dev_mismatched.tsv` are optional.
@@ -148,11 +152,11 @@ def load_glue(
     Args:
         task: The task.
         data_dir: The folder with the files.
-        files: The paths of `train_file`, `validation_file` and `test_file`. They override the files of the folder.
+        files: The paths of `train_file`, `validation_file` and `test_file`, which override the files in the folder.
         with_train: Whether to read the train split.
 
     Raises:
-        OSError: If the train or the dev file is missing, or if the Hub cannot be reached.
+        OSError: If the train or dev file is missing, or if the Hub cannot be reached.
         ValueError: If a file has invalid content. See `read_tsv`.
     """
     files = {name: (files or {}).get(name) for name in ("train_file", "validation_file", "test_file")}
@@ -163,9 +167,9 @@ def load_glue(
         return {split: ClassificationSplit(split, data) for split, data in rows.items()}
     try:
         loaded = load_dataset(HUB_DATASET, task.name)
-    except Exception as error:  # `datasets` and the Hub raise many types of errors
+    except Exception as error:  # `datasets` and the Hub raise many exception types
         raise OSError(
-            f"{task.name} of {HUB_DATASET} cannot be loaded from the Hub ({type(error).__name__}: {error}). Set "
+            f"{task.name} could not be loaded from {HUB_DATASET} on the Hub ({type(error).__name__}: {error}). Set "
             "--data_dir to a folder with the TSV files."
         ) from error
     splits = [*(["train"] if with_train else []), *task.eval_splits, *task.test_splits]
@@ -173,7 +177,7 @@ def load_glue(
 
 
 def _rename_hub_columns(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
-    """Return a split of the Hub with the column names of `ClassificationSplit`."""
+    """Convert a split from the Hub to a `ClassificationSplit` with its column names."""
     renamed = {}
     for i, names in enumerate(task.text_columns):
         position = _find_column(data.column_names, names)
@@ -195,7 +199,7 @@ def load_ax(data_dir: str | None = None) -> ClassificationSplit | None:
     """Read the diagnostic set AX from the folder of MNLI, from a sibling folder, or from the Hub.
 
     Returns:
-        The set, or None if `data_dir` is given and the file does not exist.
+        The diagnostic set, or None if `data_dir` is given and the file does not exist.
     """
     task = TASKS["ax"]
     if data_dir is None:
@@ -207,8 +211,8 @@ def load_ax(data_dir: str | None = None) -> ClassificationSplit | None:
     return None
 
 
-# Map (true values, predictions) to the metric. F1 is the F1 of class 1. If all predictions are equal, the Matthews
-# correlation is 0, and the Pearson and Spearman correlations are NaN.
+# Metric functions that take the true values and the predictions. F1 refers to class 1. If all predictions are the
+# same, the Matthews correlation is 0, and the Pearson and Spearman correlations are NaN.
 METRIC_FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "accuracy": accuracy_score,
     "f1": lambda references, predictions: f1_score(references, predictions, zero_division=0.0),
@@ -227,7 +231,8 @@ def compute_glue_metrics(names: Sequence[str], predictions: np.ndarray, referenc
         references: The true values.
 
     Returns:
-        The metrics. If there are several, `combined_score` is their mean, with which GLUE ranks such tasks.
+        The metrics. If there are several, they include `combined_score`, which is their mean and is used for the GLUE
+        ranking.
 
     Example:
         ```python
@@ -243,7 +248,7 @@ def compute_glue_metrics(names: Sequence[str], predictions: np.ndarray, referenc
 class GlueFineTuning(SequenceClassification[GlueSettings]):
     """Fine-tuning of a classifier on a GLUE task (arXiv 1804.07461), or of a regressor on STS-B.
 
-    The results contain `eval_<metric>` of each dev split. Names of the mismatched dev split of MNLI end in `_mm`.
+    The results contain `eval_<metric>` for each dev split. Metric names for MNLI's mismatched dev split end in `_mm`.
 
     Example:
         ```python
@@ -270,7 +275,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         self.shown_metrics = (*metrics, *(f"{name}_mm" for name in metrics))
 
     def _load_splits(self) -> tuple[dict[str, ClassificationSplit], list[tuple[GlueTask, ClassificationSplit]]]:
-        """Read the train and dev splits, and the test splits. Errors in all files come before training."""
+        """Read the train, dev and test splits, so that errors in any file are reported before training."""
         settings, task = self.settings, self.task
         with_train = not settings.only_evaluates
         splits = load_glue(task, settings.data_dir, settings.values(), with_train=with_train)
@@ -291,7 +296,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         return compute_glue_metrics(self.task.metrics, predictions, eval_set.labels)
 
     def _to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
-        """Return scores, or class ids in the numbering of the task [rows]."""
+        """Convert logits to scores or to the task's class ids [rows]."""
         return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
 
     def fingerprint(self) -> dict[str, Any]:
@@ -316,7 +321,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
 def _format_submission(
     task: GlueTask, split: ClassificationSplit, predictions: Any, prefix: str = ""
 ) -> tuple[str, str]:
-    """Return the name and the content of a submission file: a header, and `index<TAB>prediction` lines."""
+    """Return the name and content of a submission file, which has a header and `index<TAB>prediction` lines."""
     rows = zip(split.data["index"], predictions, strict=True)
     lines = ["index\tprediction", *(f"{index}\t{format_prediction(task, value)}" for index, value in rows)]
     return f"{prefix}{task.submission_file(split.name)}", "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Settings of fine-tuning on token classification."""
+"""Settings for fine-tuning on token classification."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ENTITY_METRICS = ("precision", "recall", "f1", "accuracy")
 
 @dataclass(frozen=True, kw_only=True)
 class NerSettings(FineTuningSettings):
-    """The tagged sentences.
+    """Settings for the tagged sentences.
 
     Example:
         ```python
@@ -25,22 +25,22 @@ class NerSettings(FineTuningSettings):
     title: ClassVar[str] = "task"
 
     train_file: str | None = option(
-        "File with training sentences in the CoNLL format, plain text or .gz (see below).", None
+        "File with training sentences in the CoNLL format (plain text or .gz) as described below.", None
     )
     validation_file: str | None = option("File with dev sentences in the same format.", None, resume=WITH_BEST_WEIGHTS)
     test_file: str | None = option(
-        "File with sentences to tag. If every word has a tag, the tags of the model are scored.", None
+        "File with sentences to tag. If every word has a tag, the model's tags are scored.", None
     )
-    dataset_name: str | None = option("Folder or Hub id of a `datasets` source, instead of files.", None)
+    dataset_name: str | None = option("Folder or Hub id of a `datasets` source to use instead of files.", None)
     dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
 
     def check(self) -> None:
-        """Check the settings, in addition to the checks of all tasks."""
+        """Also check the settings that are specific to this task."""
         super().check()
         files = [self.train_file, self.validation_file, self.test_file]
         has_files = self.validation_file is not None and (self.train_file is not None or self.only_evaluates)
         if has_files == (self.dataset_name is not None) or (self.dataset_name is not None and any(files)):
-            raise ValueError("Give either --train_file and --validation_file, or --dataset_name.")
+            raise ValueError("Set either --train_file and --validation_file, or --dataset_name.")
         if importlib.util.find_spec("seqeval") is None:
-            raise ValueError("Scores of entities need the package seqeval. Run `pip install seqeval`.")
+            raise ValueError("Entity scores require the seqeval package. Run `pip install seqeval`.")
         check_metric(self.metric_for_best_model, ("loss", *ENTITY_METRICS))

@@ -1,4 +1,4 @@
-"""Fine-tuning on token classification: tagged sentences, tokens and their labels, and the scores of whole entities."""
+"""Reads tagged sentences, fine-tunes models on token classification, and scores whole entities."""
 
 import logging
 import re
@@ -18,18 +18,18 @@ from ..engine.finetune import FineTuningTask
 from ..engine.models import (
     check_max_length,
     check_trained_head,
+    configure_token_types,
     encode_words,
-    fit_token_types,
     load_classifier,
     load_config,
     load_tokenizer,
 )
-from ..engine.optimization import Objective, compute_logits, make_label_objective, token_cross_entropy
+from ..engine.optimization import Objective, compute_logits, compute_token_cross_entropy, make_label_objective
 from ..engine.tables import find_split_files
 from . import ENTITY_METRICS, NerSettings
 
 logger = logging.getLogger(__name__)
-# The words of a sentence and their tags: "O", or "B-" or "I-" with the type of the entity. Without tags: unknown.
+# The words of a sentence and their tags ("O", or "B-" or "I-" and an entity type). The tags are empty if unknown.
 Sentence = tuple[list[str], list[str]]
 # The placeholder for the tag of a word without a tag.
 UNTAGGED = ""
@@ -38,25 +38,25 @@ UNTAGGED = ""
 def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
     """Read a file in the CoNLL format.
 
-    Each line holds a word in its first column and the tag in its last column. Blank lines separate sentences. Columns
-    are separated by tabs if the line has one, otherwise by spaces. Other whitespace, such as the no-break space in
-    "2\u00a0000", is part of the word.
+    Each line contains a word in its first column and the tag in its last column. Blank lines separate sentences.
+    Columns are separated by tabs if the line contains one, and otherwise by spaces. Other whitespace, such as the
+    no-break space in "2\u00a0000", is part of the word.
 
     Args:
         path: The file.
-        needs_tags: Whether a line without a tag is an error. If false, the sentences get tags only if every line has a
-            tag and not all tags are "O", which means unknown tags.
+        needs_tags: Whether a line without a tag is an error. If false, tags are only returned if every line has a tag
+            and not all tags are "O", which would mean that the tags are unknown.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is not text, or if a line has no tag or an invalid one. Also if two lines have
-            different numbers of columns separated by spaces. The message names the file and the line.
+        ValueError: If the file is not text, if a line has no tag or an invalid one, or if two lines have different
+            numbers of space-separated columns. The message names the file and the line.
     """
     sentences: list[Sentence] = [([], [])]
-    # The first line with columns separated by spaces, and the first line with another number of such columns.
+    # The first line with space-separated columns, and the first line with a different number of them.
     first: tuple[int, int] | None = None
     uneven: tuple[int, str, int] | None = None
-    untagged = 0  # the number of the first line without a tag
+    untagged = 0  # number of the first line without a tag
     for number, line in enumerate(read_lines([path], keep_blank=True), start=1):
         cells = _split_columns(line)
         words, tags = sentences[-1]
@@ -65,11 +65,12 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
                 sentences.append(([], []))
             continue
         if not cells[0]:
-            raise ValueError(f"{path}, line {number}: A line must begin with a word, got a tab in {line!r}.")
+            raise ValueError(f"{path}, line {number}: Each line must start with a word, got a tab in {line!r}.")
         is_tagged = len(cells) > 1 and _is_tag(cells[-1])
         if needs_tags and not is_tagged:
             raise ValueError(
-                f"{path}, line {number}: A line must hold a word and, last, its tag (O, B-... or I-...), got {line!r}."
+                f"{path}, line {number}: Each line must contain a word and end with its tag (O, B-... or I-...), got "
+                f"{line!r}."
             )
         if "\r" in line.strip(BLANKS):
             raise ValueError(
@@ -89,7 +90,7 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
         problem = _describe_uneven_line(line, count, *first)
         logger.warning("%s, line %d: %s The word is read as %r.", path, number, problem, _split_columns(line)[0])
     if not (sentences := [sentence for sentence in sentences if sentence[0]]):
-        raise ValueError(f"{path} must have at least one sentence, but has none.")
+        raise ValueError(f"{path} must contain at least one sentence, but is empty.")
     return (
         sentences
         if needs_tags
@@ -98,30 +99,30 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
 
 
 def _drop_unknown_tags(sentences: list[Sentence], place: str, reason: str | None) -> list[Sentence]:
-    """Return test sentences, and remove their tags if these are unknown.
+    """Return test sentences, without their tags if the tags are unknown.
 
     Args:
         sentences: The sentences.
-        place: The description of the file for messages.
-        reason: The reason why the tags are unknown, or None.
+        place: The description of the file in messages.
+        reason: The reason why the tags are unknown, or None if there is no obvious reason.
     """
     has_entities = any(tag not in ("O", UNTAGGED) for _, tags in sentences for tag in tags)
     if reason is None and has_entities:
         return sentences
-    # A file with some tags may have a mistake. A file without tags is normal.
+    # Missing tags may be a mistake if other words have tags, but files without any tags are normal.
     level = logging.WARNING if has_entities else logging.INFO
-    message = "%s: %s. The sentences are tagged and not scored."
+    message = "%s: %s. The sentences are tagged but not scored."
     logger.log(level, message, place, reason or "Every tag is O")
     return [(words, []) for words, _ in sentences]
 
 
 def _is_tag(tag: str) -> bool:
-    """Return whether a text is a tag of an entity or "O"."""
+    """Return whether a text is an entity tag or "O"."""
     return tag == "O" or tag[:2] in ("B-", "I-")
 
 
 def _split_columns(line: str) -> list[str]:
-    """Return the columns of a line. Blank lines have none."""
+    """Split a line into columns. Returns an empty list for blank lines."""
     if is_blank(line):
         return []
     if "\t" in line:
@@ -130,18 +131,18 @@ def _split_columns(line: str) -> list[str]:
 
 
 def _describe_uneven_line(line: str, count: int, first_line: int, first_count: int) -> str:
-    """Return the message about a line with another number of columns than the first one."""
+    """Return a message about a line whose number of columns differs from the first line."""
     return (
-        f"{line!r} must have {first_count} columns separated by spaces as line {first_line}, got {count}. If words "
+        f"{line!r} must have {first_count} space-separated columns, like line {first_line}, got {count}. If words "
         "contain spaces, separate the columns with tabs."
     )
 
 
 def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
-    """Read the sentences of a run by split. There may be "train", "validation" and "test".
+    """Read the sentences of a run by split ("train", "validation" and "test", if they exist).
 
     Raises:
-        OSError: If a file or a dataset of the Hub cannot be read.
+        OSError: If a file or a Hub dataset cannot be read.
         ValueError: If a file or a dataset has invalid content.
     """
     splits = ["validation", "test"] if settings.only_evaluates else ["train", "validation", "test"]
@@ -152,18 +153,21 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
     try:
         source: Any = _read_folder_rows(settings) or load_dataset(name, settings.dataset_config_name)
         if hasattr(source["validation"], "features"):
-            names = getattr(source["validation"].features["ner_tags"].feature, "names", None)  # None: tags are names
+            names = getattr(source["validation"].features["ner_tags"].feature, "names", None)  # None if tags are names
         read_splits = {split: source[split] for split in splits if split != "test" or split in source}
         loaded = {
             split: [(row["tokens"], list(row.get("ner_tags") or ())) for row in rows if row["tokens"]]
             for split, rows in read_splits.items()
         }
-    except Exception as error:  # `datasets` and the Hub raise many types of errors
+    except Exception as error:  # `datasets` and the Hub raise many exception types
         raise OSError(
-            f"--dataset_name {name} cannot be loaded with splits train and validation and columns tokens and ner_tags "
-            f"({type(error).__name__}: {error}). Use files instead."
+            f"--dataset_name {name} could not be loaded with the splits train and validation and the columns tokens "
+            f"and ner_tags ({type(error).__name__}: {error}). Use files instead."
         ) from error
-    return {split: _name_tags(rows, names, f"{name} ({split})", split != "test") for split, rows in loaded.items()}
+    return {
+        split: _convert_tags_to_names(rows, names, f"{name} ({split})", split != "test")
+        for split, rows in loaded.items()
+    }
 
 
 def _read_folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] | None:
@@ -177,19 +181,19 @@ def _read_folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] 
     }
 
 
-def _name_tags(
+def _convert_tags_to_names(
     sentences: list[tuple[list[str], list[Any]]], names: list[str] | None, place: str, needs_tags: bool
 ) -> list[Sentence]:
-    """Return the sentences of a split of a `datasets` source with the names of their tags.
+    """Convert the tags in a split of a `datasets` source to tag names, and return the sentences.
 
     Args:
-        sentences: The words and the tags, which are names or numbers.
-        names: The names of the numbers, or None.
-        place: The description of the split for messages.
+        sentences: The words and their tags, which are names or numbers.
+        names: The tag names by number, or None if tags are already names.
+        place: The description of the split in messages.
         needs_tags: Whether unknown tags are an error.
     """
     if not sentences:
-        raise ValueError(f"{place} must have at least one sentence with words, but has none.")
+        raise ValueError(f"{place} must contain at least one sentence with words, but has none.")
     reason = _describe_unreadable_tags(sentences, names)
     if reason is None and names:
         sentences = [(words, [names[tag] for tag in tags]) for words, tags in sentences]
@@ -202,32 +206,32 @@ def _name_tags(
 
 
 def _describe_invalid_tag(sentences: list[tuple[list[str], list[Any]]]) -> str | None:
-    """Describe the first invalid tag, or return None."""
+    """Describe the first invalid tag, or return None if all tags are valid."""
     tagged = ((word, tag) for words, tags in sentences for word, tag in zip(words, tags, strict=True))
     wrong = next(((word, tag) for word, tag in tagged if not _is_tag(tag)), None)
     return None if wrong is None else f"Tags must be O, B-... or I-..., got {wrong[1]!r} for {wrong[0]!r}"
 
 
 def _describe_unreadable_tags(sentences: list[tuple[list[str], list[Any]]], names: list[str] | None) -> str | None:
-    """Describe why the tags of a `datasets` source cannot be read, or return None."""
+    """Describe why the tags in a `datasets` source cannot be read, or return None if they can."""
     if wrong := [words for words, tags in sentences if len(words) != len(tags)]:
-        return f"There must be one tag per word in {' '.join(wrong[0])[:60]!r}"
+        return f"There must be exactly one tag per word in {' '.join(wrong[0])[:60]!r}"
     if names is None and not all(isinstance(tag, str) for _, tags in sentences for tag in tags):
-        return "Tags must be names, or the column must have names for its numbers"
+        return "Tags must be names, or the column must define names for its numbers"
     if names and not all(0 <= tag < len(names) for _, tags in sentences for tag in tags):
         return f"Tags must be numbers from 0 to {len(names) - 1}"
     return None
 
 
 def score_entities(predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
-    """Compute precision, recall and F1 of whole entities, and the accuracy of tags, with seqeval.
+    """Compute the precision, recall and F1 of whole entities and the tag accuracy with seqeval.
 
     Args:
         predictions: The predicted tags of each sentence.
-        references: The true tags of each sentence, equally many.
+        references: The true tags of each sentence, with the same number of tags.
 
     Returns:
-        The values of the metrics, from 0 to 1.
+        The metrics, with values from 0 to 1.
 
     Example:
         ```python
@@ -244,9 +248,9 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
 
 
 class NerFineTuning(FineTuningTask[NerSettings]):
-    """Fine-tuning on named entities (arXiv cs/0306050) or other tags of words.
+    """Fine-tuning on named entity recognition (arXiv cs/0306050) or other word tagging tasks.
 
-    The tag of a word is predicted at its first token.
+    A word's tag is predicted at its first token.
 
     Example:
         ```python
@@ -264,7 +268,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         self.config = load_config(settings)
         check_trained_head(settings, self.config, "ForTokenClassification", "tags words")
         self.tokenizer = load_tokenizer(settings, self.config, words=True)
-        fit_token_types(self.tokenizer, self.config, pairs=False)
+        configure_token_types(self.tokenizer, self.config, pairs=False)
         check_max_length(settings.max_length, self.config, self.tokenizer, multiple=settings.pad_to_multiple_of)
         self.splits = {"train": [], **load_sentences(settings)}
         for name, limit in (("train", settings.max_train_samples), ("validation", settings.max_eval_samples)):
@@ -279,7 +283,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         checkpoint_labels = {str(name) for name in id2label.values()}
         if not self.settings.only_evaluates:
             self._warn_about_unlearned_tags()
-        # A checkpoint may have more tags than these sentences. If it is only evaluated, it cannot get new tags.
+        # A checkpoint may have more tags than these sentences. If it is only evaluated, no tags can be added.
         if self.settings.only_evaluates or labels <= checkpoint_labels:
             labels = checkpoint_labels
         else:
@@ -293,29 +297,29 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         return model
 
     def _warn_about_unlearned_tags(self) -> None:
-        """Warn about tags that only dev sentences have. The model gets outputs for them, but does not learn them."""
+        """Warn about tags that only occur in dev sentences, because the model cannot learn them."""
         learned = {tag for _, tags in self.splits["train"] for tag in tags}
         for words, tags in self.splits["validation"]:
             for word, tag in zip(words, tags, strict=True):
                 if tag not in learned:
                     learned.add(tag)
-                    message = "No training sentence has the tag %r, which the dev set gives to %r (%.60s)."
+                    message = "No training sentence contains the tag %r, which the dev set assigns to %r (%.60s)."
                     logger.warning(message, tag, word, " ".join(words))
 
     def _check_tags(self, split: str) -> None:
-        """Check that the model has an output for each tag of a split."""
+        """Check that the model has an output for each tag in a split."""
         name = {"validation": "dev"}.get(split, split)
         for words, tags in self.splits.get(split, ()):
-            for word, tag in zip(words, tags, strict=False):  # there is one tag per word, or no tag at all
+            for word, tag in zip(words, tags, strict=False):  # there is one tag per word, or no tags at all
                 if tag not in self.labels:
                     known = ", ".join(sorted(self.labels))
                     raise ValueError(
-                        f"The {name} tags must be among those of the model ({known}), got {tag!r} for {word!r} "
+                        f"The {name} tags must be known to the model ({known}), got {tag!r} for {word!r} "
                         f"({' '.join(words):.60}). Correct the tag."
                     )
 
     def _encode_all(self, split: str) -> tuple[list[dict[str, list[int]]], list[dict[int, int]]]:
-        """Return the tokens of all sentences, and the positions of their words. Warn about words that are cut off."""
+        """Tokenize all sentences, and return the model inputs and word positions. Warn about truncated words."""
         length, encoded = self.settings.max_length, list(map(self._encode, self.splits[split]))
         cut = [
             len(words) - 1 - max(positions, default=-1)
@@ -323,14 +327,16 @@ class NerFineTuning(FineTuningTask[NerSettings]):
             if len(row["input_ids"]) == length
         ]
         if any(cut):
-            message = "%s: %d of %d sentences have more than --max_length %d tokens. Their last %d words are cut off."
+            message = (
+                "%s: %d of %d sentences have more than --max_length %d tokens. Their last %d words are truncated."
+            )
             logger.warning(message, split, len(list(filter(None, cut))), len(encoded), length, sum(cut))
         return [row for row, _ in encoded], [positions for _, positions in encoded]
 
     def _encode(self, sentence: Sentence) -> tuple[dict[str, list[int]], dict[int, int]]:
-        """Return the tokens and labels of a sentence, and the position of the first token of each word.
+        """Tokenize a sentence, and return the model inputs with labels and the position of each word's first token.
 
-        Only the first token of a word has a label. The other labels are -100.
+        Only the first token of a word has a label. All other labels are -100.
         """
         words, tags = sentence
         row, positions = encode_words(self.tokenizer, words, self.settings.max_length)
@@ -347,7 +353,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         return True
 
     def _make_eval_set(self, split: str) -> tuple[EvalBatches, list[dict[int, int]]]:
-        """Return the batches of a split, and the positions of the words."""
+        """Return the batches of a split and the positions of the words."""
         rows, positions = self._encode_all(split)
         return self.make_eval_batches(rows, [len(row["input_ids"]) for row in rows]), positions
 
@@ -358,16 +364,16 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         return {**score_entities(self.dev_tags, references), "loss": loss}
 
     def _tag_sentences(self, split: str) -> tuple[list[list[str]], float]:
-        """Return the tags of each sentence, with "O" for words that are cut off, and the mean loss per word."""
+        """Return the predicted tags of each sentence, with "O" for truncated words, and the mean loss per word."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
             logits = compute_logits(self.model, batch)
             tag_ids = pad(logits.argmax(-1), (0, self.settings.max_length - logits.shape[1]))  # [b, max_length]
-            # Sentences without tags have no loss. The largest logit then shows whether outputs are finite.
-            return tag_ids, *token_cross_entropy(logits, batch["labels"]), logits.amax((1, 2))
+            # Sentences without tags have no loss. The largest logit is used to check that outputs are finite.
+            return tag_ids, *compute_token_cross_entropy(logits, batch["labels"]), logits.amax((1, 2))
 
         batches, positions = self.sets[split]
-        tag_ids, losses, counts, _ = self.run_rows(batches, outputs, split)
+        tag_ids, losses, counts, _ = self.run_model_on_rows(batches, outputs, split)
         tags = [
             [self.names[int(row[at[i]])] if i in at else "O" for i in range(len(words))]
             for row, at, (words, _) in zip(tag_ids, positions, self.splits[split], strict=True)
@@ -407,7 +413,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
 
 
 def _hash_sentences(sentences: list[Sentence]) -> str:
-    """Return a hash of words and tags."""
+    """Return a hash of the words and tags."""
     return hash_texts([(*words, *tags) for words, tags in sentences])
 
 
@@ -421,5 +427,5 @@ def _format_conll(sentences: list[Sentence], tags: list[list[str]]) -> str:
 
 def _format_line(word: str, tag: str) -> str:
     """Return the line of a word in a CoNLL file."""
-    word = re.sub(r"[\t\r\n]", " ", word)  # words of a `datasets` source may contain separators
+    word = re.sub(r"[\t\r\n]", " ", word)  # words from a `datasets` source may contain separators
     return f"{word}{chr(9) if ' ' in word else ' '}{tag}\n"

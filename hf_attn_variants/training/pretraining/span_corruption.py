@@ -1,6 +1,6 @@
-"""Pretraining of T5 models by span corruption (arXiv 1910.10683, section 3.1.4).
+"""Pretraining of T5 models with span corruption (arXiv 1910.10683, section 3.1.4).
 
-Spans of the text are replaced by sentinel tokens. The targets are the sentinels, each followed by its span:
+Spans of text are replaced by sentinel tokens. The targets consist of the sentinels, each followed by its span:
 
     text     the cat sat on the mat
     inputs   the <extra_id_0> on the <extra_id_1> </s>
@@ -23,9 +23,9 @@ from ..engine.settings import ModelSettings
 from . import SpanCorruptionSettings
 from .task import Pretraining
 
-# The key of the random numbers of this module. No other use shares them (see `text_rows`).
+# The key of this module's random generator, which is not used for anything else (see `dataloaders`).
 SPANS_KEY = 4
-# The spellings of sentinels in vocabularies: a token of its own (T5, UMT5), or the beginning of a word (mT5, U+2581).
+# The spellings of sentinels in vocabularies, as separate tokens (T5, UMT5) or as word starts (mT5, U+2581).
 SENTINELS = ("<extra_id_{}>", "\u2581<extra_id_{}>")
 
 
@@ -41,49 +41,49 @@ def check_span_corruption(
         tokenizer: The tokenizer.
 
     Raises:
-        ValueError: If the model is not an encoder-decoder that starts with its padding token, if the tokenizer does
-            not append an end token, or if `max_length` does not fit.
+        ValueError: If the model is not an encoder-decoder whose decoder starts with the padding token, if the
+            tokenizer does not append an end-of-sequence token, or if `max_length` is not valid for the model.
     """
     name = settings.model_name_or_path or "the new model"
     if not config.is_encoder_decoder or config.decoder_start_token_id != tokenizer.pad_token_id:
         raise ValueError(
-            f"{name} ({config.model_type}) must be an encoder-decoder that starts with its padding token, such as T5. "
-            "Use another model for span corruption."
+            f"{name} ({config.model_type}) must be an encoder-decoder whose decoder starts with the padding token, "
+            "such as T5. Use another model for span corruption."
         )
     check_end_token(settings, tokenizer)
     check_max_length(max_length, config, tokenizer)
 
 
 def get_sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int | None]:
-    """Return the token ids of the first sentinels, and None for each one that the tokenizer lacks."""
+    """Return the token ids of the first sentinels, with None for sentinels that the tokenizer lacks."""
     vocabulary = tokenizer.get_vocab()
     spelling = next((form for form in SENTINELS if form.format(0) in vocabulary), SENTINELS[0])
     return [vocabulary.get(spelling.format(number)) for number in range(count)]
 
 
-def count_noise(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return the number of tokens of a block that are removed, and the number of removed spans.
+def count_noise_tokens_and_spans(length: int, density: float, mean_span: float) -> tuple[int, int]:
+    """Return the number of tokens to remove from a block and the number of spans that they form.
 
     Args:
         length: The length of the block in tokens.
-        density: The share of the tokens that is removed.
+        density: The share of tokens to remove.
         mean_span: The mean length of the spans in tokens.
     """
     noise = min(max(round(length * density), 1), max(length - 1, 1))
-    # There is text before each span, so that spans do not touch.
+    # Each span is preceded by text, so that spans are not adjacent.
     return noise, min(max(round(noise / mean_span), 1), max(length - noise, 1))
 
 
 def compute_corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return the numbers of input and target tokens of a block, including sentinels and end tokens."""
-    noise, spans = count_noise(length, density, mean_span)
+    """Return the numbers of input and target tokens for a block, including sentinels and end-of-sequence tokens."""
+    noise, spans = count_noise_tokens_and_spans(length, density, mean_span)
     return length - noise + spans + 1, noise + spans + 1
 
 
 def compute_block_length(max_length: int, density: float, mean_span: float) -> int:
     """Return the length of the longest block whose inputs have at most `max_length` tokens.
 
-    With the default noise, 512 input tokens hold a block of 568 tokens with 114 target tokens.
+    With the default noise, 512 input tokens correspond to a block of 568 tokens with 114 target tokens.
     """
     length = 1
     while compute_corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
@@ -91,31 +91,31 @@ def compute_block_length(max_length: int, density: float, mean_span: float) -> i
     return length
 
 
-def draw_noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
-    """Draw the start and the end of each removed span of a block [spans, 2].
+def sample_noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
+    """Sample the start and end of each span to remove from a block [spans, 2].
 
-    Text and spans alternate, and the text comes first. All divisions of the text and of the removed tokens are equally
+    Text and spans alternate, starting with text. All partitions of the text and of the removed tokens are equally
     likely.
     """
-    noise, spans = count_noise(length, density, mean_span)
+    noise, spans = count_noise_tokens_and_spans(length, density, mean_span)
     lengths = np.stack([_divide(length - noise, spans, generator), _divide(noise, spans, generator)], axis=-1)
     return lengths.ravel().cumsum().reshape(-1, 2)
 
 
 def _divide(items: int, parts: int, generator: np.random.Generator) -> np.ndarray:
-    """Draw the sizes of parts that have at least one item each. They are empty if there are no items."""
+    """Sample the sizes of parts with at least one item each. If there are no items, all parts are empty."""
     cuts = np.sort(generator.choice(max(items - 1, 0), parts - 1, replace=False)) + 1
     return np.diff([0, *cuts, items])
 
 
-class SpanCorruption:
-    """Preparation of a block of tokens for span corruption. Inputs and targets are padded to fixed lengths.
+class SpanCorruptionPreparer:
+    """Prepares blocks of tokens for span corruption. Inputs and targets are padded to fixed lengths.
 
     Args:
-        tokenizer: A tokenizer with sentinels.
+        tokenizer: A tokenizer with sentinel tokens.
         max_length: The maximum length n of the inputs in tokens.
-        seed: The seed of the run.
-        density: The share of the tokens that is removed.
+        seed: The random seed of the run.
+        density: The share of tokens to remove.
         mean_span: The mean length of the removed spans in tokens.
 
     Raises:
@@ -137,7 +137,7 @@ class SpanCorruption:
         self.density, self.mean_span, self.seed = density, mean_span, seed
         self.block_length = compute_block_length(max_length, density, mean_span)
         self.input_length, self.target_length = compute_corrupted_lengths(self.block_length, density, mean_span)
-        num_spans = count_noise(self.block_length, density, mean_span)[1]
+        num_spans = count_noise_tokens_and_spans(self.block_length, density, mean_span)[1]
         sentinels = get_sentinel_ids(tokenizer, num_spans)
         if None in sentinels:
             raise ValueError(
@@ -151,14 +151,14 @@ class SpanCorruption:
 
         Args:
             block: At most `compute_block_length` token ids.
-            key: The epoch and the number of the block. With the seed, they determine the spans.
+            key: The epoch and the block number. Together with the seed, they determine the spans.
 
         Returns:
             "input_ids" and "attention_mask" [n], and "decoder_input_ids" and "labels" (-100 at padding) [t].
         """
         generator = np.random.default_rng((self.seed, SPANS_KEY, *key))
         inputs, targets, previous_end = [], [], 0
-        spans = draw_noise_spans(len(block), self.density, self.mean_span, generator)
+        spans = sample_noise_spans(len(block), self.density, self.mean_span, generator)
         for sentinel, (begin, end) in zip(self.sentinels, spans, strict=False):
             inputs += [block[previous_end:begin], [sentinel]]
             targets += [[sentinel], block[begin:end]]
@@ -168,13 +168,13 @@ class SpanCorruption:
         return {
             "input_ids": _pad(ids, self.input_length, self.pad_id),
             "attention_mask": (np.arange(self.input_length) < len(ids)).astype(np.int64),
-            # The decoder of T5 starts with the padding token.
+            # T5's decoder starts with the padding token.
             "decoder_input_ids": _pad(np.concatenate([[self.pad_id], labels[:-1]]), self.target_length, self.pad_id),
             "labels": _pad(labels, self.target_length, IGNORED_LABEL),
         }
 
     def shuffle_text(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Shuffle the words of the inputs, always in the same way. Sentinels, end tokens and padding do not move."""
+        """Shuffle the input words with a fixed permutation, without moving sentinels, end tokens and padding."""
         ids = batch["input_ids"].clone()
         special = torch.tensor([*self.sentinels, self.eos_id, self.pad_id], device=ids.device)
         for row in ids:
@@ -190,17 +190,17 @@ def _pad(ids: np.ndarray, length: int, value: int) -> np.ndarray:
 
 
 class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
-    """Pretraining of a T5 by span corruption. Token counts in the results include inputs and targets."""
+    """Pretraining of a T5 model with span corruption. Token counts in the results include inputs and targets."""
 
     name, items = "span corruption", "target_tokens"
-    prepare: SpanCorruption
+    prepare: SpanCorruptionPreparer
 
     def __init__(self, settings: SpanCorruptionSettings, accelerator: Accelerator):
         super().__init__(settings, accelerator)
         self.config, self.tokenizer = load_or_make_config(settings, seq2seq=True)
         check_span_corruption(settings, settings.max_length, self.config, self.tokenizer)
         noise = settings.noise_density, settings.mean_noise_span_length
-        self.prepare = SpanCorruption(self.tokenizer, settings.max_length, settings.seed, *noise)
+        self.prepare = SpanCorruptionPreparer(self.tokenizer, settings.max_length, settings.seed, *noise)
 
     def load_model(self) -> PreTrainedModel:
         return load_or_make_model(self.settings, self.config, AutoModelForSeq2SeqLM)
@@ -208,7 +208,7 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
     def objective(self) -> Objective:
         return make_label_objective(compute_target_logits)
 
-    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return compute_label_sums(compute_target_logits(model, batch), batch["labels"])
 
     def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -220,9 +220,9 @@ class SpanCorruptionPretraining(Pretraining[SpanCorruptionSettings]):
 
 
 def pretrain_span_corruption(settings: SpanCorruptionSettings) -> dict[str, Any]:
-    """Train a T5 model by span corruption, evaluate it, check whether it uses its context, and save it.
+    """Train a T5 model with span corruption, evaluate it, check whether it uses context, and save it.
 
-    The results and errors are those of `fine_tune`.
+    Returns the same results and raises the same errors as `fine_tune`.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""Pretraining of masked and causal language models, with the run and the evaluation of all objectives."""
+"""Pretraining of masked and causal language models, and the base class for all pretraining objectives."""
 
 import logging
 from abc import abstractmethod
@@ -25,7 +25,7 @@ from transformers.utils import ModelOutput
 from ...registration import variant_config_class
 from ..engine.dataloaders import (
     IGNORED_LABEL,
-    MaskedLMPreparation,
+    MaskedLMPreparer,
     TrainingBatches,
     create_eval_dataloader,
     create_stream_dataloader,
@@ -34,7 +34,7 @@ from ..engine.finetune import FineTuningTask, fine_tune
 from ..engine.loop import TrainingLoop
 from ..engine.models import (
     check_max_length,
-    iterate_attentions,
+    iterate_attention_modules,
     load_or_make_config,
     load_or_make_model,
 )
@@ -46,8 +46,8 @@ from .text_stream import TextSource, TextStream, open_text_sources, read_blocks,
 logger = logging.getLogger(__name__)
 
 
-class BlockPreparation(Protocol):
-    """Preparation of an example from a block of tokens.
+class BlockPreparer(Protocol):
+    """Prepares an example from a block of tokens.
 
     Attributes:
         block_length: The length of a block in tokens.
@@ -59,20 +59,20 @@ class BlockPreparation(Protocol):
 
     @property
     def takes_other_block(self) -> bool:
-        """Whether the preparation also takes another block of the text, or None."""
+        """Whether a second block of the text (or None) must also be passed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
-        """Return arrays that have the same shapes for every block.
+        """Return arrays that have the same shape for every block.
 
         The arguments are `block`, its `key` and, if `takes_other_block` is true, another block or None. Randomness
-        depends only on `key` and on the seed of the run.
+        must depend only on `key` and on the seed of the run.
         """
 
 
 class PreparedBlocks(Dataset):
-    """Held-out blocks. They are prepared in the same way in every evaluation and in every run with the same seed."""
+    """Held-out blocks, which are prepared identically in every evaluation and in every run with the same seed."""
 
-    def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparation):
+    def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparer):
         self.blocks, self.prepare = blocks, prepare
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ class PreparedBlocks(Dataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not self.prepare.takes_other_block:
             return self.prepare(self.blocks[index], (0, index))
-        # The other block is far away, because neighboring text may be from the same article.
+        # The other block is far away because neighboring text may come from the same article.
         other = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
         return self.prepare(self.blocks[index], (0, index), other)
 
@@ -91,18 +91,18 @@ def make_stream_batches(
     accelerator: Accelerator,
     sources: Sequence[TextSource],
     tokenizer: PreTrainedTokenizerBase,
-    prepare: BlockPreparation,
+    prepare: BlockPreparer,
     window: int,
 ) -> TrainingBatches:
-    """Make the training batches of a text stream.
+    """Create the training batches from a text stream.
 
     Args:
         settings: The settings of the run.
         accelerator: The accelerator.
         sources: The text.
         tokenizer: The tokenizer.
-        prepare: The preparation of examples.
-        window: The number of blocks that are shuffled together (see `TextStream`).
+        prepare: The preparer of examples.
+        window: The number of blocks to shuffle together (see `TextStream`).
     """
     stream = TextStream(
         sources,
@@ -121,16 +121,16 @@ def make_stream_batches(
     return TrainingBatches(loader, stream.start_epoch, seek=stream.seek)
 
 
-# The minimum increase of the loss in nats without word order, and without attention, if a model uses its context.
+# The minimum loss increase, in nats, without word order or without attention for a model that uses context.
 MIN_COST = 0.3
 
 
 def compute_context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> dict[str, Any]:
-    """Return whether a model uses its context, from the increase of its loss without word order or attention.
+    """Determine whether a model uses context by the increase in its loss without word order or attention.
 
     Args:
         loss: The loss in nats per token.
-        shuffled_loss: The loss with shuffled words.
+        shuffled_loss: The loss for shuffled words.
         zeroed_loss: The loss with zeroed attention outputs.
 
     Returns:
@@ -147,12 +147,12 @@ def compute_context_results(loss: float, shuffled_loss: float, zeroed_loss: floa
 
 
 def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Shuffle the tokens of each example together with their labels, always in the same way.
+    """Shuffle the tokens of each example and their labels with a fixed permutation.
 
-    The first token, the last token and padding do not move.
+    The first token, the last token and padding are not moved.
 
     Args:
-        batch: "input_ids", "attention_mask" and "labels" [b, n].
+        batch: A batch with "input_ids", "attention_mask" and "labels" [b, n].
     """
     lengths = batch["attention_mask"].sum(-1).tolist()
     order = torch.arange(batch["input_ids"].shape[1]).repeat(len(lengths), 1)
@@ -165,12 +165,12 @@ def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def zero_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Replace the attention outputs of a model by zeros, before the output projections.
+    """Replace a model's attention outputs with zeros before the output projections while the block runs.
 
     Raises:
         ValueError: If this package does not support the architecture.
     """
-    outputs = [module.get_submodule(site.output) for site, _, module in iterate_attentions(model)]
+    outputs = [module.get_submodule(site.output) for site, _, module in iterate_attention_modules(model)]
     hooks = [
         output.register_forward_pre_hook(lambda _, inputs: (torch.zeros_like(inputs[0]), *inputs[1:]))
         for output in outputs
@@ -186,20 +186,21 @@ PretrainingT = TypeVar("PretrainingT", bound=PretrainingSettings)
 
 
 class Pretraining(FineTuningTask[PretrainingT]):
-    """Pretraining on a stream of text, with a check that the model uses its context.
+    """The base class for pretraining on a text stream, including a check that the model uses context.
 
-    The results contain `eval_loss` (nats per item), `eval_perplexity`, `eval_accuracy`, the number of items, and
-    `gate_passed` with the losses and costs behind it. The `__init__` of a subclass sets the attributes below.
+    The results contain `eval_loss` (in nats per item), `eval_perplexity`, `eval_accuracy`, the number of items, and
+    `gate_passed` with the losses and costs that determine it. The `__init__` method of a subclass must set the
+    attributes below.
 
     Attributes:
         config: The configuration of the model.
-        prepare: The preparation of examples.
-        items: The name of the number of items among the metrics.
-        without_context: The name of a model that does not use its context.
+        prepare: The preparer of examples.
+        items: The name of the metric that counts the items.
+        without_context: The name for a model that does not use context.
     """
 
     config: PreTrainedConfig
-    prepare: BlockPreparation
+    prepare: BlockPreparer
     items: str
     main_metric, shown_metrics, without_context = "loss", ("accuracy", "sentence_accuracy"), "unigram"
 
@@ -208,14 +209,14 @@ class Pretraining(FineTuningTask[PretrainingT]):
         self.text = open_text_sources(settings)
 
     @abstractmethod
-    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return sums over the items of each example: the loss, the correct items and the items [b, 3].
+    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Return the summed loss, the number of correct items and the number of items for each example [b, 3].
 
-        A sentence task adds the same three sums of the pairs [b, 6].
+        A sentence task adds the same three values for the pairs [b, 6].
         """
 
     def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a batch with shuffled words. The order is always the same."""
+        """Return a batch with shuffled words, using a fixed permutation."""
         return shuffle_positions(batch)
 
     def read_blocks(self, sources: Sequence[TextSource], limit: int | None) -> list[np.ndarray]:
@@ -239,16 +240,16 @@ class Pretraining(FineTuningTask[PretrainingT]):
             return False
         rows = PreparedBlocks(self.read_blocks(self.text.dev, self.settings.max_eval_samples), self.prepare)
         if not any((rows[i]["labels"] != IGNORED_LABEL).any() for i in range(len(rows))):
-            raise ValueError(f"{self.text.dev[0].name} must have a masked token to evaluate. Use longer text.")
+            raise ValueError(f"{self.text.dev[0].name} must contain a masked token for evaluation. Use a longer text.")
         batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
         loader = create_eval_dataloader(rows, batch_size, stack_rows, workers)
         self.dev_batches = self.accelerator.prepare(loader), range(len(rows))
         return True
 
     def evaluate(self) -> dict[str, float]:
-        """Return "loss" (nats per item), "perplexity", "accuracy" and the number of items of the held-out text."""
+        """Return "loss" (in nats per item), "perplexity", "accuracy" and the number of items for the held-out text."""
         (loss, accuracy, items), *pairs = self._compute_means()
-        perplexity = float(np.exp(min(loss, 700.0)))  # larger losses would overflow
+        perplexity = float(np.exp(min(loss, 700.0)))  # larger values would overflow
         metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, self.items: items}
         if pairs and pairs[0][2]:
             metrics["sentence_loss"], metrics["sentence_accuracy"], _ = pairs[0]
@@ -257,22 +258,22 @@ class Pretraining(FineTuningTask[PretrainingT]):
     def _compute_means(
         self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
     ) -> list[tuple[float, float, int]]:
-        """Return the mean loss, the accuracy and the number of items, and the same of pairs if there are any.
+        """Return the mean loss, the accuracy and the number of items, followed by the same values for pairs, if any.
 
         Args:
             change: Modifies a batch before the model reads it.
         """
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            return (self.sum_rows(self.model, change(batch)),)
+            return (self.compute_example_sums(self.model, change(batch)),)
 
-        rows = self.run_rows(self.dev_batches, outputs, "dev")[0]
-        sums = torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU, because not every device has float64
+        rows = self.run_model_on_rows(self.dev_batches, outputs, "dev")[0]
+        sums = torch.from_numpy(rows).double().sum(0).tolist()  # on the CPU because not every device supports float64
         triples = [sums[i : i + 3] for i in range(0, len(sums), 3)]
         return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
 
     def check_context(self) -> dict[str, Any]:
-        """Evaluate the model without word order and without attention. See `compute_context_results`."""
+        """Evaluate the model without word order and without attention (see `compute_context_results`)."""
         shuffled = self._compute_means(self.shuffle)[0][0]
         with zero_attention(self.accelerator.unwrap_model(self.model)):
             zeroed = self._compute_means()[0][0]
@@ -299,9 +300,9 @@ class Pretraining(FineTuningTask[PretrainingT]):
             return "no held-out text; "
         if not results["gate_passed"]:
             logger.warning(
-                "The model is still a %s model. It does not use its context, so experiments on its attention show "
-                "nothing. Train it longer, or with a higher --learning_rate, a longer warm-up, a shorter --max_length "
-                "or a smaller vocabulary.", self.without_context
+                "The model still behaves like a %s model. It does not use context, so experiments on its attention "
+                "are not meaningful. Train it for longer, or with a higher --learning_rate, a longer warm-up, a "
+                "shorter --max_length or a smaller vocabulary.", self.without_context
             )  # fmt: skip
         scores = f"dev loss {results['eval_loss']:.4f} (perplexity {results['eval_perplexity']:.2f}), "
         scores += f"accuracy {results['eval_accuracy']:.4f}"
@@ -314,31 +315,32 @@ class Pretraining(FineTuningTask[PretrainingT]):
         )
 
 
-class CausalLMPreparation:
-    """Preparation of a block of tokens for causal language modeling.
+class CausalLMPreparer:
+    """Prepares blocks of tokens for causal language modeling.
 
-    The inputs are the begin token and the block without its last token. Each token of the text is predicted once: the
-    first token of a block only from the begin token, and the others from all earlier tokens of the block.
+    The inputs are the beginning-of-sequence token and the block without its last token. Each token of the text is
+    predicted once. The first token of a block is predicted only from the beginning-of-sequence token, and the others
+    are predicted from all earlier tokens in the block.
 
     Args:
-        tokenizer: A tokenizer with a token that begins a text ([CLS], `<s>`), one that ends it ([SEP], `</s>`), and a
-            padding token.
+        tokenizer: A tokenizer with a beginning-of-sequence token ([CLS], `<s>`), an end-of-sequence token ([SEP],
+            `</s>`) and a padding token.
         length: The length n of inputs and blocks in tokens.
 
     Raises:
-        ValueError: If the tokenizer lacks a token.
+        ValueError: If the tokenizer lacks one of these tokens.
     """
 
     takes_other_block = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int):
-        self.begin_id, self.separator, self.pad_id = *get_boundary_tokens(tokenizer), tokenizer.pad_token_id
+        self.begin_id, self.separator, self.pad_id = *get_boundary_token_ids(tokenizer), tokenizer.pad_token_id
         self.length = self.block_length = length
 
     def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
         """Return "input_ids", "attention_mask" and "labels" [n].
 
-        The label of a position is the next token, or -100 at padding. Nothing is random, so `key` is not used.
+        The label at each position is the next token, or -100 at padding. There is no randomness, so `key` is not used.
         """
         ids = np.full(self.length, self.pad_id, dtype=np.int64)
         labels = np.full(self.length, IGNORED_LABEL, dtype=np.int64)
@@ -348,8 +350,8 @@ class CausalLMPreparation:
         return {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
 
 
-def get_boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Return the tokens that begin and end a text.
+def get_boundary_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the ids of the tokens that start and end a text.
 
     Raises:
         ValueError: If the tokenizer lacks one of them.
@@ -358,19 +360,19 @@ def get_boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     end = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
     if begin is None or end is None:
         raise ValueError(
-            "The tokenizer must have a token that begins a text ([CLS] or bos_token) and one that ends it ([SEP] or "
-            "eos_token). Use another --tokenizer_name."
+            "The tokenizer must have a token that starts a text ([CLS] or bos_token) and a token that ends it ([SEP] "
+            "or eos_token). Use another --tokenizer_name."
         )
     return begin, end
 
 
 def compute_causal_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits [b, n, V] of the next token at each position."""
+    """Return the next-token logits [b, n, V] at each position."""
     return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
 
 
 class CausalLMPretraining(Pretraining[MaskedLMSettings]):
-    """Pretraining of a BERT, RoBERTa or ELECTRA as a causal language model."""
+    """Pretraining of a BERT, RoBERTa or ELECTRA model as a causal language model."""
 
     name, items, without_context = "causal LM", "predicted_tokens", "bigram"
 
@@ -379,7 +381,7 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
         self.config, self.tokenizer = load_or_make_config(settings)
         convert_to_decoder(settings, self.config, self.tokenizer)
         check_max_length(settings.max_length, self.config, self.tokenizer)
-        self.prepare = CausalLMPreparation(self.tokenizer, settings.max_length)
+        self.prepare = CausalLMPreparer(self.tokenizer, settings.max_length)
 
     def load_model(self) -> PreTrainedModel:
         return load_or_make_model(self.settings, self.config, AutoModelForCausalLM, needs_all=True)
@@ -387,47 +389,49 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
     def objective(self) -> Objective:
         return make_label_objective(compute_causal_logits)
 
-    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return compute_label_sums(compute_causal_logits(model, batch), batch["labels"])
 
 
 def convert_to_decoder(
     settings: MaskedLMSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Change a configuration to a causal language model, with the tokens that begin and end a generated text.
+    """Change a configuration to a causal language model, and set the tokens that start and end generated texts.
 
     Raises:
-        ValueError: If Transformers has no causal class for the architecture, or if its attention variant cannot be
-            causal.
+        ValueError: If Transformers has no causal class for the architecture, or if the attention variant does not
+            support causal attention.
     """
     name = f"{settings.model_name_or_path or 'The new model'} ({config.model_type})"
     if config.is_encoder_decoder or "AutoModelForCausalLM" not in variant_config_class(config.model_type).auto_classes:
         raise ValueError(
-            f"{name} has no causal language model. Use --objective clm with one of these model types: "
+            f"{name} does not support causal language modeling. Use --objective clm with one of these model types: "
             f"{', '.join(CAUSAL_LM_TYPES)}."
         )
     if settings.model_name_or_path is not None and not getattr(config, "is_decoder", False):
-        logger.info("%s was an encoder. It becomes a decoder, in which tokens attend only to earlier tokens.", name)
+        logger.info(
+            "%s was an encoder. It is converted to a decoder, in which tokens attend only to earlier tokens.", name
+        )
     config.is_decoder = True
-    config.bos_token_id, config.eos_token_id = get_boundary_tokens(tokenizer)
-    check = getattr(config, "check_variant", None)  # only configurations of this package have it
+    config.bos_token_id, config.eos_token_id = get_boundary_token_ids(tokenizer)
+    check = getattr(config, "check_variant", None)  # only exists in configurations from this package
     if check is not None:
-        check()  # raises an error now if the attention has no causal form
+        check()  # raise an error early if the attention does not support causal masking
 
 
-# The model types whose `...ForPreTraining` has a head for pairs of segments.
+# The model types whose `...ForPreTraining` class has a head for pairs of segments.
 PAIR_TYPES = ("albert", "bert")
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) -> Objective:
-    """Return the objective that sums the cross-entropy of the masked tokens, and of the sentence task if there is one.
+    """Create an objective that sums the cross-entropy of the masked tokens and of the sentence task, if any.
 
     Args:
-        model: A masked-LM model that is not wrapped yet. The layers after its base model process only the masked
-            positions. The loss is the same, for about a seventh of their work.
-        sentence_weight: The weight of a sentence label, in masked tokens. With the expected number of masked tokens
-            per example, both tasks have the same weight, as in BERT.
+        model: A masked-LM model that has not been wrapped yet. The layers after its base model process only the masked
+            positions, which results in the same loss with about a seventh of their computation.
+        sentence_weight: The weight of a sentence label, relative to a masked token. If it is the expected number of
+            masked tokens per example, both tasks have the same weight, as in BERT.
     """
 
     base_model = model.base_model
@@ -444,20 +448,20 @@ def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.
     def count(batch: dict[str, Tensor]) -> int:
         return int((batch["labels"] != IGNORED_LABEL).sum())
 
-    return Objective(loss_sum=loss_sum, count=count, head_of_items=True)
+    return Objective(loss_sum=loss_sum, count=count, head_on_items_only=True)
 
 
 def _compute_logits(
     model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the logits [m, V] and labels [m] of masked tokens, and the sentence logits [b, 2] or None."""
+    """Return the logits [m, V] and labels [m] of masked tokens, and the sentence logits [b, 2] (or None)."""
     chosen = batch["labels"] != IGNORED_LABEL  # [b, n]
 
     def keep_chosen(_: nn.Module, inputs: tuple, output: ModelOutput) -> ModelOutput:
         output["last_hidden_state"] = output["last_hidden_state"][chosen]  # [m, hidden size]
         return output
 
-    # Call the whole model, because DDP and FSDP hook into its forward.
+    # Call the whole model because DDP and FSDP hook into its forward method.
     hook = base_model.register_forward_hook(keep_chosen)
     try:
         output = model(**{name: batch[name] for name in MODEL_INPUTS if name in batch})
@@ -471,7 +475,7 @@ def _compute_logits(
 
 
 def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums of `Pretraining.sum_rows` over masked tokens, and over pairs if there is a sentence task."""
+    """Compute `Pretraining.compute_example_sums` over masked tokens and, with a sentence task, over pairs."""
     logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()
@@ -490,7 +494,7 @@ def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[
 
 
 class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
-    """Pretraining of an encoder as a masked language model, with or without a sentence task."""
+    """Pretraining of an encoder as a masked language model, optionally with a sentence task."""
 
     name, items = "masked LM", "masked_tokens"
 
@@ -501,12 +505,12 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         check_max_length(settings.max_length, self.config, self.tokenizer)
         _check_pairs(settings, self.config)
         masking = settings.mlm_probability, settings.seed, settings.whole_word_mask, settings.sentence_task
-        self.prepare = MaskedLMPreparation(self.tokenizer, settings.max_length, *masking)
+        self.prepare = MaskedLMPreparer(self.tokenizer, settings.max_length, *masking)
 
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
         auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
-        # The head of a sentence task may be new, except if the model is only evaluated.
+        # The head for a sentence task may be new, unless the model is only evaluated.
         model = load_or_make_model(settings, self.config, auto_class, needs_all=settings.only_evaluates)
         self.unwrapped_model = model
         return model
@@ -515,14 +519,15 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
         sentence_weight = self.settings.mlm_probability * self.prepare.block_length
         return make_masked_lm_objective(self.unwrapped_model, sentence_weight)
 
-    def sum_rows(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return compute_masked_lm_sums(model, self.unwrapped_model.base_model, batch)
 
 
 def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
-    """Train a masked language model, evaluate it, check whether it uses its context, and save it.
+    """Train a masked language model, evaluate it, check whether it uses context, and save it.
 
-    With the objective "clm", train a causal language model instead. The results and errors are those of `fine_tune`.
+    With the objective "clm", a causal language model is trained instead. Returns the same results and raises the same
+    errors as `fine_tune`.
 
     Example:
         ```python
@@ -537,33 +542,33 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
 
 
 def _check_encoder(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
-    """Raise ValueError if the model is not an encoder.
+    """Check that the model is an encoder.
 
-    Auto classes also make masked-LM models of encoder-decoders such as BART, whose decoder would read the masked
+    Auto classes also create masked-LM models from encoder-decoders such as BART, whose decoder would read the masked
     words.
     """
     name = settings.model_name_or_path or f"--model_type {settings.model_type}"
     if config.is_encoder_decoder:
         raise ValueError(
             f"{name} ({config.model_type}) must be an encoder, but is an encoder-decoder. Use `attn-variants "
-            "pretrain-t5` for a T5, or `attn-variants seq2seq` for others."
+            "pretrain-t5` for T5 models, or `attn-variants seq2seq` for others."
         )
     if getattr(config, "is_decoder", False):
         raise ValueError(f"{name} must be an encoder, but is a decoder (is_decoder). Set --objective clm.")
 
 
 def _check_pairs(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
-    """Raise ValueError if the settings or the model do not allow the sentence task."""
+    """Check that the settings and the model support the sentence task."""
     task = settings.sentence_task
     if task is None:
         return
     if task == "nsp" and settings.shuffle_buffer_size < 2:
         raise ValueError(
             f"--shuffle_buffer_size must be at least 2 with --sentence_task nsp, got {settings.shuffle_buffer_size}. "
-            "The task draws the other text from the buffer."
+            "The task samples the other text from the buffer."
         )
     if config.model_type.removeprefix("attn_variant_") not in PAIR_TYPES:
         raise ValueError(
-            f"--sentence_task {task} needs a model with a head for pairs ({', '.join(PAIR_TYPES)}), got "
+            f"--sentence_task {task} requires a model with a head for pairs ({', '.join(PAIR_TYPES)}), got "
             f"{config.model_type}."
         )

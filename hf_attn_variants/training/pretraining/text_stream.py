@@ -1,4 +1,4 @@
-"""A stream of text from files or a `datasets` source, which is tokenized and packed into blocks."""
+"""Streams text from files or a `datasets` source, tokenizes it, and packs it into blocks."""
 
 import hashlib
 import itertools
@@ -28,10 +28,10 @@ from . import PretrainingSettings
 
 logger = logging.getLogger(__name__)
 
-# Longer articles are cut at the next line end, and longer lines between words. Files without empty lines, or without
-# line ends, can then be streamed as well.
+# Longer articles are split at the next line end, and longer lines are split between words. Files without empty lines
+# or line ends can therefore be streamed as well.
 MAX_ARTICLE_BYTES = 2**18
-# The number of bytes at the start and at the end of a file that are hashed instead of the whole file.
+# The number of bytes at the start and end of a file to hash instead of the whole file.
 HASHED_BYTES = 2**16
 
 
@@ -44,15 +44,15 @@ class TextSource(Protocol):
 
     @property
     def keeps_whitespace(self) -> bool:
-        """Whether to keep line ends, tabs and runs of spaces. Otherwise, each run becomes one space."""
+        """Whether to keep line ends, tabs and runs of spaces. Otherwise, each run becomes a single space."""
 
     def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the articles from `offset` on, each with its own offset."""
+        """Yield the articles starting at `offset`, each with its own offset."""
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A UTF-8 text file (plain text or .gz) with articles that are separated by empty lines.
+    """A UTF-8 text file (plain text or .gz) whose articles are separated by empty lines.
 
     Offsets are in bytes of the uncompressed text.
     """
@@ -66,12 +66,12 @@ class TextFile:
         return str(self.path)
 
     def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the articles from `offset` on, each with its own offset.
+        """Yield the articles starting at `offset`, each with its own offset.
 
         Raises:
             OSError: If the file cannot be read, is an incomplete gzip file, or is not UTF-8. The message names the
-                file and the position in its text.
-            ValueError: If the file has a null character, so that it is not text.
+                file and the position within its text.
+            ValueError: If the file contains a null character, which means that it is not a text file.
         """
         begin, lines, size = offset, [], 0
         try:
@@ -80,10 +80,10 @@ class TextFile:
                 file.seek(offset)
                 for line in itertools.chain(
                     _read_lines(file, by_returns), [b""]
-                ):  # the end of the file ends an article
+                ):  # the end of the file also ends an article
                     if b"\0" in line:
                         raise ValueError(
-                            f"{self.path} must be UTF-8 text, but has a null character. Convert it to UTF-8."
+                            f"{self.path} must be UTF-8 text, but contains a null character. Convert it to UTF-8."
                         )
                     if line.strip():
                         lines.append(line)
@@ -99,12 +99,12 @@ class TextFile:
             raise OSError(f"{self.path} cannot be read after byte {begin + size} of its text ({error}).") from error
 
     def _open(self) -> BinaryIO:
-        """Open the file for reading bytes of its text."""
+        """Open the file to read its text as bytes."""
         return open_file(self.path)
 
 
 def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
-    """Yield the lines of a file. Split lines that are too long for an article, between words if possible."""
+    """Yield the lines of a file. Lines that are too long for an article are split, between words if possible."""
     rest = b""
     while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
         line, rest = rest + line, b""
@@ -115,15 +115,15 @@ def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
                 rest = line
                 continue
         if len(line) == MAX_ARTICLE_BYTES and not line.endswith(b"\n"):
-            cut = line.rfind(b" ") + 1 or _find_last_character(line) or len(line)
+            cut = line.rfind(b" ") + 1 or _find_last_character_start(line) or len(line)
             line, rest = line[:cut], line[cut:]
         yield line
     if rest:
         yield rest
 
 
-def _find_last_character(line: bytes) -> int:
-    """Return the start of the last UTF-8 character of a line. The character may be incomplete."""
+def _find_last_character_start(line: bytes) -> int:
+    """Return the index where the last UTF-8 character of a line, which may be incomplete, starts."""
     begin = len(line) - 1
     while begin and line[begin] & 0xC0 == 0x80:
         begin -= 1
@@ -132,7 +132,7 @@ def _find_last_character(line: bytes) -> int:
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """A shard of a streamed split of a `datasets` source with one article per row. Offsets are row numbers."""
+    """A shard of a streamed split from a `datasets` source with one article per row. Offsets are row numbers."""
 
     name: str
     rows: datasets.IterableDataset
@@ -141,19 +141,19 @@ class DatasetRows:
     keeps_whitespace: bool = False
 
     def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the texts of the rows from `offset` on, each with its row number. Skip rows without a value.
+        """Yield the texts of the rows starting at `offset`, each with its row number, skipping empty values.
 
         Raises:
-            OSError: If the shard cannot be read. The message names the last row that was read. Formats that are read
-                in blocks fail before the first row of the block.
-            ValueError: If a row lacks the column, or has another value than a text.
+            OSError: If the shard cannot be read. The message names the last row that was read. For formats that are
+                read in blocks, the error is raised before the first row of the block.
+            ValueError: If a row lacks the column or contains a value that is not text.
         """
         rows = iter(self.rows.shard(self.rows.num_shards, self.shard).skip(offset))
         for number in itertools.count(offset):
             try:
                 row = next(rows, None)
-            except Exception as error:  # each file format raises its own types of errors
-                # Arrow counts rows from the start of the block that it reads, so its number is misleading.
+            except Exception as error:  # each file format raises its own exception types
+                # Arrow counts rows from the start of the current block, so its row number is misleading.
                 reason = re.sub(r" in row \d+$", "", f"{type(error).__name__}: {error}")
                 raise OSError(f"{self.name} cannot be read after row {number} ({reason}).") from error
             if row is None:
@@ -175,11 +175,12 @@ class FolderFile:
     keeps_whitespace: bool = False
 
     def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the texts of the rows from `offset` on, each with its row number. Skip blank texts.
+        """Yield the texts of the rows starting at `offset`, each with its row number. Blank texts are skipped.
 
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If a row does not match the header or has no text in the column. The message names the row.
+            ValueError: If a row does not match the header, or if its column contains no text. The message names the
+                row.
         """
         if is_table(self.path):
             rows = (record.values for record in read_records(self.path))
@@ -196,33 +197,33 @@ class FolderFile:
 def _make_missing_text_error(name: str, number: int, column: str, row: dict[str, Any]) -> ValueError:
     """Return the error for a row without a text."""
     return ValueError(
-        f"{name}, row {number}: There is no text in the column {column!r}; the columns are {', '.join(row)}. Set "
+        f"{name}, row {number}: There is no text in the column {column!r}. The columns are {', '.join(row)}. Set "
         "--text_column to another column."
     )
 
 
 def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False) -> list[TextFile]:
-    """Open text files, and read the first article of each.
+    """Open text files, and check that the first article of each can be read.
 
     Raises:
         OSError: If a file does not exist or cannot be read.
-        ValueError: If a file is a table or has no text.
+        ValueError: If a file is a table or contains no text.
     """
     files = [TextFile(Path(path), keeps_whitespace) for path in paths]
     for file in files:
         if is_table(file.path):
             raise ValueError(
-                f"{file.path} must be a text file, but is a table. Write its texts into a .txt file, or give the "
-                "folder of the table to --dataset_name and the column of the texts to --text_column."
+                f"{file.path} must be a text file, but is a table. Write its texts to a .txt file, or set "
+                "--dataset_name to the folder of the table and --text_column to the column that contains the texts."
             )
-        # A file with only a byte-order mark has one article without a character.
+        # A file that consists of only a byte-order mark has one empty article.
         if not any(text.strip() for _, text in file.read_articles()):
-            raise ValueError(f"{file.path} must have text, but has none.")
+            raise ValueError(f"{file.path} must contain text, but is empty.")
     return files
 
 
 def hash_files(files: Iterable[TextFile]) -> str:
-    """Hash the names, sizes, first bytes and last bytes of files. Hashing a whole corpus would take too long."""
+    """Hash the names, sizes, first bytes and last bytes of files, because hashing a whole corpus is slow."""
     digest = hashlib.sha256()
     for file in files:
         size = file.path.stat().st_size
@@ -241,9 +242,9 @@ class PretrainingText:
 
     Attributes:
         train: The shards for training.
-        dev: The shards for the evaluation. Empty if there is no evaluation.
+        dev: The shards for evaluation. Empty if the run does not evaluate.
         train_fingerprint: Values that identify the training text.
-        dev_fingerprint: Values that identify the text of the evaluation.
+        dev_fingerprint: Values that identify the evaluation text.
     """
 
     train: Sequence[TextSource]
@@ -253,10 +254,11 @@ class PretrainingText:
 
 
 def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
-    """Open the text of a pretraining run.
+    """Open the text for a pretraining run.
 
     Raises:
-        OSError, ValueError: As for `open_text`, or if there is no held-out text and a flag needs it.
+        OSError, ValueError: For the same reasons as in `open_text`, or if a flag requires held-out text and there is
+            none.
     """
     text = open_text(settings)
     if not text.dev and settings.dataset_name is not None:
@@ -265,13 +267,13 @@ def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
 
 
 def open_text(settings: Any) -> PretrainingText:
-    """Open the text for training and for the evaluation, from files or from the splits of a dataset.
+    """Open the text for training and evaluation, from files or from the splits of a dataset.
 
     Args:
         settings: Settings with the fields of `TextSettings`.
 
     Raises:
-        OSError, ValueError: If a file or a dataset cannot be read, or if it has no text.
+        OSError, ValueError: If a file or a dataset cannot be read or contains no text.
     """
     keeps = settings.keep_whitespace
     files = check_text_files(settings.validation_file or [], keeps)
@@ -282,14 +284,14 @@ def open_text(settings: Any) -> PretrainingText:
         train = train_files = check_text_files(settings.train_file or [], keeps)
         train_hash = hash_files(train_files)
     else:
-        # `datasets` can stream JSON. It would read CSV files with pandas, which guesses the types of the columns.
+        # `datasets` can stream JSON, but would read CSV files with pandas, which guesses the column types.
         local = find_split_files(settings, (".csv", ".tsv", ".txt"))
         split_files: Mapping[str, Sequence[str]]
         split_files, splits = (local, None) if local is not None else _open_dataset(settings)
         available: Mapping[str, Any] = split_files if splits is None else splits
         if "train" not in available:
             raise ValueError(
-                f"--dataset_name must have a split 'train', but {settings.dataset_name} has only "
+                f"--dataset_name must have a 'train' split, but {settings.dataset_name} only has "
                 f"{', '.join(available)}."
             )
         if not dev and "validation" in available:
@@ -304,22 +306,22 @@ def open_text(settings: Any) -> PretrainingText:
 
 
 def _open_dataset(settings: Any) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
-    """Return the paths or addresses of the files of each split, if known, and the streamed splits."""
+    """Return the paths or URLs of the files in each split, if known, and the streamed splits."""
     named = (settings.dataset_name, settings.dataset_config_name)
     try:
         files = datasets.load_dataset_builder(*named).config.data_files or {}
         return files, datasets.load_dataset(*named, streaming=True)
-    except Exception as error:  # `datasets`, the Hub and each file format raise their own types of errors
-        # `datasets` raises StopIteration when it looks for columns.
-        reason = "a file without a row" if isinstance(error, StopIteration) else f"{type(error).__name__}: {error}"
+    except Exception as error:  # `datasets`, the Hub and each file format raise their own exception types
+        # `datasets` raises StopIteration when it looks for the columns of an empty file.
+        reason = "a file without rows" if isinstance(error, StopIteration) else f"{type(error).__name__}: {error}"
         kind = OSError if isinstance(error, OSError | EOFError) else ValueError
-        raise kind(f"--dataset_name {settings.dataset_name} cannot be opened ({reason}).") from error
+        raise kind(f"--dataset_name {settings.dataset_name} could not be opened ({reason}).") from error
 
 
 def _open_dataset_shards(
     settings: Any, splits: IterableDatasetDict | None, files: Mapping[str, Sequence[str]], split: str
 ) -> Sequence[TextSource]:
-    """Return the shards of a split, and check that there is at least one row with text."""
+    """Return the shards of a split, and check that at least one row contains text."""
     shards: Sequence[TextSource]
     names, options = [Path(file).name for file in files.get(split, ())], (settings.text_column,)
     if splits is None:
@@ -335,34 +337,34 @@ def _open_dataset_shards(
             DatasetRows(f"{settings.dataset_name} ({split}), {name}", rows, *options, i, settings.keep_whitespace)
             for i, name in enumerate(names)
         ]
-    # Read one article, so that a wrong column is an error now.
+    # Read one article, so that an error is raised early if the column is wrong.
     if all(next(shard.read_articles(), None) is None for shard in shards):
-        raise ValueError(f"{settings.dataset_name} ({split}) must have at least one row, but has none.")
+        raise ValueError(f"{settings.dataset_name} ({split}) must contain at least one row, but is empty.")
     return shards
 
 
 def _hash_dataset(files: Sequence[str]) -> str:
-    """Hash the files of a split. Files on the Hub are represented by their addresses."""
+    """Hash the files of a split. Files on the Hub are represented by their URLs."""
     paths = [Path(file) for file in files]
     if all(path.is_file() for path in paths):
         return hash_files(TextFile(path) for path in paths)
-    # An address on the Hub contains the revision.
+    # URLs on the Hub contain the revision.
     return hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
 
 
-# The number of texts per call of the tokenizer.
+# The number of texts per tokenizer call.
 TEXTS_PER_CALL = 32
-# The keys of the random numbers of this module. No other use shares them.
+# The keys of this module's random generators, which are not used for anything else.
 SHARD_ORDER, WINDOW_ORDER = 0, 1
 
 
 class TextPosition(NamedTuple):
-    """The position of the start of a block.
+    """The position at which a block starts.
 
     Attributes:
-        shard: The shard, in the order of the epoch.
-        offset: The offset of the article in the shard.
-        token: The number of tokens of the article before the block.
+        shard: The index of the shard, in the order of the epoch.
+        offset: The offset of the article within the shard.
+        token: The number of tokens in the article that precede the block.
     """
 
     shard: int = 0
@@ -380,21 +382,22 @@ def pack_blocks(
     separator: int,
     start: TextPosition = TEXT_START,
 ) -> Iterator[tuple[np.ndarray, TextPosition]]:
-    """Cut the tokens of all articles into blocks of equal length. The last block may be shorter.
+    """Split the tokens of all articles into blocks of equal length. The last block may be shorter.
 
     Args:
         sources: The text.
-        tokenizer: A fast tokenizer. It adds no special tokens, and special tokens that occur in the text are removed.
+        tokenizer: A fast tokenizer. No special tokens are added, and special tokens that occur in the text are
+            removed.
         length: The length of a block in tokens.
         separator: The token that ends each article.
         start: The position of the first block.
 
     Yields:
-        The token ids of a block [length], and the position of its start.
+        The token ids of each block [length], and the position at which it starts.
     """
     reserved = _get_reserved_ids(tokenizer)
     rest = np.empty(0, dtype=np.int64)
-    # The index in `rest` and the position of each article that begins in `rest`.
+    # The index in `rest` and the position of each article that starts in `rest`.
     begins: list[tuple[int, TextPosition]] = []
     for shard, source in itertools.islice(enumerate(sources), start.shard, None):
         first = start.offset if shard == start.shard else 0
@@ -406,7 +409,7 @@ def pack_blocks(
             for i in range(whole):
                 yield rest[i * length : (i + 1) * length], _get_position(begins, i * length)
             if whole:
-                begins = _drop_tokens(begins, whole * length)
+                begins = _shift_article_starts(begins, whole * length)
                 rest = rest[whole * length :]
     if len(rest):
         yield rest, _get_position(begins, 0)
@@ -415,7 +418,7 @@ def pack_blocks(
 def _tokenize_articles(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, offset: int, separator: int, reserved: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the tokens of the articles of a shard, each with its offset. Skip articles without tokens."""
+    """Yield the tokens and the offset of each article in a shard. Articles without tokens are skipped."""
     articles = source.read_articles(offset)
     while batch := list(itertools.islice(articles, TEXTS_PER_CALL)):
         encoded = tokenizer(
@@ -423,7 +426,7 @@ def _tokenize_articles(
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # do not warn that articles are longer than the input of the model
+            verbose=False,  # do not warn about articles that are longer than the model's maximum input
         )["input_ids"]
         for (begin, _), ids in zip(batch, encoded, strict=True):
             tokens = np.asarray(ids, dtype=np.int64)
@@ -433,9 +436,9 @@ def _tokenize_articles(
 
 
 def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the token ids that are removed from text: special tokens except the unknown token, and sentinels.
+    """Return the ids of tokens to remove from text (sentinels, and special tokens except the unknown token).
 
-    `all_special_ids` is not used, because it includes punctuation for some tokenizers.
+    `all_special_ids` is not used because it includes punctuation for some tokenizers.
     """
     ids = {getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "mask", "pad", "bos", "eos")}
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -444,14 +447,14 @@ def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def _get_position(begins: list[tuple[int, TextPosition]], index: int) -> TextPosition:
-    """Return the position of a token of `rest` in `pack_blocks`."""
+    """Return the position of a token in `rest` (see `pack_blocks`)."""
     begin, place = begins[bisect_right(begins, index, key=lambda item: item[0]) - 1]
     return place._replace(token=place.token + index - begin)
 
 
-def _drop_tokens(begins: list[tuple[int, TextPosition]], cut: int) -> list[tuple[int, TextPosition]]:
-    """Return the starts of the articles after the first `cut` tokens of `rest` in `pack_blocks` are removed."""
-    # The rest of the article that contains the cut begins at index 0.
+def _shift_article_starts(begins: list[tuple[int, TextPosition]], cut: int) -> list[tuple[int, TextPosition]]:
+    """Return the article starts after removing the first `cut` tokens from `rest` (see `pack_blocks`)."""
+    # The rest of the article that contains the cut starts at index 0.
     later = [(begin - cut, place) for begin, place in begins if begin > cut]
     return [(0, _get_position(begins, cut)), *later]
 
@@ -463,38 +466,39 @@ def read_blocks(
     separator: int,
     limit: int | None = None,
 ) -> list[np.ndarray]:
-    """Read the first `limit` blocks of a text into memory, or all blocks if `limit` is None. See `pack_blocks`.
+    """Read the first `limit` blocks of a text into memory, or all blocks if `limit` is None (see `pack_blocks`).
 
     Raises:
-        ValueError: If the text has no tokens.
+        ValueError: If the text contains no tokens.
     """
     blocks = [block for block, _ in itertools.islice(pack_blocks(sources, tokenizer, length, separator), limit)]
     if not blocks:
         more = f" (and {len(sources) - 1} more)" if len(sources) > 1 else ""
-        raise ValueError(f"{sources[0].name}{more} must have text with tokens, but the tokenizer returned none.")
+        raise ValueError(f"{sources[0].name}{more} must contain text, but the tokenizer returned no tokens.")
     return blocks
 
 
 class TextStream(IterableDataset):
-    """Batches of prepared blocks. They do not depend on the number of processes, or on where a run is resumed.
+    """A stream of prepared batches that does not depend on the number of processes or on where a run is resumed.
 
     Every process reads the whole text and prepares its own rows of each batch. If the last batch is too small for all
-    processes, a process without a row gets a row without labels. `TrainingLoop` calls `start_epoch` and `seek` before
-    the iteration.
+    processes, a process without a row receives a row without labels. `TrainingLoop` calls `start_epoch` and `seek`
+    before iterating.
 
     Args:
         sources: The text.
         tokenizer: The tokenizer.
         length: The length of a block in tokens.
         separator: The token that ends each article. See `pack_blocks`.
-        prepare: Maps (token ids, (epoch, number of the block in the epoch)) to arrays that have the same shapes for
-            every block. Randomness must depend only on these two numbers.
+        prepare: Maps (token ids, (epoch, block number within the epoch)) to arrays that have the same shapes for every
+            block. Randomness must depend only on these two numbers.
         batch_size: The number of rows per process.
-        seed: The seed of the run.
-        window: The number of blocks that are held in memory and shuffled together.
+        seed: The random seed of the run.
+        window: The number of blocks to hold in memory and shuffle together.
         process_index: The index of this process.
         num_processes: The number of processes.
-        with_other: Whether to also pass another block of the same window to `prepare`, or None if there is only one.
+        with_other: Whether to also pass `prepare` another block from the same window, or None if there is only one
+            block.
     """
 
     def __init__(
@@ -518,19 +522,19 @@ class TextStream(IterableDataset):
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
-        """Select the epoch that `__iter__` yields, from its first batch."""
+        """Select the epoch that `__iter__` yields, starting with its first batch."""
         self.epoch, self._used, self._position = epoch, 0, [0, 0, *TEXT_START]
 
     def seek(self, batches: int, position: list[int]) -> None:
-        """Skip the first `batches` batches of the epoch. `position` is the "position" of the last one."""
+        """Skip the first `batches` batches of the epoch. `position` is the "position" of the last skipped batch."""
         self._used, self._position = batches * self.batch_size * self.num_processes, position
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Yield batches with the prepared tensors [b, ...], "position" for `seek`, and "examples" (b or 0)."""
-        rows = self._numbered_blocks()
+        rows = self._iterate_numbered_blocks()
         while batch := list(itertools.islice(rows, self.batch_size * self.num_processes)):
             share = np.array_split(np.arange(len(batch)), self.num_processes)[self.process_index]
-            # Every process must take part in the step. Without a row of its own, it gets a copy of the last row.
+            # Every process must take part in the step. A process without a row receives a copy of the last row.
             taken = [batch[i] for i in share] or batch[-1:]
             prepared = [self.prepare(block, (self.epoch, number), *other) for number, block, _, other in taken]
             if not len(share):
@@ -539,8 +543,8 @@ class TextStream(IterableDataset):
             counts = {"position": torch.tensor(batch[-1][2]), "examples": torch.tensor(len(share))}
             yield stack_rows(prepared) | counts
 
-    def _numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
-        """Yield the number and the tokens of each block, the position of its window, and another block if needed."""
+    def _iterate_numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
+        """Yield the number and tokens of each block, the position of its window and, if required, another block."""
         order = np.random.default_rng((self.seed, SHARD_ORDER, self.epoch)).permutation(len(self.sources))
         sources = [self.sources[i] for i in order]
         window, number, *place = self._position
@@ -558,5 +562,5 @@ class TextStream(IterableDataset):
 
 
 def stack_rows(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
-    """Stack prepared blocks to a batch of tensors [b, ...]."""
+    """Stack prepared blocks into a batch of tensors [b, ...]."""
     return {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}

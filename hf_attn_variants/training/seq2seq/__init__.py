@@ -1,4 +1,4 @@
-"""Settings of fine-tuning on text-to-text tasks."""
+"""Settings for fine-tuning on text-to-text tasks."""
 
 import importlib.util
 import re
@@ -19,25 +19,25 @@ from ..engine.settings import (
     NewModelSettings,
     Settings,
     option,
-    redefault,
+    override_option,
 )
 
 SQUAD = "squad"
 TEXT_TASKS = (*(name for name, task in TASKS.items() if task.eval_splits), SQUAD)
-# The metrics of texts, and the packages that compute them.
+# Text metrics and the packages that compute them.
 METRIC_PACKAGES: dict[str, str | None] = {
     "bleu": "sacrebleu",
     "chrf": "sacrebleu",
     "rouge": "rouge_score",
     "accuracy": None,
 }
-# Metrics of `evaluate` in a repository of the Hub.
+# `evaluate` metrics in a Hub repository.
 HUB_METRIC = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.py)")
 BLEU_TOKENIZERS = ("none", "13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "flores101", "flores200")
 SPLITS = ("train", "validation", "test")
-# The prefixes of the flags for the parallel text of each split.
+# The prefixes of the parallel-text flags for each split.
 FLAG_PREFIXES = ("", "validation_", "test_")
-# The default columns.
+# The default column names.
 DEFAULT_COLUMNS = {"source_column": "source", "target_column": "target"}
 
 
@@ -45,53 +45,56 @@ def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) ->
     """Check that metrics exist and that their packages are installed.
 
     Args:
-        names: Names in `METRIC_PACKAGES`, or metrics of `evaluate`: paths to scripts, or repositories of the Hub.
-        trust_remote_code: Whether the code of a repository may be run.
+        names: Names in `METRIC_PACKAGES`, or `evaluate` metrics as paths to scripts or as Hub repositories.
+        trust_remote_code: Whether code from a repository may be run.
 
     Raises:
-        ValueError: If a metric does not exist, needs a package that is not installed, or must not be run.
+        ValueError: If a metric does not exist, requires a package that is not installed, or must not be run.
     """
     for name in names:
         if name in METRIC_PACKAGES:
             package = METRIC_PACKAGES[name]
             if package is not None and importlib.util.find_spec(package) is None:
-                raise ValueError(f"--metrics {name} needs {package}. Run `pip install {package.replace('_', '-')}`.")
+                raise ValueError(
+                    f"--metrics {name} requires {package}. Run `pip install {package.replace('_', '-')}`."
+                )
         elif Path(name).expanduser().exists():
             continue
         elif not HUB_METRIC.fullmatch(name):
             raise ValueError(
-                f"--metrics must be among {', '.join(METRIC_PACKAGES)}, or a metric of `evaluate`, got {name!r}. Name "
-                "such a metric by its script (./my_metric.py) or its repository (evaluate-metric/meteor)."
+                f"--metrics must be one of {', '.join(METRIC_PACKAGES)} or an `evaluate` metric, got {name!r}. "
+                "Specify an `evaluate` metric by its script (./my_metric.py) or its repository "
+                "(evaluate-metric/meteor)."
             )
         elif not trust_remote_code:
             raise ValueError(
-                f"--metrics {name} runs code from the Hub. Inspect this code, and then set --trust_remote_code."
+                f"--metrics {name} runs code from the Hub. Inspect the code, and then set --trust_remote_code."
             )
 
 
 def _make_side_option(split: str, side: str, resume: str | None = None, more: str = "") -> str | None:
-    """Return the option for one side of the parallel text of a split."""
+    """Create the option for one side of a split's parallel text."""
     return option(
         f"File with the {side} texts of the {split} split, one per line (.txt, .gz){more}.", None, resume=resume
     )
 
 
 def _make_table_option(split: str, resume: str | None = None) -> tuple[str, ...] | None:
-    """Return the option for the tables of a split."""
+    """Create the option for the tables of a split."""
     text = (
-        f"{split} tables, instead of text files (.csv, .tsv, .json, .jsonl; with --task_name, the task's own format)."
+        f"{split} tables instead of text files (.csv, .tsv, .json, .jsonl; with --task_name, the task's own format)."
     )
     return option(text, None, resume=resume)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BleuSettings(Settings):
-    """The tokenizer of BLEU."""
+    """Settings for the BLEU tokenizer."""
 
     title: ClassVar[str] = "decoding"
 
     tokenize: str | None = option(
-        "Tokenizer of sacrebleu for BLEU (default: zh for Chinese, ja-mecab or char for Japanese, char for Thai, and "
+        "SacreBLEU tokenizer for BLEU (default: zh for Chinese, ja-mecab or char for Japanese, char for Thai, and "
         "otherwise 13a).",
         None,
         choices=BLEU_TOKENIZERS,
@@ -100,47 +103,49 @@ class BleuSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(BleuSettings):
-    """The generation of texts and their metrics."""
+    """Settings for generating texts and computing their metrics."""
 
     title: ClassVar[str] = "decoding"
 
     num_beams: tuple[int, ...] = option(
-        "Number of beams (default: 1, greedy search). Several numbers: the last evaluation decodes with each of them, "
-        "and the others with the first one.",
+        "Number of beams (default: 1, greedy search). If there are several numbers, the last evaluation uses each of "
+        "them, and all other evaluations use the first one.",
         (1,),
     )
     length_penalty: float = option(
-        "Length penalty of beam search. Higher values favor longer texts.", 1.0, resume=WITH_BEST_WEIGHTS
+        "Length penalty for beam search. Higher values favor longer texts.", 1.0, resume=WITH_BEST_WEIGHTS
     )
     no_repeat_ngram_size: int | None = option(
-        "No sequence of N tokens occurs twice in a text (for summaries).",
+        "Prevent sequences of N tokens from occurring twice in a text (for summaries).",
         None,
         range=AT_LEAST_1,
         resume=WITH_BEST_WEIGHTS,
     )
     metrics: tuple[str, ...] | None = option(
-        f"Metrics among {', '.join(METRIC_PACKAGES)}, or metrics of `evaluate` by script (./my_metric.py) or by "
-        "repository on the Hub (evaluate-metric/meteor) (default: bleu; with --task_name, the task's own metrics).",
+        f"Metrics to compute: {', '.join(METRIC_PACKAGES)}, or `evaluate` metrics by script (./my_metric.py) or by "
+        "Hub repository (evaluate-metric/meteor). Defaults to bleu or, with --task_name, to the task's own metrics.",
         None,
         metavar="NAME",
     )
-    eval_loss_only: bool = option("Evaluate only the loss during training, and decode only at the end.", False)
-    skip_predict: bool = option("Do not predict the test split.", False)
+    eval_loss_only: bool = option(
+        "Compute only the loss in evaluations during training, and generate texts only at the end.", False
+    )
+    skip_predict: bool = option("Skip the predictions for the test split.", False)
 
     def check(self) -> None:
-        """Check --num_beams, in addition to other checks."""
+        """Also check --num_beams."""
         super().check()
         if min(self.num_beams) < 1 or len(set(self.num_beams)) < len(self.num_beams):
-            raise ValueError(f"--num_beams must be different numbers of at least 1, got {list(self.num_beams)}.")
+            raise ValueError(f"--num_beams must be distinct numbers of at least 1, got {list(self.num_beams)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2SeqSettings(
     DecodingSettings, LanguageSettings, NewModelSettings, FineTuningSettings, EncoderDecoderVariantSettings
 ):
-    """The texts and the task.
+    """Settings for the texts and the task.
 
-    If they are not set, `max_target_length` is `max_length`, and `metrics` is BLEU or the metrics of the task.
+    By default, `max_target_length` is `max_length`, and `metrics` is BLEU or the metrics of the task.
 
     Example:
         ```python
@@ -159,46 +164,48 @@ class Seq2SeqSettings(
     validation_target_file: str | None = _make_side_option("dev", "target", WITH_BEST_WEIGHTS)
     test_source_file: str | None = _make_side_option("test", "source")
     test_target_file: str | None = _make_side_option(
-        "test", "target", more="; without it, the split is only predicted"
+        "test", "target", more="; if not set, the split is predicted without scores"
     )
     train_file: tuple[str, ...] | None = _make_table_option("Train")
     validation_file: tuple[str, ...] | None = _make_table_option("Validation", WITH_BEST_WEIGHTS)
     test_file: tuple[str, ...] | None = _make_table_option("Test")
     source_column: str | None = option(
-        "Column with the sources (default: source; if the model is only evaluated, the column of its training).",
+        "Column that contains the source texts (default: source; if the model is only evaluated, its training "
+        "column).",
         None,
         resume=WITH_BEST_WEIGHTS,
     )
     target_column: str | None = option(
-        "Column with the targets (default: target; if the model is only evaluated, the column of its training).",
+        "Column that contains the target texts (default: target; if the model is only evaluated, its training "
+        "column).",
         None,
         resume=WITH_BEST_WEIGHTS,
     )
-    dataset_name: str | None = option("Folder or Hub id of a `datasets` source, instead of files.", None)
+    dataset_name: str | None = option("Folder or Hub id of a `datasets` source to use instead of files.", None)
     dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
     task_name: str | None = option(
-        f"Task that is formatted as text: {', '.join(TEXT_TASKS)}. Without files, it is loaded from the Hub.", None
+        f"Task to format as text ({', '.join(TEXT_TASKS)}). It is loaded from the Hub if no files are given.", None
     )
     data_dir: str | None = option("Folder with the TSV files of a GLUE task (with --task_name).", None)
     source_prefix: str | None = option(
-        "Text before each source, such as 'summarize: ' (default: none; if the model is only evaluated, the prefix of "
-        "its training). '' disables it.",
+        "Text to prepend to each source, such as 'summarize: ' (default: none; if the model is only evaluated, its "
+        "training prefix). '' disables it.",
         None,
     )
     max_target_length: int | None = option(
         "Maximum length of a target in tokens (default: --max_length).", None, range=AT_LEAST_1, resume=ALWAYS
     )
     label_smoothing_factor: float = option(
-        "Share of the weight of a label that is distributed over all tokens.",
+        "Share of each label's weight that is distributed over all tokens.",
         0.0,
         range=FROM_0_BELOW_1,
         resume=ALWAYS,
     )
-    model_type: str | None = redefault(choices=("t5", "bart", "marian"))
-    learning_rate: float = redefault(3e-4)
+    model_type: str | None = override_option(choices=("t5", "bart", "marian"))
+    learning_rate: float = override_option(3e-4)
 
     def __post_init__(self) -> None:
-        """Set the default values of `max_target_length` and `metrics`, and check the settings."""
+        """Set the defaults of `max_target_length` and `metrics`, and check the settings."""
         if self.max_target_length is None:
             object.__setattr__(self, "max_target_length", self.max_length)
         if self.metrics is None and self.task_name is None:
@@ -207,7 +214,7 @@ class Seq2SeqSettings(
         check_text_metrics(self.metrics or (), self.trust_remote_code)
 
     def check(self) -> None:
-        """Check that there is exactly one source of text, in addition to other checks."""
+        """Also check that there is exactly one source of text."""
         super().check()
         has_parallel = any(getattr(self, f"{prefix}source_file") for prefix in FLAG_PREFIXES)
         has_tables = any(getattr(self, f"{split}_file") for split in SPLITS)
@@ -223,4 +230,4 @@ class Seq2SeqSettings(
         used = [kind for kind, is_used in kinds.items() if is_used]
         if len(used) != 1:
             got = " and ".join(used) if used else "none"
-            raise ValueError(f"Set one source of text ({'; or '.join(kinds)}), got {got}.")
+            raise ValueError(f"Set exactly one source of text ({'; or '.join(kinds)}), got {got}.")

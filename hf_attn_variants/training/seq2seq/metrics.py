@@ -1,4 +1,4 @@
-"""BLEU, chrF and ROUGE of generated texts, and tokenizers for the script of a target language."""
+"""Computes BLEU, chrF and ROUGE for generated texts, with tokenizers that suit the target language."""
 
 import importlib.util
 import logging
@@ -16,32 +16,33 @@ from . import check_text_metrics
 
 logger = logging.getLogger(__name__)
 
-# The beginnings of the Unicode names of letters in scripts that have no spaces between words.
+# Prefixes of the Unicode names of letters in scripts without spaces between words.
 KANA = ("HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA")
 UNSPACED = ("CJK", *KANA, "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
-# Minimum shares of letters. The Chinese tokenizer splits words of other scripts as 13a does, so a few Chinese letters
-# suffice. The tokenizer "char" splits all words into characters.
+# Minimum shares of letters. The Chinese tokenizer splits words in other scripts like 13a, so a few Chinese letters are
+# enough. The tokenizer "char" splits all words into characters.
 MIN_CHINESE_SHARE, MIN_KANA_SHARE, MIN_OTHER_SHARE = 0.1, 0.05, 0.1
 MAX_COUNTED_LETTERS = 200_000
-# The tokenizer of sacrebleu for a language, by the first letters of --target_lang.
+# The SacreBLEU tokenizer for a language, by the first letters of --target_lang.
 LANGUAGES = {"zh": "zh", "zho": "zh", "yue": "zh", "ja": "ja", "jpn": "ja"}
 LANGUAGES |= dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"), "char")
 
 
-def choose_tokenizer(references: Iterable[str], target_lang: str | None = None) -> str:
-    """Return the tokenizer of sacrebleu that fits the script of reference texts.
+def choose_bleu_tokenizer(references: Iterable[str], target_lang: str | None = None) -> str:
+    """Choose the SacreBLEU tokenizer that suits the script of the reference texts.
 
     Args:
-        references: The texts. The first 200,000 letters are examined if `target_lang` does not decide.
-        target_lang: The language in the spelling of a tokenizer ("zh_CN", "jpn_Jpan", "th").
+        references: The reference texts. The first 200,000 letters are examined if `target_lang` does not determine the
+            tokenizer.
+        target_lang: The language in a tokenizer's notation ("zh_CN", "jpn_Jpan", "th").
 
     Returns:
         "zh" for Chinese, "ja-mecab" for Japanese ("char" if its packages are not installed), "char" for Thai, Lao,
-        Khmer, Burmese and Tibetan, and "13a", the default of sacrebleu, for scripts with spaces between words.
+        Khmer, Burmese and Tibetan, and "13a", SacreBLEU's default, for scripts with spaces between words.
 
     Example:
         ```python
-        choose_tokenizer(["A dog runs."])  # "13a"
+        choose_bleu_tokenizer(["A dog runs."])  # "13a"
         ```
     """
     language = LANGUAGES.get(re.split(r"[^a-z]", (target_lang or "").lower())[0])
@@ -61,20 +62,20 @@ def choose_tokenizer(references: Iterable[str], target_lang: str | None = None) 
     return language
 
 
-def log_tokenizer(name: str, is_user_choice: bool) -> None:
-    """Log the tokenizer of BLEU, and the flag to change it, unless the user has chosen it."""
+def log_bleu_tokenizer(name: str, is_user_choice: bool) -> None:
+    """Log the BLEU tokenizer and the flag that changes it, unless the user has chosen the tokenizer."""
     if not is_user_choice:
-        logger.info("BLEU uses the tokenizer %r of sacrebleu. Set --tokenize to use another one.", name)
+        logger.info("BLEU uses the SacreBLEU tokenizer %r. Set --tokenize to use another one.", name)
 
 
-def is_ascii_writing(texts: Iterable[str]) -> bool:
-    """Return whether at least 90 % of the letters are a to z, so that the tokenizer of rouge_score fits."""
+def is_mostly_ascii(texts: Iterable[str]) -> bool:
+    """Return whether at least 90 % of the letters are a to z, for which the tokenizer in rouge_score is suitable."""
     counts = _count_scripts(texts)
     return counts["ASCII"] >= (1 - MIN_OTHER_SHARE) * sum(counts.values())
 
 
 def _count_scripts(texts: Iterable[str]) -> Counter[str]:
-    """Count letters by their script without spaces, as "ASCII", or as "" for others."""
+    """Count letters by script. Letters are counted as "ASCII", by their script without spaces, or as "" otherwise."""
     characters: Counter[str] = Counter()
     for text in texts:
         characters.update(text)
@@ -88,13 +89,13 @@ def _count_scripts(texts: Iterable[str]) -> Counter[str]:
 
 
 def _get_unspaced_script(character: str) -> str:
-    """Return the script without spaces that a letter belongs to, or "" for others."""
+    """Return the script of a letter if it has no spaces between words, and otherwise ""."""
     name = unicodedata.name(character, "")
     return next((script for script in UNSPACED if name.startswith(script)), "")
 
 
 class UnicodeTokenizer:
-    """Tokenizer for words of letters, marks and digits. In scripts without spaces, each character is a word."""
+    """Splits texts into words of letters, marks and digits. In scripts without spaces, each character is a word."""
 
     def tokenize(self, text: str) -> list[str]:
         """Return the lowercase words of a text."""
@@ -111,10 +112,10 @@ class UnicodeTokenizer:
 
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-# Also the ends of Hindi, Arabic, Urdu, Chinese and Japanese sentences. No space follows in Chinese and Japanese.
+# Includes sentence ends in Hindi, Arabic, Urdu, Chinese and Japanese. In Chinese and Japanese, no space follows.
 SENTENCE_END = re.compile("(?<=[.!?\u0964\u061f\u06d4])\\s+|(?<=[\u3002\uff01\uff1f])\\s*")
 
-# The texts for the trial of a foreign metric.
+# Texts for testing a custom metric.
 TRIAL_TEXTS = ("A dog runs.", "Two cats sleep in the sun.")
 
 # One or more reference texts per prediction.
@@ -123,11 +124,11 @@ References = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class TextMetric:
-    """A metric of texts.
+    """A metric that compares texts with references.
 
     Attributes:
-        names: The names of its values.
-        score: Maps (predictions, references) to the named values.
+        names: The names of the values that the metric returns.
+        score: Maps (predictions, references) to a dictionary of values.
     """
 
     names: tuple[str, ...]
@@ -138,7 +139,7 @@ def _compute_bleu(predictions: Sequence[str], references: References, tokenize: 
     """Compute BLEU."""
     import sacrebleu
 
-    tokenize = tokenize or choose_tokenizer(text for row in references for text in row)
+    tokenize = tokenize or choose_bleu_tokenizer(text for row in references for text in row)
     streams = list(zip_longest(*references))
     return {"bleu": sacrebleu.corpus_bleu(list(predictions), streams, tokenize=tokenize).score}
 
@@ -147,7 +148,7 @@ def _compute_chrf(predictions: Sequence[str], references: References) -> dict[st
     """Compute chrF."""
     import sacrebleu
 
-    # sacrebleu expects the first references of all rows, then the second ones, with None if a row has fewer.
+    # SacreBLEU expects the first references of all rows, then the second ones, with None for rows that have fewer.
     streams = list(zip_longest(*references))
     return {"chrf": sacrebleu.corpus_chrf(list(predictions), streams).score}
 
@@ -156,10 +157,12 @@ def _compute_rouge(predictions: Sequence[str], references: References) -> dict[s
     """Compute ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    def split_sentences(text: str) -> str:  # rougeLsum takes lines as sentences, and models generate no line ends
+    def split_sentences(
+        text: str,
+    ) -> str:  # rougeLsum expects one sentence per line, but models do not generate line ends
         return SENTENCE_END.sub("\n", text)
 
-    is_ascii = is_ascii_writing(text for row in references for text in row)
+    is_ascii = is_mostly_ascii(text for row in references for text in row)
     tokenizer = None if is_ascii else UnicodeTokenizer()
     scorer = RougeScorer(list(ROUGE_TYPES), use_stemmer=True, tokenizer=tokenizer)
     scores = [
@@ -170,7 +173,7 @@ def _compute_rouge(predictions: Sequence[str], references: References) -> dict[s
 
 
 def _compute_accuracy(predictions: Sequence[str], references: References) -> dict[str, float]:
-    """Compute the share of texts that equal a reference."""
+    """Compute the share of texts that match a reference."""
     right = [
         text.strip() in {reference.strip() for reference in row}
         for text, row in zip(predictions, references, strict=True)
@@ -178,9 +181,9 @@ def _compute_accuracy(predictions: Sequence[str], references: References) -> dic
     return {"accuracy": sum(right) / len(right)}
 
 
-# BLEU uses the tokenizer for the script of the references. chrF has the defaults of sacrebleu. Both are from 0 to 100.
-# ROUGE is the F-measure (0 to 100), with Porter stemming if the letters are a to z. The accuracy is the share of texts
-# that equal a reference, ignoring surrounding whitespace.
+# BLEU uses the tokenizer for the script of the references. chrF uses SacreBLEU's defaults. Both range from 0 to 100.
+# ROUGE is the F-measure (0 to 100), with Porter stemming if the letters are a to z. Accuracy is the share of texts
+# that match a reference, ignoring surrounding whitespace.
 TEXT_METRICS: dict[str, TextMetric] = {
     "bleu": TextMetric(("bleu",), _compute_bleu),
     "chrf": TextMetric(("chrf",), _compute_chrf),
@@ -190,17 +193,17 @@ TEXT_METRICS: dict[str, TextMetric] = {
 
 
 def get_text_metric(name: str) -> TextMetric:
-    """Return a metric by its name, or a metric of `evaluate` by its script or repository. The code of it is run.
+    """Return a built-in metric, or load and run an `evaluate` metric from its script or repository.
 
     Raises:
-        ValueError: If `evaluate` cannot load the metric, or if it returns no number for texts.
+        ValueError: If `evaluate` cannot load the metric, or if the metric returns no number for texts.
     """
     return TEXT_METRICS.get(name) or _load_evaluate_metric(name)
 
 
 @cache
 def _load_evaluate_metric(name: str) -> TextMetric:
-    """Load a metric of `evaluate`, and compute it for two texts to get the names of its values."""
+    """Load an `evaluate` metric, and compute it for two texts to determine the names of its values."""
     import evaluate
     from datasets import Value
 
@@ -213,20 +216,21 @@ def _load_evaluate_metric(name: str) -> TextMetric:
         def score(predictions: Sequence[str], references: References) -> dict[str, float]:
             if takes_one and any(len(row) > 1 for row in references):
                 raise ValueError(
-                    f"--metrics {name} needs one reference per text, but some rows have more. Use another metric."
+                    f"--metrics {name} requires a single reference per text, but some rows have more. Use another "
+                    "metric."
                 )
             rows = [row[0] for row in references] if takes_one else [list(row) for row in references]
             values = metric.compute(predictions=list(predictions), references=rows)
             return {key: float(value) for key, value in values.items() if isinstance(value, Real)}
 
         names = tuple(score(TRIAL_TEXTS, [(text,) for text in TRIAL_TEXTS]))
-    except Exception as error:  # foreign code can raise any error
+    except Exception as error:  # custom code can raise any exception
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
             f"--metrics {name} cannot score texts against references ({reason}). Use another metric."
         ) from error
     if not names:
-        raise ValueError(f"--metrics {name} returns no number for texts and references. Use another metric.")
+        raise ValueError(f"--metrics {name} does not return a number for texts and references. Use another metric.")
     return TextMetric(names, score)
 
 
@@ -237,22 +241,22 @@ def score_texts(
     trust_remote_code: bool = False,
     tokenize: str | None = None,
 ) -> dict[str, float]:
-    """Compute metrics of generated texts.
+    """Compute metrics for generated texts.
 
     ROUGE-Lsum compares sentences. A sentence ends at a line end, or after ".", "!" or "?" before a space.
 
     Args:
-        names: The metrics, as for `check_text_metrics`.
+        names: The metrics, in the format of `check_text_metrics`.
         predictions: One text per row.
         references: One or more reference texts per row.
         trust_remote_code: Whether code from the Hub may be run.
-        tokenize: The tokenizer of sacrebleu for BLEU. None: the tokenizer for the script of the references.
+        tokenize: The SacreBLEU tokenizer for BLEU. If None, it is chosen based on the script of the references.
 
     Returns:
         The values of the metrics.
 
     Raises:
-        ValueError: If a metric is unknown, or if its package is missing.
+        ValueError: If a metric is unknown or its package is not installed.
 
     Example:
         ```python

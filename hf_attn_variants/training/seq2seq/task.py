@@ -1,4 +1,4 @@
-"""Fine-tuning of encoder-decoders on pairs of texts, with GLUE and SQuAD as text, and evaluation by generation."""
+"""Fine-tunes encoder-decoders on text pairs, including GLUE and SQuAD as text, and evaluates generated texts."""
 
 import json
 import logging
@@ -44,7 +44,7 @@ from ..engine.models import (
     load_or_make_model,
     warn_about_truncation,
 )
-from ..engine.optimization import Objective, compute_target_logits, make_label_objective, token_cross_entropy
+from ..engine.optimization import Objective, compute_target_logits, compute_token_cross_entropy, make_label_objective
 from ..engine.session import progress_bar
 from ..engine.settings import check_dev_settings, check_metric, is_greater_better
 from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
@@ -52,7 +52,7 @@ from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
 from ..squad.data import Question, load_squad, score_answer
 from . import DEFAULT_COLUMNS, SPLITS, SQUAD, Seq2SeqSettings
-from .metrics import TEXT_METRICS, choose_tokenizer, get_text_metric, log_tokenizer, score_texts
+from .metrics import TEXT_METRICS, choose_bleu_tokenizer, get_text_metric, log_bleu_tokenizer, score_texts
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,9 @@ class Seq2SeqSplit:
     Attributes:
         name: The name of the split: "train", "dev" or "test".
         sources: The texts that the encoder reads, including the prefix.
-        references: The correct texts of each source. The first one is the training target. None: unknown.
-        keys: The keys of each row in the predictions, such as {"row": 3}. Empty for training.
+        references: The correct texts for each source, of which the first is the training target. None if they are
+            unknown.
+        keys: The keys that identify each row in the predictions, such as {"row": 3}. Empty for training rows.
     """
 
     name: str
@@ -77,12 +78,12 @@ class Seq2SeqSplit:
         return len(self.sources)
 
     def take(self, count: int | None) -> "Seq2SeqSplit":
-        """Return the split with its first `count` rows, or with all rows if `count` is None."""
+        """Return a split that contains the first `count` rows, or all rows if `count` is None."""
         references = self.references[:count] if self.references is not None else None
         return Seq2SeqSplit(self.name, self.sources[:count], references, self.keys[:count])
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the source and the target of each row. Unknown targets are empty."""
+        """Return the source and target of each row. Unknown targets are empty strings."""
         if self.references is None:
             return [(source, "") for source in self.sources]
         return [(source, row[0]) for source, row in zip(self.sources, self.references, strict=True)]
@@ -94,10 +95,10 @@ class Seq2SeqData:
 
     Attributes:
         splits: Maps "train", "dev" and "test" to the splits that exist.
-        score: Maps (predictions, references) to the metrics of a split.
+        score: Maps (predictions, references) to metrics.
         metric_names: The names of the metrics.
         main_metric: The metric that selects the best weights by default.
-        results: Additional entries of the results.
+        results: Additional entries for the results.
     """
 
     splits: dict[str, Seq2SeqSplit]
@@ -108,16 +109,16 @@ class Seq2SeqData:
 
 
 def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
-    """Read the splits that the flags name: parallel text, tables, or a `datasets` source.
+    """Read the splits from parallel text, tables or a `datasets` source, as specified by the flags.
 
     Args:
         settings: The settings of the run, after `apply_recorded_texts`.
 
     Raises:
-        OSError: If a file or a dataset of the Hub cannot be read.
-        ValueError: If a file has invalid content, has no row, or lacks a column.
+        OSError: If a file or a Hub dataset cannot be read.
+        ValueError: If a file has invalid content, has no rows, or lacks a column.
     """
-    metrics, names = _resolve_metrics(settings)  # comes first, because the code of a foreign metric may fail
+    metrics, names = _resolve_metrics(settings)  # comes first because a custom metric may fail
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
         if (name == "train" and settings.only_evaluates) or (name == "test" and settings.skip_predict):
@@ -129,7 +130,8 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
             splits[name] = Seq2SeqSplit(name, sources, references, [] if name == "train" else _make_row_keys(rows))
     if "test" in splits and splits["test"].references is None and settings.test_source_file is None:
         logger.warning(
-            "test: Column %r has no text, so the split is predicted and not scored.", _get_columns(settings)[1]
+            "Column %r of the test split contains no text, so the split is predicted but not scored.",
+            _get_columns(settings)[1],
         )
     reads_columns = settings.dataset_name is not None or any(getattr(settings, f"{name}_file") for name in SPLITS)
     results: dict[str, Any] = dict(zip(DEFAULT_COLUMNS, _get_columns(settings), strict=True)) if reads_columns else {}
@@ -139,15 +141,15 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
     if "bleu" in metrics:
         references_by_row = (row for split in reversed(splits.values()) for row in split.references or ())
         texts = (text for row in references_by_row for text in row)
-        tokenize = tokenize or choose_tokenizer(texts, settings.target_lang)
-        log_tokenizer(tokenize, settings.tokenize is not None)
+        tokenize = tokenize or choose_bleu_tokenizer(texts, settings.target_lang)
+        log_bleu_tokenizer(tokenize, settings.tokenize is not None)
         results["bleu_tokenizer"] = tokenize
     score = partial(score_texts, metrics, trust_remote_code=settings.trust_remote_code, tokenize=tokenize)
     return Seq2SeqData(splits, score, names, names[0], results)
 
 
 def _make_row_keys(rows: PlacedRows) -> list[dict[str, Any]]:
-    """Return the keys of rows in the predictions: the number from 1 and, if there are several files, the file."""
+    """Return the keys that identify rows in the predictions (the row number and, if there are several, the file)."""
     if len({*rows.files}) == 1:
         return [{"row": number} for number in rows.numbers]
     return [{"file": file, "row": number} for file, number in zip(rows.files, rows.numbers, strict=True)]
@@ -165,16 +167,16 @@ def _resolve_metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[
     for name in ("loss", *names):
         if ("loss", *names).count(name) > 1:
             raise ValueError(
-                f"--metrics must have values with different names, but two values of {' '.join(metrics)} are called "
-                f"{name!r}. Give only one of these metrics."
+                f"--metrics must return values with distinct names, but two values of {' '.join(metrics)} are called "
+                f"{name!r}. Use only one of these metrics."
             )
     return metrics, names
 
 
 def apply_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
-    """Return the settings of a run that only evaluates, with the columns and the prefix of the training of the model.
+    """Fill in the columns and the prefix from the model's training if the run only evaluates.
 
-    Settings that the user gives do not change, and neither do the settings of other runs.
+    Settings given by the user are left unchanged, and so are the settings of runs that train.
     """
     if not settings.only_evaluates:
         return settings
@@ -184,7 +186,7 @@ def apply_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
 
 
 def _read_first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
-    """Return the first row of the columns that are read, or None if no columns are read."""
+    """Return the first row of the input, or None if the input has no columns."""
     if settings.task_name is not None:
         return None
     files = find_split_files(settings)
@@ -209,7 +211,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows
     Args:
         settings: The settings of the run.
         name: "train", "dev" or "test".
-        prefix: The prefix of the flags of the split.
+        prefix: The prefix of the split's flags.
     """
     source, target = getattr(settings, f"{prefix}source_file"), getattr(settings, f"{prefix}target_file")
     table = getattr(settings, f"{prefix or 'train_'}file")
@@ -220,7 +222,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows
     columns: tuple[str, ...] = _get_columns(settings)
     if source is not None and target is not None:
         return read_pairs(source, target)
-    # Blank sources without targets are rows too, so that the predictions have the same row numbers.
+    # Blank sources without targets also count as rows, so that the predictions have the same row numbers.
     if source is not None:
         lines: list[tuple[str, ...]] = [(line,) for line in read_lines([source], keep_blank=True)]
         return PlacedRows(lines, [source] * len(lines), [*range(1, len(lines) + 1)])
@@ -240,7 +242,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
         return None
     unused = None
     if name == "test" and not has_texts(splits[split], columns[1]):
-        columns, unused = columns[:1], columns[1]  # many test splits have no public targets
+        columns, unused = columns[:1], columns[1]  # many test splits do not have public targets
     rows = []
     for number, row in enumerate(splits[split], start=1):
         check_unused(row, unused, row_place(f"{settings.dataset_name} ({split})", None, number))
@@ -248,8 +250,8 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
         if not all(isinstance(text, str) for text in texts):
             missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
             raise ValueError(
-                f"{settings.dataset_name} ({split}), row {number}: There is no text in column {missing!r}; its "
-                f"columns are {', '.join(column_names(row))}. Name others with --source_column and --target_column."
+                f"{settings.dataset_name} ({split}), row {number}: There is no text in column {missing!r}. The "
+                f"columns are {', '.join(column_names(row))}. Select others with --source_column and --target_column."
             )
         rows.append(texts)
     place, indices = f"{settings.dataset_name} ({split})", [*range(len(rows))]
@@ -257,7 +259,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
         indices = filled_rows(place, "row", rows, lambda i: row_place(place, None, i + 1))
     filled_texts = [rows[i] for i in indices]
     if all(is_blank(text) for texts in filled_texts for text in texts):
-        raise ValueError(f"{place} must have at least one row with text, but has none.")
+        raise ValueError(f"{place} must contain at least one row with text, but has none.")
     return PlacedRows(filled_texts, [place] * len(indices), [i + 1 for i in indices])
 
 
@@ -269,10 +271,10 @@ def _read_table_rows(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
 def check_seq2seq_lengths(
     settings: Seq2SeqSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Check that the maximum lengths of sources and targets fit the model.
+    """Check that the maximum lengths of sources and targets are valid for the model.
 
     Raises:
-        ValueError: If a length is too long or too short, or if the decoder has no start token.
+        ValueError: If a length is too large or too small, or if the decoder has no start token.
     """
     if config.decoder_start_token_id is None:
         raise ValueError(f"{settings.model_name_or_path} must have a decoder_start_token_id, but has none.")
@@ -296,38 +298,38 @@ def warn_about_long_texts(
     return {side: warn_about_truncation(tokenizer, split.name, side, *limited) for side, limited in sides.items()}
 
 
-# The names and the order of the texts of a task in T5 (MNLI has the second text first). Other tasks use the columns.
+# The names and order of a task's texts in T5 (in MNLI, the second text comes first). Other tasks use the column names.
 T5_TEXT_NAMES: dict[str, tuple[tuple[int, str], ...]] = {
     "mnli": ((1, "hypothesis"), (0, "premise")),
     "mrpc": ((0, "sentence1"), (1, "sentence2")),
 }
-# T5 rounds scores to fifths. Each score then occurs often enough to be learned as a text.
+# T5 rounds scores to fifths, so that each score occurs often enough to be learned as text.
 SCORE_STEPS = 5
 
 
 def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
-    """Format a GLUE example as text: "qnli question: ... sentence: ..."."""
+    """Format a GLUE example as text, such as "qnli question: ... sentence: ..."."""
     words = T5_TEXT_NAMES.get(task.name) or tuple((i, names[0]) for i, names in enumerate(task.text_columns))
     return " ".join([task.name, *(f"{word}: {texts[i]}" for i, word in words)])
 
 
 def format_label(task: GlueTask, label: float) -> str:
-    """Format a label as text: the name of a class, or a score that is rounded to 0.2."""
+    """Format a label as text (a class name, or a score rounded to a multiple of 0.2)."""
     if task.labels is None:
         return f"{round(label * SCORE_STEPS) / SCORE_STEPS:.1f}"
     return task.labels[int(label)]
 
 
-def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
-    """Parse generated texts as class ids, or as scores.
+def parse_predictions(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.ndarray:
+    """Parse generated texts as class ids or scores.
 
     Args:
         task: The task.
         texts: The generated texts.
-        labels: The true class ids. A text that is not a class name counts as a wrong class.
+        labels: The true class ids. Texts that are not class names count as a wrong class.
 
     Returns:
-        The class ids or the scores [rows]. The score is -1 if a text is not a number.
+        The class ids or scores [rows]. The score is -1 for texts that are not numbers.
     """
     if task.labels is None:
         return np.array([_parse_score(text) for text in texts])
@@ -337,7 +339,7 @@ def parse_texts(task: GlueTask, texts: Sequence[str], labels: np.ndarray) -> np.
 
 
 def _parse_score(text: str) -> float:
-    """Parse a score, or return -1 if the text is not a finite number."""
+    """Parse a score. Returns -1 if the text is not a finite number."""
     try:
         value = float(text)
     except ValueError:
@@ -346,16 +348,16 @@ def _parse_score(text: str) -> float:
 
 
 def format_squad(question: Question) -> str:
-    """Format a SQuAD question as text: "question: ... context: ..."."""
+    """Format a SQuAD question as text, in the form "question: ... context: ..."."""
     return f"question: {question.question} context: {question.context}"
 
 
-def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
-    """Read the task of --task_name.
+def load_text_task(settings: Seq2SeqSettings) -> Seq2SeqData:
+    """Read the task set with --task_name.
 
     Raises:
-        OSError: If a file or a dataset of the Hub cannot be read.
-        ValueError: If there is no such task, or if a file has invalid content.
+        OSError: If a file or a Hub dataset cannot be read.
+        ValueError: If the task does not exist, or if a file has invalid content.
     """
     files = {f"{name}_file": _get_only_file(settings, name) for name in ("train", "validation", "test")}
     data = _load_squad(settings, files) if (settings.task_name or "").lower() == SQUAD else _load_glue(settings, files)
@@ -367,10 +369,12 @@ def load_task(settings: Seq2SeqSettings) -> Seq2SeqData:
 
 
 def _get_only_file(settings: Seq2SeqSettings, name: str) -> str | None:
-    """Return the only file of a split, or None."""
+    """Return the only file of a split, or None if no file is given."""
     files = getattr(settings, f"{name}_file") or [None]
     if len(files) > 1:
-        raise ValueError(f"--{name}_file must be one file with --task_name {settings.task_name}, got {len(files)}.")
+        raise ValueError(
+            f"--{name}_file must be a single file with --task_name {settings.task_name}, got {len(files)}."
+        )
     return files[0]
 
 
@@ -386,16 +390,16 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
     labels = np.asarray(loaded[dev].data["label"])
 
     def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        # Compare with the exact score, and not with the rounded score of the text.
+        # Compare with the exact score instead of the rounded score in the text.
         true = labels[: len(texts)]
-        return compute_glue_metrics(task.metrics, parse_texts(task, texts, true), true)
+        return compute_glue_metrics(task.metrics, parse_predictions(task, texts, true), true)
 
     names = (*task.metrics, *(["combined_score"] if len(task.metrics) > 1 else []))
     return Seq2SeqData(splits, score, names, task.main_metric, {"task_name": task.name})
 
 
 def _format_glue_split(task: GlueTask, name: str, split: ClassificationSplit) -> Seq2SeqSplit:
-    """Return a split of a GLUE task as text."""
+    """Format a split of a GLUE task as text."""
     columns = [split.data[f"text{i + 1}"] for i in range(len(task.text_columns))]
     sources = [format_glue(task, texts) for texts in zip(*columns, strict=True)]
     keys = [] if name == "train" else [{"index": index} for index in split.data["index"]]
@@ -427,7 +431,7 @@ class GenerationSet:
 
     Attributes:
         split: The rows.
-        batches: The batches, and the order of the rows in them.
+        batches: The batches and the order of the rows in them.
     """
 
     split: Seq2SeqSplit
@@ -435,23 +439,23 @@ class GenerationSet:
 
 
 def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
-    """Return the number of tokens of each row of `ids` [b, n] up to and including its first end token: [b]."""
+    """Count the tokens [b] up to and including the first end-of-sequence token in each row of `ids` [b, n]."""
     ends = torch.isin(ids, torch.as_tensor([] if eos is None else eos, device=ids.device).view(-1).to(ids.dtype))
     before = ends.cumsum(-1) == 0
     return before.sum(-1) + ends.any(-1)
 
 
 def get_beam_suffix(position: int, num_beams: int) -> str:
-    """Return the suffix of metric names: empty for the first number of beams, and `_beam<number>` for the others."""
+    """Return the suffix of metric names (`_beam<number>`, or empty for the first number of beams)."""
     return f"_beam{num_beams}" if position else ""
 
 
 class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
     """Fine-tuning on translation, summarization, tables, and GLUE or SQuAD as text.
 
-    The model comes from a checkpoint or, with `model_type`, is trained from scratch. The results contain `eval_loss`
-    (nats per target token), `eval_<metric>` and `eval_decode_tokens_per_second`. For further numbers of beams, their
-    names end in `_beam<number>`. The results of a test split start with `test_`.
+    The model is loaded from a checkpoint or, with `model_type`, trained from scratch. The results contain `eval_loss`
+    (in nats per target token), `eval_<metric>` and `eval_decode_tokens_per_second`. For additional numbers of beams,
+    the names end in `_beam<number>`. For a test split, the names start with `test_`.
 
     Example:
         ```python
@@ -480,12 +484,14 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         check_end_token(settings, self.tokenizer)
         check_seq2seq_lengths(settings, self.config, self.tokenizer)
         texts = apply_recorded_texts(settings)
-        self.data = load_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
-        self._choose_splits()
+        self.data = load_text_task(texts) if settings.task_name is not None else load_seq2seq_data(texts)
+        self._limit_splits()
         metrics = () if settings.eval_loss_only else self.data.metric_names
         check_metric(settings.metric_for_best_model, ("loss", *metrics))
         check_dev_settings(settings, "dev" in self.data.splits)
-        longest_target = settings.max_target_length or settings.max_length  # for the type: it is always set
+        longest_target = (
+            settings.max_target_length or settings.max_length
+        )  # for the type checker, because it is always set
         for split in self.data.splits.values():
             warn_about_long_texts(split, self.tokenizer, settings.max_length, longest_target)
         self.collate = make_pair_collator(
@@ -500,20 +506,20 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         self.shown_metrics = metrics
         self._warn_about_metric_direction()
 
-    def _choose_splits(self) -> None:
-        """Truncate the splits to the maximum numbers of samples, and check that the required splits exist."""
+    def _limit_splits(self) -> None:
+        """Limit the splits to the maximum numbers of samples, and check that the required splits exist."""
         settings, splits = self.settings, self.data.splits
         limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
         splits.update({name: split.take(limits.get(name)) for name, split in splits.items()})
         if settings.skip_predict:
             splits.pop("test", None)
         if "train" not in splits and not settings.only_evaluates:
-            raise ValueError("There is no training split. Add one, or set --num_train_epochs 0 to evaluate only.")
+            raise ValueError("There is no training split. Add one, or set --num_train_epochs 0 to only evaluate.")
         if settings.only_evaluates and not splits.keys() & {"dev", "test"}:
             raise ValueError("There is neither a dev nor a test split to evaluate. Add one of them.")
 
     def _warn_about_metric_direction(self) -> None:
-        """Warn which weights are the best if the direction of a foreign metric is unknown."""
+        """Report which weights count as the best if the direction of a custom metric is unknown."""
         settings = self.settings
         metric = (settings.metric_for_best_model or self.main_metric).removeprefix("eval_")
         known_metrics = {"loss", *(name for metric in TEXT_METRICS.values() for name in metric.names)}
@@ -550,20 +556,20 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         return "dev" in self.sets
 
     def evaluate(self) -> dict[str, float]:
-        """Return "loss" and, unless `eval_loss_only` is set, the metrics of the first number of beams."""
+        """Return "loss" and, unless `eval_loss_only` is set, the metrics for the first number of beams."""
         self.dev_texts: dict[int, list[str]] = {}
         metrics = {"loss": self.compute_loss()}
         return metrics if self.settings.eval_loss_only else metrics | self._decode_dev(self.settings.num_beams[:1])
 
     def last_evaluation(self, loop: TrainingLoop) -> None:
-        """Also decode with the other numbers of beams. The names of their metrics end in `_beam<number>`."""
+        """Also generate texts with the other numbers of beams, whose metric names end in `_beam<number>`."""
         super().last_evaluation(loop)
         start = time.perf_counter()
         self.metrics |= self._decode_dev(self.settings.num_beams)
         self.eval_seconds += time.perf_counter() - start
 
     def _decode_dev(self, beams: Sequence[int]) -> dict[str, float]:
-        """Decode the dev split with each number of beams that is missing in `dev_texts`, and return the metrics."""
+        """Generate dev texts with each number of beams that is missing in `dev_texts`, and return the metrics."""
         metrics: dict[str, float] = {}
         for i, num_beams in enumerate(beams):
             if num_beams not in self.dev_texts:
@@ -572,25 +578,25 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         return metrics
 
     def compute_loss(self) -> float:
-        """Return the mean cross-entropy of the target tokens of the dev split in nats, without label smoothing."""
+        """Return the mean cross-entropy, in nats, of the target tokens in the dev split, without label smoothing."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
-            term = token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
+            term = compute_token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
             return (torch.stack([part.float() for part in term], dim=-1),)  # [b, 2]
 
         batches = self.sets["dev"].batches
-        rows = self.run_rows(batches, outputs, "dev loss")[0]
-        # Sum in the order of the batches, because a sum of floats depends on the order.
+        rows = self.run_model_on_rows(batches, outputs, "dev loss")[0]
+        # Sum in batch order because floating-point sums depend on the order.
         total, tokens = torch.from_numpy(rows[list(batches[1])]).double().sum(0).tolist()
         return total / max(tokens, 1)
 
     @torch.no_grad()
     def decode(self, data: GenerationSet, num_beams: int) -> tuple[list[str], dict[str, float]]:
-        """Generate one text per row of a split, with beam search if there is more than one beam.
+        """Generate one text for each row of a split, with beam search if there is more than one beam.
 
         Returns:
-            The texts, and "decode_tokens" (on all processes, with end tokens and without padding), "decode_seconds"
-            (in `generate` on the slowest process) and "decode_tokens_per_second".
+            The texts, and "decode_tokens" (on all processes, with end-of-sequence tokens but without padding),
+            "decode_seconds" (spent in `generate` on the slowest process) and "decode_tokens_per_second".
         """
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
@@ -607,7 +613,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             with (
                 accelerator.autocast(),
                 ignore_saved_length_limits(model),
-            ):  # `generate` calls the encoder by itself, so the autocast of the prepared model does not cover it
+            ):  # `generate` calls the encoder directly, so the autocast of the prepared model does not apply to it
                 ids = model.generate(
                     input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],
@@ -615,11 +621,11 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
                     num_beams=num_beams,
                     do_sample=False,
                     **options,
-                )[:, 1:]  # without the start token of the decoder
+                )[:, 1:]  # without the decoder start token
             lengths = _count_text_tokens(ids, model.generation_config.eos_token_id)
             seconds += time.perf_counter() - start
             ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
-            # Drop the rows that were repeated to fill the last batch of each process.
+            # Drop the rows that were repeated to fill the last batch on each process.
             ids, lengths = accelerator.gather_for_metrics((ids, lengths))
             texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
             tokens += int(lengths.sum())
@@ -632,7 +638,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         }
 
     def _decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
-        """Decode a split, and return the metrics and the texts. Without references, there are only times."""
+        """Generate texts for a split, and return metrics and texts. Without references, only timings are returned."""
         texts, times = self.decode(data, num_beams)
         scores = {} if data.split.references is None else self.data.score(texts, data.split.references)
         return {**scores, **times}, texts
@@ -645,7 +651,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         rows = []
         if dev is not None and dev.references is not None:
             rows = [(source, *right) for source, right in zip(dev.sources, dev.references, strict=True)]
-        # Evaluations in training decode with the first number of beams.
+        # Evaluations during training use the first number of beams.
         return {"hash of the dev data": hash_texts(rows), "num_beams": self.settings.num_beams[0]}
 
     def dev_results(self) -> dict[str, Any]:
@@ -676,7 +682,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         return "".join(lines)
 
     def _format_scores(self, results: dict[str, Any], prefix: str) -> str:
-        """Return the metrics of a split for the summary."""
+        """Format the metrics of a split for the summary."""
         parts = [f"loss {results['eval_loss']:.4f}"] if prefix == "eval_" else []
         for i, num_beams in enumerate(self.settings.num_beams):
             suffix = get_beam_suffix(i, num_beams)
@@ -688,9 +694,9 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
 
 
 def _format_predictions(split: Seq2SeqSplit, texts: dict[int, list[str]]) -> tuple[str, str]:
-    """Return the name and the content of a JSONL file of predictions.
+    """Return the name and content of a JSONL file with predictions.
 
-    Each line has the keys of the row, the source, the references if they are known, and the predictions.
+    Each line contains the keys of the row, the source, the references (if known) and the predictions.
     """
     lines = []
     for row, source in enumerate(split.sources):

@@ -1,4 +1,4 @@
-"""Settings of fine-tuning on SQuAD."""
+"""Settings for fine-tuning on SQuAD."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,10 +12,10 @@ from ..engine.settings import (
     FineTuningSettings,
     check_metric,
     option,
-    redefault,
+    override_option,
 )
 
-# The metrics of v1.1 (False) and v2.0 (True) that can select the best weights.
+# The metrics for v1.1 (False) and v2.0 (True) that can select the best weights.
 METRIC_NAMES: dict[bool, tuple[str, ...]] = {
     False: ("exact_match", "f1"),
     True: ("exact", "f1", "HasAns_exact", "HasAns_f1", "NoAns_exact", "NoAns_f1", "best_exact", "best_f1"),
@@ -24,7 +24,7 @@ METRIC_NAMES: dict[bool, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SquadSettings(FineTuningSettings):
-    """The questions, the windows of long contexts, and the selection of answers.
+    """Settings for the questions, the windows of long contexts, and the answers.
 
     Example:
         ```python
@@ -36,29 +36,30 @@ class SquadSettings(FineTuningSettings):
     title: ClassVar[str] = "task"
 
     train_file: str | None = option(
-        "Training questions in the JSON format of SQuAD, plain text or .gz (default: from the Hub).", None
+        "File with training questions in the SQuAD JSON format, plain text or .gz (default: load them from the Hub).",
+        None,
     )
-    validation_file: str | None = option("Dev questions in the same format.", None, resume=WITH_BEST_WEIGHTS)
-    test_file: str | None = option("Questions to predict. Their answers are not read.", None)
+    validation_file: str | None = option("File with dev questions in the same format.", None, resume=WITH_BEST_WEIGHTS)
+    test_file: str | None = option("File with questions to answer. Answers in the file are ignored.", None)
     version_2_with_negative: bool = option(
-        "Use SQuAD v2.0, where some questions have no answer.", False, resume=ALWAYS
+        "Use SQuAD v2.0, in which some questions have no answer.", False, resume=ALWAYS
     )
     null_score_diff_threshold: float = option(
-        "v2.0: predict no answer if its score exceeds that of the best answer by more than this (default: "
+        "For v2.0, predict no answer if its score exceeds the best answer's score by more than this value (default: "
         "%(default)s).",
         0.0,
         range=A_NUMBER,
         resume=WITH_BEST_WEIGHTS,
     )
     doc_stride: int | None = option(
-        "Number of tokens that neighboring windows of a context share (default: 128, or half of the context tokens of "
-        "a window if these are at most 128).",
+        "Number of tokens shared by neighboring windows of a context (default: 128, or half of a window's context "
+        "tokens if there are at most 128).",
         None,
         range=AT_LEAST_0,
         resume=ALWAYS,
     )
     max_query_length: int = option(
-        "Maximum length of a question in tokens. Longer questions are cut (default: %(default)s).",
+        "Maximum length of a question in tokens. Longer questions are truncated (default: %(default)s).",
         64,
         range=AT_LEAST_1,
         resume=ALWAYS,
@@ -75,18 +76,18 @@ class SquadSettings(FineTuningSettings):
         range=AT_LEAST_1,
         resume=WITH_BEST_WEIGHTS,
     )
-    max_length: int = redefault(384)
+    max_length: int = override_option(384)
 
     @property
     def threshold(self) -> float | None:
-        """The null odds above which a question has no answer. None for v1.1, where every question has one."""
+        """The null odds above which no answer is predicted. None for v1.1, in which every question has an answer."""
         return self.null_score_diff_threshold if self.version_2_with_negative else None
 
     def check(self) -> None:
-        """Check the settings, in addition to the checks of all tasks."""
+        """Also check the settings that are specific to this task."""
         super().check()
         if self.train_file is not None and self.validation_file is None:
-            raise ValueError("--train_file needs --validation_file. Set both.")
+            raise ValueError("--train_file requires --validation_file. Set both.")
         if self.validation_file is not None and self.train_file is None and not self.only_evaluates:
-            raise ValueError("--validation_file needs --train_file. To evaluate only, set --num_train_epochs 0.")
+            raise ValueError("--validation_file requires --train_file. To only evaluate, set --num_train_epochs 0.")
         check_metric(self.metric_for_best_model, ("loss", *METRIC_NAMES[self.version_2_with_negative]))

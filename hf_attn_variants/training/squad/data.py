@@ -1,4 +1,4 @@
-"""SQuAD files, the windows of tokens that cover long contexts, answers from logits, and their exact match and F1."""
+"""Reads SQuAD files, splits long contexts into windows, extracts answers from logits, and scores them."""
 
 import gzip
 import hashlib
@@ -35,7 +35,7 @@ class Answer:
     """A correct answer.
 
     Attributes:
-        text: The answer, a part of the context.
+        text: The answer text, which is a part of the context.
         start: The index of its first character in the context.
     """
 
@@ -48,10 +48,10 @@ class Question:
     """A question about a context.
 
     Attributes:
-        id: The id, which is unique in its file.
-        question: The question.
+        id: The id, which is unique within its file.
+        question: The text of the question.
         context: The context.
-        answers: The correct answers. Empty if the context does not answer the question, or if they are unknown.
+        answers: The correct answers. Empty if the context does not answer the question or the answers are unknown.
     """
 
     id: str
@@ -61,21 +61,21 @@ class Question:
 
 
 def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
-    """Read a file in the JSON format of SQuAD: {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
+    """Read a file in the SQuAD JSON format, {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
 
     Args:
         path: The file, plain text or .gz.
-        has_answers: Whether to read the answers. Test files need none.
+        has_answers: Whether to read the answers. Test files do not require them.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file has another format or no question, or if an answer is not in its context. The message
-            names the file and the question.
+        ValueError: If the file has a different format or no questions, or if an answer is not in its context. The
+            message names the file and the question.
     """
     path = Path(path)
     questions = list(_read_questions(path, _load_json(path), has_answers))
     if not questions:
-        raise ValueError(f"{path} must have at least one question, but has none.")
+        raise ValueError(f"{path} must contain at least one question, but has none.")
     _check_ids(str(path), questions)
     return questions
 
@@ -85,9 +85,9 @@ def _load_json(path: Path) -> Any:
     try:
         return parse_json(read_file(path))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise OSError(f"{path} must be a complete gzip file, but cannot be read ({error}).") from error
+        raise OSError(f"{path} must be a complete gzip file ({error}).") from error
     except ValueError as error:  # includes UnicodeDecodeError
-        raise ValueError(f"{path} must be valid JSON, but cannot be parsed ({error}).") from error
+        raise ValueError(f"{path} must be valid JSON ({error}).") from error
 
 
 def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Question]:
@@ -107,31 +107,31 @@ def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Que
 
 
 def _get_list(parent: Any, key: str, place: str) -> list[Any]:
-    """Return a list of a JSON object, or raise ValueError."""
-    return _get_value(parent, key, list, f"{place} must have a list")
+    """Return a list in a JSON object."""
+    return _get_value(parent, key, list, f"{place} must contain a list")
 
 
 def _get_text(parent: Any, key: str, place: str) -> str:
-    """Return a text of a JSON object, or raise ValueError."""
-    value = _get_value(parent, key, str, f"{place} must have a text")
+    """Return a text in a JSON object."""
+    value = _get_value(parent, key, str, f"{place} must contain text")
     if not is_unicode(value):
-        raise ValueError(f'{place} must have valid text in "{key}", got half a surrogate pair.')
+        raise ValueError(f'{place} must contain valid text in "{key}", got an incomplete surrogate pair.')
     return value
 
 
 def _get_value(parent: Any, key: str, kind: type, rule: str) -> Any:
-    """Return a value of a JSON object, or raise ValueError if it has another type."""
+    """Return a value in a JSON object, and check its type."""
     value = parent.get(key) if isinstance(parent, dict) else None
     if not isinstance(value, kind):
         got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
-        raise ValueError(f'{rule} "{key}" in the format of SQuAD, got {got}.')
+        raise ValueError(f'{rule} "{key}" in the SQuAD format, got {got}.')
     return value
 
 
 def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer, ...]:
-    """Return the answers of a question. Check that they are in the context."""
+    """Return the answers to a question, and check that they are in the context."""
     impossible = qa.get("is_impossible", False)
-    if not isinstance(impossible, bool):  # the text "false" would count as true
+    if not isinstance(impossible, bool):  # the string "false" would count as true
         raise ValueError(f"{place}: is_impossible must be true or false, got {impossible!r:.60}.")
     id_place = f"{place} (id {qa.get('id')})"
     if impossible:
@@ -146,24 +146,24 @@ def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer,
         text = _get_text(answer, "text", f"{place}.answers[{number}]")
         answers.append(Answer(text, _check_start(text, answer.get("answer_start"), context, id_place)))
     if not answers and "is_impossible" not in qa:
-        raise ValueError(f"{id_place} must have an answer or is_impossible, but has neither. Add one of them.")
+        raise ValueError(f"{id_place} must contain an answer or is_impossible, but has neither. Add one of them.")
     return tuple(answers)
 
 
 def _check_start(text: str, start: Any, context: str, place: str) -> int:
-    """Return the start of an answer, and check it. Accept a whole number that is written as a string."""
+    """Check and return the start of an answer, which may be a string that contains a whole number."""
     if isinstance(start, str) and start.isascii() and start.isdecimal():
         start = int(start)
     if not isinstance(start, int) or isinstance(start, bool):
         raise ValueError(f"{place}: answer_start must be a whole number, got {start!r:.60}.")
     if not 0 <= start <= len(context) - len(text) or not text:
         raise ValueError(
-            f"{place}: The answer {text[:60]!r} at character {start} must be inside its context, which has "
+            f"{place}: The answer {text[:60]!r} at character {start} must be within its context, which has "
             f"{len(context)} characters. Correct answer_start."
         )
     if context[start : start + len(text)] != text:
         raise ValueError(
-            f"{place}: The answer {text[:60]!r} must equal the context at character {start}, got "
+            f"{place}: The answer {text[:60]!r} must match the context at character {start}, got "
             f"{context[start : start + len(text)][:60]!r}. Correct answer_start."
         )
     return start
@@ -172,17 +172,17 @@ def _check_start(text: str, start: Any, context: str, place: str) -> int:
 def load_squad(
     files: Mapping[str, Any], from_hub: bool, version_2: bool = False, with_train: bool = True
 ) -> dict[str, list[Question]]:
-    """Read the splits of SQuAD from files or from the Hub. There may be "train", "dev" and "test".
+    """Read the SQuAD splits ("train", "dev" and "test", if they exist) from files or from the Hub.
 
     Args:
-        files: The paths of "train_file", "validation_file" and "test_file", or None.
-        from_hub: Whether to load the train and dev splits from the Hub if they have no file.
+        files: The paths of "train_file", "validation_file" and "test_file", or None for files that are not given.
+        from_hub: Whether to load the train and dev splits from the Hub if no file is given for them.
         version_2: Whether to use SQuAD v2.0 instead of v1.1.
         with_train: Whether to read the train split.
 
     Raises:
-        OSError: If a file or a dataset of the Hub cannot be read.
-        ValueError: If a file has invalid content, or if questions of v1.1 have no answer.
+        OSError: If a file or a Hub dataset cannot be read.
+        ValueError: If a file has invalid content, or if v1.1 questions have no answer.
     """
     splits = {}
     for name, split in (("train", "train"), ("dev", "validation"), ("test", "test"))[0 if with_train else 1 :]:
@@ -192,12 +192,12 @@ def load_squad(
         elif from_hub and name != "test":
             splits[name] = load_squad_hub(split, version_2)
         if name != "test" and name in splits:
-            check_unanswerable(path or f"The {split} split of the Hub", splits[name], version_2)
+            check_answers_exist(path or f"The {split} split of the Hub", splits[name], version_2)
     return splits
 
 
 def load_squad_hub(split: str, version_2: bool) -> list[Question]:
-    """Load a split of SQuAD from the Hub.
+    """Load a SQuAD split from the Hub.
 
     Args:
         split: "train" or "validation".
@@ -210,10 +210,10 @@ def load_squad_hub(split: str, version_2: bool) -> list[Question]:
     name = HUB_DATASETS[version_2]
     try:
         rows = load_dataset(name, split=split)
-    except Exception as error:  # `datasets` and the Hub raise many types of errors
+    except Exception as error:  # `datasets` and the Hub raise many exception types
         raise OSError(
-            f"{name} ({split}) cannot be loaded from the Hub ({type(error).__name__}: {error}). Set --train_file and "
-            "--validation_file instead."
+            f"{name} ({split}) could not be loaded from the Hub ({type(error).__name__}: {error}). Set --train_file "
+            "and --validation_file instead."
         ) from error
     questions = []
     for row in rows:
@@ -226,26 +226,27 @@ def load_squad_hub(split: str, version_2: bool) -> list[Question]:
 
 
 def _check_ids(source: str, questions: list[Question]) -> None:
-    """Raise ValueError if two questions have the same id."""
+    """Check that all questions have different ids."""
     seen: set[str] = set()
     for question in questions:
         if question.id in seen:
             raise ValueError(
-                f"{source}: Questions must have different ids, got {question.id} twice. Predictions are stored by id."
+                f"{source}: Questions must have unique ids because predictions are stored by id, got {question.id} "
+                "twice."
             )
         seen.add(question.id)
 
 
-def check_unanswerable(source: str, questions: Iterable[Question], version_2: bool) -> None:
-    """Check that all questions have an answer, unless the version is v2.0.
+def check_answers_exist(source: str, questions: Iterable[Question], version_2: bool) -> None:
+    """Check that all questions have answers, unless SQuAD v2.0 is used.
 
     Args:
-        source: The description of the questions for messages.
+        source: The description of the questions in messages.
         questions: The questions.
-        version_2: Whether the version is v2.0.
+        version_2: Whether SQuAD v2.0 is used.
 
     Raises:
-        ValueError: If a question of v1.1 has no answer.
+        ValueError: If a v1.1 question has no answer.
     """
     unanswered = [question.id for question in questions if not question.answers]
     if unanswered and not version_2:
@@ -256,36 +257,36 @@ def check_unanswerable(source: str, questions: Iterable[Question], version_2: bo
 
 
 def hash_questions(questions: Iterable[Question]) -> str:
-    """Return a hash of questions, with which a resumed run checks that they are the same."""
+    """Return a hash of the questions, which lets a resumed run check that they have not changed."""
     digest = hashlib.blake2b(digest_size=8)
     for item in questions:
         digest.update(json.dumps([item.id, item.question, item.context, [vars(a) for a in item.answers]]).encode())
     return digest.hexdigest()
 
 
-# The position of the token that represents "no answer": the first one, which is [CLS] in BERT and ALBERT.
+# The position of the token that represents "no answer", which is [CLS] in BERT and ALBERT.
 NO_ANSWER = 0
-# The default number of shared tokens of windows, if they have more context tokens than that.
+# The default number of tokens shared by neighboring windows, if they have more context tokens than that.
 DEFAULT_STRIDE = 128
 # The number of questions per call of the tokenizer.
 QUESTIONS_PER_CALL = 256
-# The number of the context in the `sequence_ids` of a fast tokenizer.
+# The index of the context in the `sequence_ids` of a fast tokenizer.
 CONTEXT_SEQUENCE = 1
 NO_OFFSETS = np.empty((0, 2), dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The model input for a question and a part of its context.
+    """The model inputs for a question and a part of its context.
 
     Attributes:
         question: The index of the question.
-        input_ids: [n].
-        token_type_ids: [n], or None if the tokenizer returns none.
+        input_ids: The token ids [n].
+        token_type_ids: The token types [n], or None if the tokenizer does not return them.
         context_begin: The position of the first context token.
-        offsets: The first and the last character (exclusive) of each context token, in the context [tokens, 2].
-        start: The position of the first token of the answer, or `NO_ANSWER` if the answer is not in the window.
-        end: The position of the last token (inclusive) of the answer, or `NO_ANSWER`.
+        offsets: The first and last character (exclusive) of each context token within the context [tokens, 2].
+        start: The position of the answer's first token, or `NO_ANSWER` if the answer is not in the window.
+        end: The position of the answer's last token (inclusive), or `NO_ANSWER` if the answer is not in the window.
     """
 
     question: int
@@ -298,7 +299,7 @@ class Window:
 
 
 def compute_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Check the lengths of windows and questions, and return the number of tokens that neighboring windows share.
+    """Check the lengths of windows and questions, and return the number of tokens shared by neighboring windows.
 
     Args:
         settings: The settings of the run.
@@ -306,17 +307,18 @@ def compute_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer:
         tokenizer: The tokenizer.
 
     Returns:
-        `doc_stride` if it is set, otherwise a default for the number of context tokens of a window.
+        `doc_stride` if it is set, and otherwise a default based on the number of context tokens per window.
 
     Raises:
-        ValueError: If a length does not fit the model.
+        ValueError: If a length is not valid for the model.
     """
     check_max_length(settings.max_length, config, tokenizer, pair=True, multiple=settings.pad_to_multiple_of)
     context_length = settings.max_length - tokenizer.num_special_tokens_to_add(pair=True) - settings.max_query_length
     if context_length < 1 or context_length <= (settings.doc_stride or 0):
         raise ValueError(
             f"--max_length {settings.max_length} leaves {max(context_length, 0)} tokens for the context after a "
-            f"question of --max_query_length {settings.max_query_length}. Reduce it, or --doc_stride."
+            f"question with --max_query_length {settings.max_query_length}. Use a "
+            "smaller --max_query_length or --doc_stride."
         )
     if settings.doc_stride is not None:
         return settings.doc_stride
@@ -332,17 +334,17 @@ def make_windows(
     token_types: bool = True,
     for_training: bool = False,
 ) -> list[Window]:
-    """Cut the contexts of questions into windows, in the order of the questions.
+    """Split the contexts of questions into windows, in the order of the questions.
 
     Args:
         questions: The questions.
         tokenizer: A fast tokenizer.
         max_length: The maximum length of a window in tokens, including the question and special tokens.
-        doc_stride: The number of context tokens that neighboring windows share.
-        max_query_length: The maximum length of a question in tokens. Longer questions are cut.
-        token_types: Whether the model distinguishes question and context by token types. The tokenizer of ALBERT
+        doc_stride: The number of context tokens shared by neighboring windows.
+        max_query_length: The maximum length of a question in tokens. Longer questions are truncated.
+        token_types: Whether the model distinguishes the question from the context by token types. ALBERT's tokenizer
             returns token types only on request.
-        for_training: Whether to leave out `offsets`. Only predictions need them, and they take two thirds of the
+        for_training: Whether to omit `offsets`, which are only required for predictions and take up two thirds of the
             memory.
     """
     windows, num_cut = [], 0
@@ -372,10 +374,10 @@ def make_windows(
             window = Window(begin + row, ids, type_ids, first, offsets.reshape(-1, 2))
             if batch[row].answers:
                 is_first, is_last = row not in rows[i - 1 : i], row not in rows[i + 1 : i + 2]
-                window = _mark_answer(window, batch[row].answers[0], is_first, is_last)
+                window = _locate_answer(window, batch[row].answers[0], is_first, is_last)
             windows.append(replace(window, offsets=NO_OFFSETS) if for_training else window)
     if num_cut:
-        message = "%d of %d questions have more than --max_query_length %d tokens and are cut."
+        message = "%d of %d questions have more than --max_query_length %d tokens and are truncated."
         logger.warning(message, num_cut, len(questions), max_query_length)
     return windows
 
@@ -383,7 +385,7 @@ def make_windows(
 def _cut_questions(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, max_query_length: int
 ) -> tuple[list[str], int]:
-    """Return the questions, cut to the maximum length, and the number of cut questions."""
+    """Truncate questions to the maximum length, and return them with the number of truncated questions."""
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = encoded["offset_mapping"]
     long = [len(row) > max_query_length for row in offsets]
@@ -394,8 +396,8 @@ def _cut_questions(
     return cut_texts, sum(long)
 
 
-def _mark_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
-    """Return a window with the position of the answer, unless the answer is not completely inside the window.
+def _locate_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
+    """Return a window with the position of the answer, if the answer lies completely within the window.
 
     Args:
         window: The window.
@@ -404,13 +406,13 @@ def _mark_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) 
         is_last: Whether the window is the last one of its context.
     """
     begins, ends = window.offsets[:, 0], window.offsets[:, 1]
-    # Tokens that share a character with the answer. An empty token, such as the space of SentencePiece, shares none.
+    # Tokens that share a character with the answer. Empty tokens, such as SentencePiece's space, share none.
     filled = np.flatnonzero(ends > begins)
     inside = filled[(begins[filled] < answer.start + len(answer.text)) & (ends[filled] > answer.start)]
     if not len(inside):
         return window
-    # Spaces, soft hyphens and combining accents may belong to no token. So the answer is cut off only if its first or
-    # last token is at the edge of the window.
+    # Spaces, soft hyphens and combining accents may not belong to any token. The answer is therefore only cut off if
+    # its first or last token is at the edge of the window.
     spaces = len(answer.text) - len(answer.text.lstrip())
     text_end = answer.start + len(answer.text.rstrip())
     if not is_first and inside[0] == filled[0] and begins[inside[0]] > answer.start + spaces:
@@ -424,14 +426,13 @@ def _mark_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) 
 def make_window_collator(
     tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None, marks_questions: bool = False
 ) -> Callable[[list[Window]], dict[str, Tensor]]:
-    """Make a function from windows to model inputs [b, n], "start_positions" [b] and "end_positions" [b].
+    """Create a function that converts windows to inputs [b, n], "start_positions" [b] and "end_positions" [b].
 
     Args:
         tokenizer: The tokenizer.
-        pad_to_multiple_of: The multiple for the length of the batch, or None.
+        pad_to_multiple_of: If set, batches are padded to a multiple of this number of tokens.
         marks_questions: Whether to add a `global_attention_mask` that is 1 for all tokens before the context. With
-            sparse attention patterns, tokens far from the question can then attend to it (arXiv 2004.05150,
-            section 6).
+            sparse attention patterns, this lets distant tokens attend to the question (arXiv 2004.05150, section 6).
     """
 
     def collate(windows: list[Window]) -> dict[str, Tensor]:
@@ -452,7 +453,7 @@ def make_window_collator(
 
 @dataclass(frozen=True)
 class Span:
-    """A span of the context with the logits of its first and last token."""
+    """A span of the context and the logits of its first and last tokens."""
 
     text: str
     start_logit: float
@@ -466,13 +467,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of a model for a question.
+    """A model's prediction for a question.
 
     Attributes:
         id: The id of the question.
         spans: The best spans, best first. Empty if the context has no tokens.
-        null: The span of "no answer" from the window where its score is lowest. An answer in one window suffices, so
-            that the other windows do not count.
+        null: The "no answer" span from the window in which its score is lowest. The other windows do not count because
+            it is sufficient if one window contains an answer.
     """
 
     id: str
@@ -481,16 +482,16 @@ class Prediction:
 
     @property
     def text(self) -> str:
-        """The text of the best span, or "" without spans."""
+        """The text of the best span, or "" if there are no spans."""
         return self.spans[0].text if self.spans else ""
 
     @property
     def null_odds(self) -> float:
-        """The difference between the score of "no answer" and the score of the best span."""
-        return self.null.score - self.spans[0].score if self.spans else 1e9  # JSON needs a finite number
+        """The score of "no answer" minus the score of the best span."""
+        return self.null.score - self.spans[0].score if self.spans else 1e9  # JSON requires a finite number
 
     def answer(self, null_threshold: float | None) -> str:
-        """Return the text, or "" if `null_odds` is above a threshold. None: always return the text."""
+        """Return the text, or "" if `null_odds` exceeds the threshold and the threshold is not None."""
         return "" if null_threshold is not None and self.null_odds > null_threshold else self.text
 
 
@@ -502,13 +503,13 @@ def find_predictions(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> list[Prediction]:
-    """Find the best spans of each question in all its windows.
+    """Find the best spans for each question in all of its windows.
 
     Args:
         questions: The questions.
         windows: Their windows.
-        start_logits: [windows, tokens].
-        end_logits: [windows, tokens].
+        start_logits: The logits of answer starts [windows, tokens].
+        end_logits: The logits of answer ends [windows, tokens].
         n_best: The number of starts and ends that are combined per window, and the number of spans per question.
         max_answer_length: The maximum length of an answer in tokens.
 
@@ -526,7 +527,7 @@ def find_predictions(
         for characters, span in _find_window_spans(
             window.offsets, starts[inside], ends[inside], context, n_best, max_answer_length
         ):
-            # Windows overlap. If two of them have the same span, the higher score counts.
+            # Windows overlap. If two windows contain the same span, the higher score counts.
             if characters not in question_spans or span.score > question_spans[characters].score:
                 question_spans[characters] = span
     missing = Span("", 0.0, 0.0)
@@ -543,7 +544,7 @@ def find_predictions(
 def _find_window_spans(
     offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, context: str, n_best: int, max_answer_length: int
 ) -> list[tuple[tuple[int, int], Span]]:
-    """Return the best spans of a window, each with its first and last character (exclusive) in the context."""
+    """Return the best spans in a window, each with its first and last character (exclusive) within the context."""
     usable = offsets[:, 1] > offsets[:, 0]
     first = np.argsort(-np.where(usable, starts, -np.inf), kind="stable")[:n_best]
     last = np.argsort(-np.where(usable, ends, -np.inf), kind="stable")[:n_best]
@@ -566,7 +567,7 @@ def make_nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20
 
     Args:
         prediction: The prediction.
-        with_null: Whether "no answer" is an entry (v2.0).
+        with_null: Whether to include "no answer" as an entry (v2.0).
         n_best: The maximum number of spans.
 
     Returns:
@@ -587,7 +588,7 @@ PUNCTUATION = frozenset(string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Return a text in lowercase, without punctuation and English articles, with single spaces between words.
+    """Lowercase a text, remove punctuation and English articles, and separate words with single spaces.
 
     Example:
         ```python
@@ -599,17 +600,18 @@ def normalize_answer(text: str) -> str:
 
 
 def compute_exact_match(prediction: str, truth: str) -> float:
-    """Return 1.0 if two answers are equal after normalization, otherwise 0.0."""
+    """Return 1.0 if two answers are the same after normalization, and otherwise 0.0."""
     return float(normalize_answer(prediction) == normalize_answer(truth))
 
 
 def compute_token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
-    """Return the harmonic mean of precision and recall of the words of a normalized answer, from 0 to 1.
+    """Return the F1 score over the words of a normalized answer, from 0 to 1.
 
     Args:
         prediction: The predicted answer.
         truth: The correct answer.
-        both_empty: The value if neither answer has words: 0 in the official script of v1.1, and 1 in that of v2.0.
+        both_empty: The value to return if neither answer contains words, which is 0 in the official v1.1 script and 1
+            in the v2.0 script.
     """
     predicted_words, true_words = normalize_answer(prediction).split(), normalize_answer(truth).split()
     if not predicted_words or not true_words:
@@ -619,7 +621,7 @@ def compute_token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> fl
 
 
 def score_answer(prediction: str, truths: Sequence[str], both_empty: float = 0.0) -> tuple[float, float]:
-    """Return the best exact match and F1 over the correct answers. Without any, the empty text is correct."""
+    """Return the best exact match and F1 over all correct answers. Without answers, the empty text is correct."""
     truths = truths or [""]
     return (
         max(compute_exact_match(prediction, truth) for truth in truths),
@@ -628,14 +630,14 @@ def score_answer(prediction: str, truths: Sequence[str], both_empty: float = 0.0
 
 
 def _compute_mean(values: Sequence[float]) -> float:
-    """Return the mean of some numbers."""
+    """Return the arithmetic mean."""
     return sum(values) / len(values)
 
 
 def _compute_split_means(
     scores: Mapping[str, tuple[float, float]], prefix: str, chosen: Callable[[str], bool]
 ) -> dict[str, float]:
-    """Return the metrics of the questions that `chosen` selects. Return an empty dictionary without questions."""
+    """Return the metrics for the questions selected by `chosen`. Empty if none are selected."""
     rows = [row for key, row in scores.items() if chosen(key)]
     if not rows:
         return {}
@@ -650,47 +652,47 @@ def _compute_split_means(
 def find_best_threshold(
     scores: Mapping[str, float], odds: Mapping[str, float], texts: Mapping[str, str], has_answer: Mapping[str, bool]
 ) -> tuple[float, float]:
-    """Find the threshold of `odds` above which "no answer" should be predicted, for the best mean score.
+    """Find the threshold for `odds` above which predicting "no answer" gives the best mean score.
 
     Args:
-        scores: The score of each answer by question id.
-        odds: The odds of "no answer" by question id.
-        texts: The predicted answers by question id.
-        has_answer: Whether each question has an answer.
+        scores: The score of each answer, by question id.
+        odds: The odds of "no answer", by question id.
+        texts: The predicted answers, by question id.
+        has_answer: Whether each question has an answer, by question id.
 
     Returns:
-        The best mean score from 0 to 100, and the largest value of `odds` up to which answers are predicted (0 if no
-        answer is predicted).
+        The best mean score from 0 to 100, and the largest value of `odds` for which answers are predicted (0 if no
+        answers are predicted).
     """
     current = best = float(sum(not has_answer[key] for key in scores))
     threshold = 0.0
     for key in sorted(scores, key=odds.__getitem__):
-        # Predict one more answer. It adds its score, or an unanswerable question loses its point.
+        # Predict one more answer. This adds its score or, for an unanswerable question, subtracts its point.
         current += scores[key] if has_answer[key] else (-1.0 if texts[key] else 0.0)
         if current > best:
             best, threshold = current, odds[key]
     return 100 * best / len(scores), threshold
 
 
-def compute_squad(
+def compute_squad_metrics(
     questions: Sequence[Question],
     texts: Mapping[str, str],
     odds: Mapping[str, float] | None = None,
     no_answer_threshold: float = math.inf,
 ) -> dict[str, float]:
-    """Compute exact match and F1 from 0 to 100, like the official scripts.
+    """Compute exact match and F1, from 0 to 100, like the official scripts.
 
     Args:
         questions: The questions.
-        texts: The predicted answers by question id.
-        odds: For v2.0: a score by question id that is larger if an answer is less likely. None: v1.1.
-        no_answer_threshold: If `odds` is above this value, the prediction counts as "no answer".
+        texts: The predicted answers, by question id.
+        odds: For v2.0, a score by question id that is higher if an answer is less likely. None for v1.1.
+        no_answer_threshold: The value of `odds` above which the prediction counts as "no answer".
 
     Returns:
-        For v1.1: "exact_match" and "f1". For v2.0: "exact", "f1" and "total" over all questions, over those with an
-        answer ("HasAns_") and over those without ("NoAns_"), "best_exact" and "best_f1" with the best threshold for
-        each, and these thresholds ("best_exact_thresh", "best_f1_thresh"). The best values are optimistic, because the
-        threshold is chosen on the same questions.
+        For v1.1, "exact_match" and "f1". For v2.0, "exact", "f1" and "total" for all questions, for questions with an
+        answer ("HasAns_") and for questions without one ("NoAns_"). For v2.0, there are also "best_exact" and
+        "best_f1" with their best thresholds ("best_exact_thresh", "best_f1_thresh"), which are optimistic because the
+        thresholds are chosen on the same questions.
 
     Raises:
         ValueError: If there are no questions, or if a question has no prediction.
@@ -698,13 +700,13 @@ def compute_squad(
     Example:
         ```python
         question = Question("1", "Who?", "It was Ada.", (Answer("Ada", 7),))
-        compute_squad([question], {"1": "Ada"})  # {"exact_match": 100.0, "f1": 100.0}
+        compute_squad_metrics([question], {"1": "Ada"})  # {"exact_match": 100.0, "f1": 100.0}
         ```
     """
     missing = [q.id for q in questions if q.id not in texts]
     if missing or not questions:
-        got = f"{len(missing)} questions without one, such as {missing[0]}" if missing else "no questions"
-        raise ValueError(f"Each question must have a prediction, and there must be questions, got {got}.")
+        got = f"{len(missing)} questions without a prediction, such as {missing[0]}" if missing else "no questions"
+        raise ValueError(f"There must be at least one question, and each question must have a prediction, got {got}.")
     truths = {q.id: [answer.text for answer in q.answers] for q in questions}
     if odds is not None:
         return _compute_v2_metrics(truths, texts, odds, no_answer_threshold)
@@ -715,8 +717,8 @@ def compute_squad(
 def _compute_v2_metrics(
     truths: Mapping[str, list[str]], texts: Mapping[str, str], odds: Mapping[str, float], no_answer_threshold: float
 ) -> dict[str, float]:
-    """Return the metrics of v2.0."""
-    # Like the official script, leave out correct answers that are empty after normalization.
+    """Compute the metrics for v2.0."""
+    # As in the official script, ignore correct answers that are empty after normalization.
     raw = {
         key: score_answer(texts[key], [text for text in right if normalize_answer(text)], both_empty=1.0)
         for key, right in truths.items()

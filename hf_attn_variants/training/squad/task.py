@@ -1,4 +1,4 @@
-"""Fine-tuning on extractive question answering with SQuAD v1.1 or v2.0, and its evaluation."""
+"""Fine-tuning and evaluation on extractive question answering with SQuAD v1.1 or v2.0."""
 
 import json
 from contextlib import nullcontext
@@ -14,14 +14,14 @@ from transformers import AutoModelForQuestionAnswering, PreTrainedModel
 from ...modeling.mechanisms.patterns.pattern_table import supports_global_mask
 from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask, list_shown_metrics
-from ..engine.models import check_trained_head, fit_token_types, load_config, load_model, load_tokenizer
+from ..engine.models import check_trained_head, configure_token_types, load_config, load_model, load_tokenizer
 from ..engine.optimization import Objective
 from . import SquadSettings
 from .data import (
     Prediction,
     Question,
     Window,
-    compute_squad,
+    compute_squad_metrics,
     compute_stride,
     find_predictions,
     hash_questions,
@@ -42,7 +42,7 @@ class QuestionSet:
         name: The name of the split.
         questions: The questions.
         windows: Their windows.
-        batches: The batches of windows, and the order of the windows in them.
+        batches: The batches of windows and the order of the windows in them.
     """
 
     name: str
@@ -52,7 +52,7 @@ class QuestionSet:
 
 
 def make_span_objective() -> Objective:
-    """Return the mean of the cross-entropies of the start and the end of the answer, summed over windows."""
+    """Create the objective, which averages the cross-entropies of the answer's start and end for each window."""
     return Objective(
         loss_sum=lambda model, batch: _compute_losses(_compute_span_logits(model, batch), batch).sum(),
         count=lambda batch: len(batch["input_ids"]),
@@ -60,26 +60,26 @@ def make_span_objective() -> Objective:
 
 
 def _compute_span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits of the start and the end of the answer [b, n, 2]. Padding gets the lowest value."""
+    """Return the logits of the answer's start and end [b, n, 2], with the lowest possible value at padding."""
     inputs: dict[str, Any] = {key: value for key, value in batch.items() if key not in POSITIONS}
     if getattr(model, "module", model).config.is_encoder_decoder:
-        inputs["use_cache"] = False  # the decoder would store keys and values that are never read
+        inputs["use_cache"] = False  # otherwise, the decoder would store keys and values that are never read
     outputs = model(**inputs)
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1).float()
     return logits.masked_fill(batch["attention_mask"][..., None] == 0, torch.finfo(logits.dtype).min)
 
 
 def _compute_losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss of each window [b] from logits [b, n, 2]."""
+    """Return the loss of each window [b], given logits [b, n, 2]."""
     labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)  # [b, 2]
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
 
 
 class SquadFineTuning(FineTuningTask[SquadSettings]):
-    """Fine-tuning on extractive question answering, v1.1 (arXiv 1606.05250) or v2.0 (arXiv 1806.03822).
+    """Fine-tuning on extractive question answering with SQuAD v1.1 (arXiv 1606.05250) or v2.0 (arXiv 1806.03822).
 
     The results contain `eval_exact_match` and `eval_f1`. For v2.0, they contain `eval_exact`, `eval_f1`, the metrics
-    of questions with and without an answer, and those of the best threshold.
+    for questions with and without an answer, and the metrics at the best threshold.
 
     Example:
         ```python
@@ -100,7 +100,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.config = load_config(settings)
         check_trained_head(settings, self.config, "ForQuestionAnswering", "answers questions")
         self.tokenizer = load_tokenizer(settings, self.config)
-        fit_token_types(self.tokenizer, self.config)
+        configure_token_types(self.tokenizer, self.config)
         self.stride = compute_stride(settings, self.config, self.tokenizer)
         self.splits = self._load_splits()
         marks_questions = supports_global_mask(self.config)
@@ -108,7 +108,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.train = self.splits.get("train", [])
 
     def _load_splits(self) -> dict[str, list[Question]]:
-        """Read the splits, truncated to the maximum numbers of samples."""
+        """Read the splits, limited to the maximum numbers of samples."""
         settings = self.settings
         from_hub, with_train = settings.validation_file is None, not settings.only_evaluates
         # The main process loads the dataset first, and the other processes read its cache.
@@ -118,7 +118,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return {name: questions[: limits.get(name)] for name, questions in splits.items()}
 
     def load_model(self) -> PreTrainedModel:
-        self.config.num_labels = 2  # the start and the end, regardless of the classes of the checkpoint
+        self.config.num_labels = 2  # the start and the end, regardless of the checkpoint's classes
         model = load_model(self.settings, self.config, AutoModelForQuestionAnswering)
         self.rows = self._make_windows(self.train, for_training=True)
         return model
@@ -135,22 +135,22 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return True
 
     def evaluate(self) -> dict[str, float]:
-        """Return the official metrics of the dev split, and the "loss" of its windows for the first answers."""
+        """Return the official metrics on the dev split, and the "loss" of its windows for the first answers."""
         self.dev_predictions, loss = self._predict_answers(self.dev)
         threshold, texts = self.settings.threshold, {p.id: p.text for p in self.dev_predictions}
         null_options = () if threshold is None else ({p.id: p.null_odds for p in self.dev_predictions}, threshold)
-        return {**compute_squad(self.dev.questions, texts, *null_options), "loss": loss}
+        return {**compute_squad_metrics(self.dev.questions, texts, *null_options), "loss": loss}
 
     def _predict_answers(self, data: QuestionSet) -> tuple[list[Prediction], float]:
         """Return the predictions of a split, in the order of its questions, and the mean loss of its windows."""
-        logits, losses = self.run_rows(data.batches, self._compute_outputs, data.name)
+        logits, losses = self.run_model_on_rows(data.batches, self._compute_outputs, data.name)
         limits = self.settings.n_best_size, self.settings.max_answer_length
         predictions = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
-        # Sum in the order of the batches, because a sum of floats depends on the order.
+        # Sum in batch order because floating-point sums depend on the order.
         return predictions, float(torch.from_numpy(losses[list(data.batches[1])]).mean())
 
     def _compute_outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the logits of a batch, padded to the maximum length, and the losses of its windows."""
+        """Return the logits of a batch, padded to the maximum length, and the loss of each window."""
         logits = _compute_span_logits(self.model, batch)  # [b, n, 2]
         padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
         padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
@@ -180,7 +180,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return f"{self.name} dev ({rows}): {scores}; "
 
     def _make_windows(self, questions: list[Question], for_training: bool = False) -> list[Window]:
-        """Cut the contexts of questions into windows."""
+        """Split the contexts of questions into windows."""
         lengths = self.settings.max_length, self.stride, self.settings.max_query_length
         token_types = getattr(self.config, "type_vocab_size", 0) > 1
         return make_windows(questions, self.tokenizer, *lengths, token_types, for_training)
@@ -191,7 +191,7 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return QuestionSet(name, self.splits[name], rows, self.make_eval_batches(rows, _count_tokens(rows)))
 
     def _format_files(self, split: str, predictions: list[Prediction]) -> dict[str, str]:
-        """Return the JSON files of a split: predictions, n-best answers and, for v2.0, null odds."""
+        """Return the contents of a split's JSON files (predictions, n-best answers and, for v2.0, null odds)."""
         threshold, n_best = self.settings.threshold, self.settings.n_best_size
         files: dict[str, dict[str, Any]] = {
             split: {p.id: p.answer(threshold) for p in predictions},

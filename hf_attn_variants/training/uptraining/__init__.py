@@ -1,4 +1,4 @@
-"""Settings of uptraining."""
+"""Settings for uptraining."""
 
 import importlib.util
 import math
@@ -16,31 +16,31 @@ from ..engine.settings import (
     FineTuningSettings,
     LanguageSettings,
     option,
-    redefault,
+    override_option,
 )
 from ..pretraining import NoiseSettings, TextSettings, check_stream_workers
 from ..seq2seq import BleuSettings
 
 SPAN_CORRUPTION = "span_corruption"
 OBJECTIVES = ("distill", "mlm", "seq2seq", "embedding", SPAN_CORRUPTION)
-# The values of `trainable`.
+# The values for `trainable`.
 TRAINABLE = ("attention", "all", "lora")
 TERM_FLAGS = ("hidden_states_weight", "attention_outputs_weight", "logits_weight")
 WARMUP_RATIO = 0.05
-# The pretraining of T5 (arXiv 1910.10683): 512 tokens (section 3.1.2), 2^11 sequences per step for the released
-# checkpoints (section 3.7), and a learning rate of 1 / sqrt(max(step, 10^4)). After their million steps, it is 1e-3.
+# T5 was pretrained (arXiv 1910.10683) with 512 tokens (section 3.1.2), 2^11 sequences per step for the released
+# checkpoints (section 3.7), and a learning rate of 1 / sqrt(max(step, 10^4)), which is 1e-3 after their million steps.
 T5_LENGTH, T5_SEQUENCES, T5_FLAT_STEPS, T5_LAST_RATE = 512, 2048, 10_000, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class UptrainingTextSettings(BleuSettings):
-    """The texts and their preparation."""
+    """Settings for the texts and their preparation."""
 
     title: ClassVar[str] = "text"
 
     train_file: tuple[str, ...] | None = option(
         "Text files with one example per line (.txt, .gz), or tables (.csv, .tsv, .json, .jsonl). Tables for an "
-        "encoder-decoder have two columns, unless --source_file is set. With --objective span_corruption: text files "
+        "encoder-decoder have two columns, unless --source_file is set. With --objective span_corruption, text files "
         "in which empty lines separate articles.",
         None,
     )
@@ -48,21 +48,21 @@ class UptrainingTextSettings(BleuSettings):
         "Held-out text in the same format (see --max_eval_samples).", None, resume=WITH_BEST_WEIGHTS
     )
     text_columns: tuple[str, ...] | None = option(
-        "For encoders: the column of a table with the texts, or two columns with pairs of texts. With --dataset_name: "
-        "the column with the articles (default: text).",
+        "For encoders, the column of a table that contains the texts, or two columns for pairs. With --dataset_name, "
+        "the column that contains the articles (default: text).",
         None,
         resume=WITH_BEST_WEIGHTS,
         metavar="COLUMN",
     )
-    dataset_name: str | None = redefault(
-        help="Folder or Hub id of a `datasets` source that is streamed, instead of --train_file (span_corruption).",
+    dataset_name: str | None = override_option(
+        help="Folder or Hub id of a `datasets` source to stream instead of --train_file (span_corruption).",
         owner=TextSettings,
     )
-    dataset_config_name: str | None = redefault(owner=TextSettings)
-    keep_whitespace: bool = redefault(owner=TextSettings)
-    # `UptrainingStream.fingerprint` contains the settings of a stream that a resumed run must share.
-    shuffle_buffer_size: int = redefault(
-        help="Number of blocks of a stream that are held in memory and shuffled.",
+    dataset_config_name: str | None = override_option(owner=TextSettings)
+    keep_whitespace: bool = override_option(owner=TextSettings)
+    # `UptrainingStream.fingerprint` contains the stream settings that must be the same in a resumed run.
+    shuffle_buffer_size: int = override_option(
+        help="Number of blocks of a stream to hold in memory and shuffle.",
         resume=None,
         owner=TextSettings,
     )
@@ -71,7 +71,7 @@ class UptrainingTextSettings(BleuSettings):
         "File with the held-out source texts, in the same format.", None, resume=WITH_BEST_WEIGHTS
     )
     source_column: str = option(
-        "Column of a table with the source texts, for encoder-decoders (default: %(default)s).",
+        "For encoder-decoders, the column of a table that contains the source texts (default: %(default)s).",
         "source",
         resume=WITH_BEST_WEIGHTS,
     )
@@ -80,33 +80,33 @@ class UptrainingTextSettings(BleuSettings):
         "File with the held-out target texts, in the same format.", None, resume=WITH_BEST_WEIGHTS
     )
     target_column: str = option(
-        "Column of a table with the target texts, for encoder-decoders (default: %(default)s).",
+        "For encoder-decoders, the column of a table that contains the target texts (default: %(default)s).",
         "target",
         resume=WITH_BEST_WEIGHTS,
     )
-    source_prefix: str = option("Text before each source.", "")
+    source_prefix: str = option("Text to prepend to each source.", "")
     max_target_length: int | None = option(
         "Maximum length of a target in tokens (default: --max_length).", None, range=AT_LEAST_1
     )
     mlm_probability: float = option(
-        "Probability that a token is masked. Every epoch masks other tokens.", 0.15, range=BETWEEN_0_AND_1
+        "Probability that a token is masked. Different tokens are masked in each epoch.", 0.15, range=BETWEEN_0_AND_1
     )
     predict_with_generate: bool = option(
-        "Generate texts with greedy search in every evaluation, and compute BLEU (sacrebleu).", False
+        "Generate texts with greedy search in every evaluation, and compute BLEU with SacreBLEU.", False
     )
 
     @property
     def text_column(self) -> str:
-        """The column of a text stream with the articles."""
+        """The column of a text stream that contains the articles."""
         return self.text_columns[0] if self.text_columns else TextSettings.text_column
 
 
 @dataclass(frozen=True, kw_only=True)
 class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings, FineTuningSettings):
-    """The objective, the teacher, and the trained parameters.
+    """Settings for the objective, the teacher and the trained parameters.
 
-    Some defaults depend on the objective. Those of "span_corruption" are the pretraining of T5, as in the uptraining
-    of arXiv 2305.13245.
+    Some defaults depend on the objective. The defaults for "span_corruption" follow T5's pretraining, as in arXiv
+    2305.13245.
 
     Example:
         ```python
@@ -119,48 +119,49 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
 
     title: ClassVar[str] = "objective"
 
-    objective: str = option("Training objective (see below).", choices=OBJECTIVES)
+    objective: str = option("Training objective, as described below.", choices=OBJECTIVES)
     teacher: str | None = option(
-        "Folder or Hub id of the model to reproduce, usually the original model of the conversion.", None
+        "Folder or Hub id of the model whose outputs are reproduced, usually the original model before conversion.",
+        None,
     )
     teacher_max_length: int | None = option(
-        "For encoders: the teacher reads longer texts in pieces of this many tokens. Use it if the teacher has fewer "
-        "positions, or is better with shorter texts (default: no pieces).",
+        "For encoders, split longer texts into pieces of this many tokens for the teacher. Use this if the teacher "
+        "has fewer positions or works better on shorter texts (default: texts are not split).",
         None,
         range=AT_LEAST_1,
     )
     hidden_states_weight: float | None = option(
-        "Weight of the error of each layer's output, relative to its variance (default with a teacher: 1; with "
-        "--objective embedding: 0).",
+        "Weight of the error in each layer's output, relative to the output's variance (default with a teacher: 1; "
+        "with --objective embedding: 0).",
         None,
         range=AT_LEAST_0,
     )
     attention_outputs_weight: float | None = option(
-        "Weight of the error of each attention's output (default: as for --hidden_states_weight).",
+        "Weight of the error in each attention module's output (default: same as --hidden_states_weight).",
         None,
         range=AT_LEAST_0,
     )
     logits_weight: float | None = option(
-        "Weight of the divergence of the output distribution, in nats (default with a teacher: 1 for mlm, for seq2seq "
-        "and for encoder-decoders, otherwise 0).",
+        "Weight of the divergence between the output distributions, in nats (default with a teacher: 1 for mlm, for "
+        "seq2seq and for encoder-decoders, otherwise 0).",
         None,
         range=AT_LEAST_0,
     )
-    temperature: float = option("Temperature: the logits are divided by it for --logits_weight.", 1.0, range=ABOVE_0)
+    temperature: float = option("Temperature by which the logits are divided for --logits_weight.", 1.0, range=ABOVE_0)
     trainable: str = option(
-        "Trained parameters: those of the attention modules, all parameters, or low-rank updates of the attention "
-        "projections that are merged at the end (default: attention; span_corruption: all).",
+        "Parameters to train, which are those of the attention modules, all parameters, or low-rank updates of the "
+        "attention projections that are merged at the end (default: attention; span_corruption: all).",
         None,
         choices=TRAINABLE,
     )
     lora_rank: int = option("Rank of the low-rank updates (default: %(default)s).", 32, range=AT_LEAST_1)
     lora_alpha: float = option(
-        "Scale of the low-rank updates, which is divided by their rank (default: %(default)s).",
+        "Scaling parameter for the low-rank updates, which is divided by their rank (default: %(default)s).",
         32.0,
         range=AT_LEAST_0,
     )
     alpha: float | None = option(
-        "Train for this share of --pretraining_steps, rounded up (arXiv 2305.13245 uses 0.05).",
+        "Share of --pretraining_steps to train for, rounded up (arXiv 2305.13245 uses 0.05).",
         None,
         range=AT_LEAST_0,
     )
@@ -171,78 +172,79 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         range=AT_LEAST_1,
     )
     total_train_batch_size: int | None = option(
-        "Number of examples per step on all devices, instead of --gradient_accumulation_steps (default with "
+        "Number of examples per step on all devices, as an alternative to --gradient_accumulation_steps (default with "
         f"span_corruption: {T5_SEQUENCES}, as for T5).",
         None,
         range=AT_LEAST_1,
     )
-    noise_density: float = redefault(resume=None)
-    mean_noise_span_length: float = redefault(resume=None)
-    max_length: int = redefault(
+    noise_density: float = override_option(resume=None)
+    mean_noise_span_length: float = override_option(resume=None)
+    max_length: int = override_option(
         None,
-        help="Maximum length of an example in tokens, including special tokens. Longer examples are cut (default: 64; "
-        f"span_corruption: {T5_LENGTH} input tokens).",
+        help="Maximum length of an example in tokens, including special tokens. Longer examples are truncated "
+        f"(default: 64; span_corruption: {T5_LENGTH} input tokens).",
     )
-    optim: str = redefault(
+    optim: str = override_option(
         None,
-        help="Optimizer. Adafactor stores no moments of whole matrices (default: adamw; span_corruption: adafactor).",
+        help="Optimizer to use. Adafactor does not store moments of whole matrices (default: adamw; "
+        "span_corruption: adafactor).",
     )
-    adafactor_scale_parameter: bool = redefault(
+    adafactor_scale_parameter: bool = override_option(
         None,
         help="Scale the steps by the root mean square of each parameter (default: no; span_corruption with Adafactor: "
         "yes, as for T5).",
     )
-    learning_rate: float = redefault(
+    learning_rate: float = override_option(
         None,
-        help="Peak learning rate (default: 0.001). With span_corruption, --pretraining_steps N and Adafactor: that of "
-        f"T5 at this step, 1 / sqrt(max(N, {T5_FLAT_STEPS})).",
+        help="Peak learning rate (default: 0.001). With span_corruption, --pretraining_steps N and Adafactor, it is "
+        f"T5's rate at this step, 1 / sqrt(max(N, {T5_FLAT_STEPS})).",
     )
-    lr_scheduler_type: str = redefault(
+    lr_scheduler_type: str = override_option(
         None,
         help=f"One of {', '.join(SCHEDULES)} (default: linear; span_corruption: inverse_sqrt, continued from "
         "--pretraining_steps, or constant without it).",
     )
-    lr_scheduler_kwargs: dict[str, Any] = redefault(None)  # noqa: RUF009 (None, until it is filled in)
-    max_grad_norm: float = redefault(
+    lr_scheduler_kwargs: dict[str, Any] = override_option(None)  # noqa: RUF009 (None, until it is filled in)
+    max_grad_norm: float = override_option(
         None,
         help="Maximum gradient norm; 0 disables clipping (default: 1.0; span_corruption: 0, because Adafactor clips "
         "each update).",
     )
-    gradient_accumulation_steps: int = redefault(None)
-    num_train_epochs: float | None = redefault(
-        None, help="Number of epochs. 0: evaluate only (default: --max_train_steps, or 300 steps)."
+    gradient_accumulation_steps: int = override_option(None)
+    num_train_epochs: float | None = override_option(
+        None, help="Number of training epochs (0: only evaluate; default: --max_train_steps, or 300 steps)."
     )
-    warmup_ratio: float = redefault(
+    warmup_ratio: float = override_option(
         None,
-        help=f"Share of the steps for warm-up (default: {WARMUP_RATIO} without --num_warmup_steps; span_corruption: "
-        "no warm-up).",
+        help=f"Share of all steps that is used for warm-up (default: {WARMUP_RATIO} without --num_warmup_steps; "
+        "span_corruption: no warm-up).",
     )
-    eval_steps: int | None = redefault(help="Evaluate every N optimizer steps (default: five times in the run).")
+    eval_steps: int | None = override_option(help="Evaluate every N optimizer steps (default: five times per run).")
 
     @property
     def is_stream(self) -> bool:
-        """Whether the text is a stream of unknown length that is packed into blocks, instead of rows."""
+        """Whether the text is a stream of unknown length, packed into blocks, instead of rows."""
         return self.objective == SPAN_CORRUPTION
 
     @property
     def alpha_steps(self) -> int | None:
-        """The number of steps for `alpha`, rounded up, or None without it."""
+        """The number of steps that `alpha` results in, rounded up, or None if `alpha` is not set."""
         if self.alpha is None or self.pretraining_steps is None:
             return None
         return math.ceil(Fraction(str(self.alpha)) * self.pretraining_steps)
 
     def __post_init__(self) -> None:
-        """Set the defaults of the objective, and check the settings."""
+        """Set the defaults for the objective, and check the settings."""
         if self.total_train_batch_size is not None and self.gradient_accumulation_steps not in (None, 1):
             raise ValueError("Set either --total_train_batch_size or --gradient_accumulation_steps, but not both.")
-        defaults = self._t5_defaults() if self.is_stream else self._defaults()
+        defaults = self._get_t5_defaults() if self.is_stream else self._defaults()
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         super().__post_init__()
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the defaults of all objectives except span corruption."""
+        """Return the defaults for all objectives except span corruption."""
         has_no_warmup = self.lr_scheduler_type == "constant" or self.adafactor_relative_step
         warmup_is_set = has_no_warmup or self.num_warmup_steps is not None
         return {
@@ -258,11 +260,11 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
             "gradient_accumulation_steps": 1,
         }
 
-    def _t5_defaults(self) -> dict[str, Any]:
-        """Return the defaults of span corruption, which continue the pretraining of T5."""
+    def _get_t5_defaults(self) -> dict[str, Any]:
+        """Return the defaults for span corruption, which continue T5's pretraining."""
         is_adafactor = self.optim in (None, "adafactor")
-        # The schedule of Transformers falls as 1 / sqrt(timescale + step), like that of T5 after pretraining. If
-        # pretraining ended during the steps with a constant rate, it counts as if it had just left them.
+        # The schedule in Transformers decreases as 1 / sqrt(timescale + step), like T5's after pretraining. If
+        # pretraining ended during the steps with a constant rate, it is treated as if these steps had just ended.
         timescale = None if self.pretraining_steps is None else max(self.pretraining_steps, T5_FLAT_STEPS)
         has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
         schedule = self.lr_scheduler_type or ("inverse_sqrt" if timescale else "constant")
@@ -284,28 +286,28 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         }
 
     def check(self) -> None:
-        """Check the settings, in addition to the checks of all tasks."""
+        """Also check the settings that are specific to uptraining."""
         super().check()
         if self.teacher is None:
             flags = [f"--objective {self.objective}"] if self.objective in ("distill", "embedding") else []
             flags += [f"--{name}" for name in TERM_FLAGS if getattr(self, name)]
             if flags:
-                raise ValueError(f"{flags[0]} needs --teacher. Set it to the original model.")
+                raise ValueError(f"{flags[0]} requires --teacher. Set it to the original model.")
         self._check_length()
         if self.is_stream:
             self._check_stream()
         if self.predict_with_generate and importlib.util.find_spec("sacrebleu") is None:
-            raise ValueError("--predict_with_generate needs sacrebleu. Run `pip install sacrebleu`.")
+            raise ValueError("--predict_with_generate requires sacrebleu. Run `pip install sacrebleu`.")
         if self.trainable == "lora" and importlib.util.find_spec("peft") is None:
-            raise ValueError("--trainable lora needs peft. Run `pip install peft`.")
+            raise ValueError("--trainable lora requires peft. Run `pip install peft`.")
 
     def _check_length(self) -> None:
-        """Check the settings about the number of steps."""
+        """Check the settings that determine the number of steps."""
         if self.alpha is None:
-            # A stream needs only --pretraining_steps, because its schedule continues from there.
+            # A stream only requires --pretraining_steps because its schedule continues from there.
             return
         if self.pretraining_steps is None:
-            raise ValueError("--alpha needs --pretraining_steps. Set both, or neither.")
+            raise ValueError("--alpha requires --pretraining_steps. Set both or neither.")
         if self.max_train_steps is not None or self.num_train_epochs is not None:
             raise ValueError(
                 f"--alpha {self.alpha} of --pretraining_steps {self.pretraining_steps} sets {self.alpha_steps} steps. "
@@ -313,16 +315,16 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
             )
 
     def _check_stream(self) -> None:
-        """Check the settings of a text stream."""
+        """Check the settings for a text stream."""
         if (self.train_file is None) == (self.dataset_name is None):
             raise ValueError(f"Set either --train_file or --dataset_name for --objective {self.objective}.")
         if self.train_file is not None and self.validation_file is None:
             raise ValueError(
-                f"--objective {self.objective} needs --validation_file, because it holds out no text of a stream."
+                f"--objective {self.objective} requires --validation_file because no text is held out from a stream."
             )
         if self.alpha is None and self.max_train_steps is None and self.num_train_epochs != 0:
             raise ValueError(
-                "--max_train_steps, or --alpha and --pretraining_steps, must be set, because a text stream has no "
-                "length."
+                "--max_train_steps, or --alpha and --pretraining_steps, must be set because the length of a text "
+                "stream is unknown."
             )
         check_stream_workers(self)

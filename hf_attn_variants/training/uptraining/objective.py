@@ -1,6 +1,6 @@
-"""Losses of uptraining: distillation from the original model, and the training objective of the model itself.
+"""Losses for uptraining, which combine distillation from the original model with the model's own training objective.
 
-Shapes use these letters: b is the number of texts, n the number of tokens, and D the hidden size.
+In shapes, b is the number of texts, n is the number of tokens, and D is the hidden size.
 """
 
 import logging
@@ -19,10 +19,10 @@ from ...inspection.scores import mean_pooled
 from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
 from ...modeling.fields.variant_config import supports_decoder_cache
 from ...registration import longest_input
-from ..engine.models import iterate_attentions
-from ..engine.optimization import Term, sum_by_example, token_cross_entropy
+from ..engine.models import iterate_attention_modules
+from ..engine.optimization import Term, compute_token_cross_entropy, sum_by_example
 from ..engine.session import progress_bar
-from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
+from ..seq2seq.metrics import choose_bleu_tokenizer, log_bleu_tokenizer, score_texts
 from . import SPAN_CORRUPTION, UptrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -30,17 +30,18 @@ logger = logging.getLogger(__name__)
 ENCODER, DECODER = "encoder", "decoder"
 PADDING_LOGIT = -1e4
 LAYER_KINDS = ("hidden_states", "attention_outputs")
-# The key of the teacher's scores among the variances. The other keys are layer kinds and sides.
+# The key of the teacher's scores in `variances`. All other keys are pairs of a layer kind and a side.
 SCORES = ("logits", ENCODER)
 
 
 @dataclass
 class Activations:
-    """The results of a forward pass that are compared.
+    """The results of a forward pass that are compared between student and teacher.
 
     Attributes:
-        logits: [b, n, vocabulary] or [b, labels], or None for a model without such a head.
-        span_logits: The logits of the start and the end of an answer [b, 2, n], or None. Padding has a low value.
+        logits: The logits [b, n, vocabulary] or [b, labels], or None for models without such a head.
+        span_logits: The logits of an answer's start and end [b, 2, n], with a low value at padding. None for other
+            models.
         hidden_states: The output of each layer [b, n, D] by side: "encoder" and, for encoder-decoders, "decoder".
         attention_outputs: The output of each attention module [b, n, D] by side.
     """
@@ -52,10 +53,10 @@ class Activations:
 
 
 class ActivationRecorder:
-    """Runs a model, and returns its `Activations`.
+    """Runs a model and records its `Activations`.
 
     Args:
-        model: The model. Its attention modules get hooks, which are not removed. The model may be wrapped for
+        model: The model. Hooks are added to its attention modules and are not removed. The model may be wrapped for
             data-parallel training afterwards.
         attention_outputs: Whether to record the outputs of the attention modules.
 
@@ -64,21 +65,21 @@ class ActivationRecorder:
     """
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
-        self.has_both_stacks = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
+        self.has_encoder_and_decoder = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
         self.answer = logits_kind(model)
-        self._outputs: dict[str, list[Tensor]] | None = None  # None: no forward pass is recorded
+        self._outputs: dict[str, list[Tensor]] | None = None  # None while no forward pass is recorded
         if attention_outputs:
-            for site, _, module in iterate_attentions(model):
-                side = site.get_stack_name(model.config) if self.has_both_stacks else ENCODER
+            for site, _, module in iterate_attention_modules(model):
+                side = site.get_stack_name(model.config) if self.has_encoder_and_decoder else ENCODER
                 self._record_output(module.get_submodule(site.output), side)
 
     def _record_output(self, module: nn.Module, side: str) -> None:
-        """Record the outputs of a module."""
+        """Add a hook that records the outputs of a module."""
 
         def keep(_: nn.Module, inputs: Any, output: Tensor) -> None:
-            # Gradient checkpointing also calls the module in the backward pass.
+            # Gradient checkpointing also calls the module during the backward pass.
             if self._outputs is not None:
-                self._outputs.setdefault(side, []).append(output)  # the layers of ALBERT share one module
+                self._outputs.setdefault(side, []).append(output)  # ALBERT's layers share one module
 
         module.register_forward_hook(keep)
 
@@ -86,17 +87,17 @@ class ActivationRecorder:
         """Run the model on a batch.
 
         Args:
-            model: The model of the constructor, or its wrapper.
-            inputs: The inputs of the model.
+            model: The model passed to the constructor, or its wrapper.
+            inputs: The model inputs.
             hidden_states: Whether to return the outputs of the layers.
         """
         self._outputs = {}
-        # A decoder would store keys and values that are never read. An encoder does not have the argument.
-        options = {"use_cache": False} if self.has_both_stacks else {}
+        # Otherwise, a decoder would store keys and values that are never read. Encoders do not have this argument.
+        options = {"use_cache": False} if self.has_encoder_and_decoder else {}
         outputs = model(**inputs, output_hidden_states=hidden_states, **options)
         attention_outputs, self._outputs = self._outputs, None
         fields = {ENCODER: "hidden_states"}
-        if self.has_both_stacks:
+        if self.has_encoder_and_decoder:
             fields = {ENCODER: "encoder_hidden_states", DECODER: "decoder_hidden_states"}
         # The first hidden states are the embeddings.
         layers = {side: list(outputs[name][1:]) for side, name in fields.items() if hidden_states}
@@ -105,21 +106,21 @@ class ActivationRecorder:
 
 
 def _get_span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
-    """Return the logits of a model for question answering [b, 2, n], or None for other models."""
+    """Return the logits of a question answering model [b, 2, n], or None for other models."""
     if getattr(outputs, "start_logits", None) is None:
         return None
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
-    # This value leaves padding no weight at usual temperatures, and fits into half precision.
+    # This value gives padding no weight at usual temperatures and is representable in half precision.
     return logits.masked_fill(inputs["attention_mask"][:, None] == 0, PADDING_LOGIT)
 
 
 class TextPieces(NamedTuple):
-    """The origin of the pieces of a batch of texts.
+    """Describes how the pieces of a batch of texts are arranged.
 
     Attributes:
-        real: Whether each piece has a token [b * p]. Pieces without tokens are not read.
-        texts: The number b of texts.
-        length: The number n of tokens per text.
+        real: Whether each piece contains a token [b * p]. Pieces without tokens are not passed to the model.
+        texts: The number of texts, b.
+        length: The number of tokens per text, n.
     """
 
     real: Tensor
@@ -127,21 +128,21 @@ class TextPieces(NamedTuple):
     length: int
 
     def join(self, states: Tensor) -> Tensor:
-        """Join the results of the pieces [pieces, l, ...] to those of the texts [b, n, ...], with zeros at padding."""
+        """Join the results for pieces [pieces, l, ...] into results for texts [b, n, ...], with zeros at padding."""
         whole = states.new_zeros(len(self.real), *states.shape[1:])
         whole[self.real] = states
         return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
 
 
 def cut_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], TextPieces]:
-    """Cut texts into pieces of equal length. The model reads each piece as a text without special tokens around it.
+    """Split texts into pieces of equal length, which the model reads without surrounding special tokens.
 
     Args:
-        inputs: The inputs of the model [b, n], padded on the right, including `attention_mask`.
-        length: The length l of a piece in tokens.
+        inputs: The model inputs [b, n], padded on the right and including `attention_mask`.
+        length: The length of a piece in tokens, l.
 
     Returns:
-        The inputs of all pieces that have a token [pieces, l], and their origin.
+        The inputs for all pieces that contain a token [pieces, l], and the arrangement of the pieces.
     """
     texts, tokens = inputs["attention_mask"].shape
     filled = -tokens % length
@@ -151,15 +152,15 @@ def cut_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str
 
 
 class Teacher:
-    """A frozen model whose activations are the targets of a student.
+    """A frozen model whose activations are the targets for a student.
 
     Args:
         model: The model.
         hidden_states: Whether to return the outputs of the layers.
         attention_outputs: Whether to return the outputs of the attention modules.
-        autocast: A function that returns the context in which the model runs.
-        max_length: The maximum number of tokens that the model reads at once. It reads longer texts in pieces (see
-            `cut_into_pieces`). Only encoders support this. None: no pieces.
+        autocast: A function that returns the context manager in which the model runs.
+        max_length: The maximum number of tokens that the model reads at once. Longer texts are split into pieces (see
+            `cut_into_pieces`), which only encoders support. If None, texts are not split.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Teacher:
 
     @torch.no_grad()
     def run(self, inputs: dict[str, Tensor]) -> Activations:
-        """Return the activations of the teacher for a batch of model inputs."""
+        """Return the teacher's activations for a batch of model inputs."""
         pieces = None
         if self.max_length is not None and inputs["attention_mask"].shape[1] > self.max_length:
             inputs, pieces = cut_into_pieces(inputs, self.max_length)
@@ -194,10 +195,10 @@ class Teacher:
         return Activations(logits, None, *layers)
 
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
-        """Measure the variances that errors are divided by: of each layer's activations over tokens, and of scores.
+        """Measure the variances of layer activations over tokens and of scores, by which errors are divided.
 
         Args:
-            batches: The model inputs of each batch, and the masks [b, n] of real tokens by side.
+            batches: The model inputs of each batch, and the masks [b, n] of non-padding tokens by side.
         """
         moments: dict[tuple[str, str], list[_Moments]] = {}
         for inputs, masks in batches:
@@ -213,13 +214,13 @@ class Teacher:
 
 
 class _Moments:
-    """Running sums of vectors, for the mean variance of their coordinates."""
+    """Accumulates sums of vectors to compute the mean variance of their coordinates."""
 
     def __init__(self) -> None:
         self.count, self.sum, self.squares = 0, torch.zeros(()), torch.zeros(())
 
     def add(self, states: Tensor) -> None:
-        """Add vectors [n, D]."""
+        """Add vectors [n, D] to the sums."""
         states = states.cpu().double()
         self.count += len(states)
         self.sum, self.squares = self.sum + states.sum(0), self.squares + states.square().sum(0)
@@ -228,22 +229,22 @@ class _Moments:
         """Return the variance, averaged over coordinates, as a positive scalar."""
         mean = self.sum / self.count
         variance = (self.squares / self.count - mean.square()).mean().float()
-        return variance.clamp(min=torch.finfo(torch.float32).tiny)  # it is 0 if all vectors are equal
+        return variance.clamp(min=torch.finfo(torch.float32).tiny)  # the variance is 0 if all vectors are equal
 
 
 def compute_layer_error(
     student: Sequence[Tensor], teacher: Sequence[Tensor], variances: Sequence[Tensor], mask: Tensor
 ) -> Term:
-    """Return the squared error of each token relative to the variance, averaged over layers.
+    """Compute the squared error of each token relative to the variance, averaged over layers.
 
-    The error is 0 if student and teacher are equal, and 1 on average if the student always returns the mean vector of
-    the teacher.
+    The error is 0 if student and teacher are identical, and 1 on average if the student always returns the teacher's
+    mean vector.
 
     Args:
         student: The activations of the student, one tensor [b, n, D] per layer.
         teacher: The activations of the teacher.
         variances: The variances of the teacher, one scalar per layer.
-        mask: 1 for real tokens [b, n].
+        mask: A mask [b, n] that is 1 for non-padding tokens.
     """
     errors = torch.zeros(mask.shape, device=mask.device)
     for student_states, teacher_states, variance in zip(student, teacher, variances, strict=True):
@@ -253,19 +254,19 @@ def compute_layer_error(
 
 
 def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
-    """Return the Kullback-Leibler divergence of the student from the teacher, in nats (arXiv 1503.02531).
+    """Compute the Kullback-Leibler divergence of the student from the teacher, in nats (arXiv 1503.02531).
 
     Args:
         student: The logits of the student [b, n, classes] or [b, classes].
         teacher: The logits of the teacher.
-        mask: 1 for positions that count [b, n]. None for logits [b, classes].
-        temperature: The logits are divided by it. The result is multiplied by its square, so that the size of the
-            gradients does not change.
+        mask: A mask [b, n] that is 1 for positions that count, or None for logits [b, classes].
+        temperature: The temperature by which the logits are divided. The result is multiplied by its square, so that
+            the magnitude of the gradients is preserved.
     """
     if mask is None:
         student, teacher = student.unsqueeze(1), teacher.unsqueeze(1)
         mask = torch.ones(student.shape[:2], device=student.device)
-    chosen = mask.bool()  # [b, n]; only these positions are computed, because the vocabulary is large
+    chosen = mask.bool()  # [b, n]; only these positions are computed because the vocabulary is large
     log_student = functional.log_softmax(student[chosen].float() / temperature, dim=-1)
     log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
     divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
@@ -273,52 +274,54 @@ def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | N
 
 
 def compute_labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
-    """Return the Kullback-Leibler divergence of the probability of each label, in nats per label.
+    """Compute the Kullback-Leibler divergence between the label probabilities, in nats per label.
 
     Args:
         student: The logits of the student before a sigmoid [b, labels].
         teacher: The logits of the teacher.
-        mask: 1 for labels that count [b, labels]. None: all labels.
-        temperature: As for `compute_logits_divergence`.
+        mask: A mask [b, labels] that is 1 for labels that count. If None, all labels count.
+        temperature: The temperature, as in `compute_logits_divergence`.
     """
-    # A sigmoid of z is a softmax of z and 0.
+    # The sigmoid of z is the softmax of z and 0.
     student, teacher = (torch.stack([logits, torch.zeros_like(logits)], dim=-1) for logits in (student, teacher))
     mask = torch.ones_like(student[..., 0]) if mask is None else mask
     return compute_logits_divergence(student, teacher, mask, temperature)
 
 
 def compute_scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> Term:
-    """Return the squared error of the scores [b, scores] of each example, relative to their variance (a scalar)."""
+    """Compute the squared error of each example's scores [b, scores], relative to their variance (a scalar)."""
     errors = (student.float() - teacher.float()).square().mean(-1) / variance
     return errors, torch.ones_like(errors)
 
 
 def compute_embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
-    """Return 1 - cosine of the mean-pooled sentence embeddings, from hidden states [b, n, D] and the mask [b, n]."""
+    """Compute 1 - cosine of mean-pooled sentence embeddings, given hidden states [b, n, D] and the mask [b, n]."""
     student_embedding, teacher_embedding = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
     distance = 1 - functional.cosine_similarity(student_embedding, teacher_embedding, dim=-1)
     return distance, torch.ones_like(mask[:, 0])
 
 
 def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool) -> None:
-    """Check from their configurations that a student and a teacher can be compared.
+    """Check, based on their configurations, that a student and a teacher can be compared.
 
     Args:
         student: The configuration of the student.
-        teacher: The configuration of the teacher.
+        teacher: The teacher's configuration.
         hidden_states: Whether the outputs of the layers are compared.
         attention_outputs: Whether the outputs of the attention modules are compared.
         embedding: Whether sentence embeddings are compared.
 
     Raises:
-        ValueError: If a field differs that must be the same. The message names it.
+        ValueError: If a field that must be the same differs. The message names the field.
     """
-    rules = {"vocab_size": "The teacher reads the token ids of the student."}
+    rules = {"vocab_size": "The teacher reads the student's token ids."}
     if hidden_states or attention_outputs or embedding:
         rules["hidden_size"] = "--hidden_states_weight, --attention_outputs_weight and embeddings compare vectors."
     if hidden_states or attention_outputs:
-        reason = "--hidden_states_weight and --attention_outputs_weight compare layer by layer. Set them to 0."
-        # The first field is that of the encoder. The field of the decoder has the name of T5 or that of BART.
+        reason = (
+            "--hidden_states_weight and --attention_outputs_weight compare the models layer by layer. Set them to 0."
+        )
+        # The first field belongs to the encoder. The decoder field is named as in T5 or as in BART.
         rules |= dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "decoder_layers"), reason)
     for name, reason in rules.items():
         student_value, teacher_value = getattr(student, name, None), getattr(teacher, name, None)
@@ -328,9 +331,9 @@ def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_out
             )
 
 
-# The entries of a batch that are not inputs of the model: targets, and the position of a text stream.
+# The entries of a batch that are not model inputs (targets, and the position in a text stream).
 NOT_INPUTS = ("labels", "position", "examples")
-# The field of `TermWeights` for each term.
+# The `TermWeights` field for each term.
 WEIGHT_BY_TERM = {
     "cross_entropy": "cross_entropy",
     "embedding_distance": "embedding_distance",
@@ -342,13 +345,13 @@ WEIGHT_BY_TERM = {
 
 @dataclass(frozen=True)
 class TermWeights:
-    """The weights of the terms of the loss. A term with weight 0 is left out.
+    """The weights of the loss terms. Terms with weight 0 are omitted.
 
     Attributes:
-        cross_entropy: The weight of the labels: masked tokens or target tokens.
+        cross_entropy: The weight of the cross-entropy of the labels (masked tokens or target tokens).
         embedding_distance: The weight of `compute_embedding_distance`.
-        hidden_states: The weight of the `compute_layer_error` of the layers.
-        attention_outputs: The weight of the `compute_layer_error` of the attention modules.
+        hidden_states: The weight of `compute_layer_error` for the layers.
+        attention_outputs: The weight of `compute_layer_error` for the attention modules.
         logits: The weight of `compute_logits_divergence`, `compute_labels_divergence` or `compute_scores_error`.
         temperature: The temperature of the divergence.
     """
@@ -362,34 +365,34 @@ class TermWeights:
 
     @property
     def needs_hidden_states(self) -> bool:
-        """Whether a term needs the outputs of the layers."""
+        """Whether a term requires the outputs of the layers."""
         return self.hidden_states > 0 or self.embedding_distance > 0
 
 
 def get_model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the entries of a batch that are inputs of the model."""
+    """Return the entries of a batch that are model inputs."""
     return {key: value for key, value in batch.items() if key not in NOT_INPUTS}
 
 
 class UptrainingObjective:
-    """A weighted sum of terms. Each term is the mean over its own items (tokens or sentences) of the batch.
+    """A weighted sum of loss terms, each of which is the mean over its own items (tokens or sentences) in the batch.
 
-    The size of a batch is the number of its labels (masked tokens or target tokens). Without labels, it is the number
-    of sentences if only their embeddings are compared, and otherwise the number of tokens.
+    The size of a batch is its number of labels (masked tokens or target tokens). Without labels, it is the number of
+    sentences if only sentence embeddings are compared, and otherwise the number of tokens.
 
     Args:
-        model: The student, which is not wrapped yet.
-        weights: The weights of the terms.
-        teacher: The teacher, or None.
+        model: The student, which has not been wrapped yet.
+        weights: The weights of the loss terms.
+        teacher: The teacher, or None if there is no teacher.
     """
 
     def __init__(self, model: Any, weights: TermWeights, teacher: Teacher | None):
         self.weights, self.teacher = weights, teacher
         self.recorder = ActivationRecorder(model, weights.attention_outputs > 0)
-        self.has_both_stacks = self.recorder.has_both_stacks
+        self.has_encoder_and_decoder = self.recorder.has_encoder_and_decoder
 
     def count(self, batch: dict[str, Tensor]) -> int:
-        """Return the number of items of a batch."""
+        """Return the number of items in a batch."""
         if "labels" in batch:
             return int((batch["labels"] >= 0).sum())
         weights = self.weights
@@ -402,7 +405,7 @@ class UptrainingObjective:
         return self.sum_terms(self.compute_terms(model, batch)) * self.count(batch)
 
     def sum_terms(self, terms: dict[str, Term]) -> Tensor:
-        """Return the weighted sum of the means of the terms."""
+        """Return the weighted sum of the mean of each term."""
         weights = {name: getattr(self.weights, WEIGHT_BY_TERM[name]) for name in terms}
         losses = [weights[name] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()]
         return torch.stack(losses).sum()
@@ -413,18 +416,19 @@ class UptrainingObjective:
         Args:
             model: The student or its wrapper.
             batch: The batch.
-            evaluating: Whether to also compute cheap terms that have no weight: cross-entropy and embedding distance.
+            evaluating: Whether to also compute the cheap terms (cross-entropy and embedding distance) if they have no
+                weight.
         """
         weights, labels = self.weights, batch.get("labels")
         inputs = get_model_inputs(batch)
-        # With a teacher, the evaluation computes the embedding distance whatever the weights are.
-        embeds = self.teacher is not None and not self.has_both_stacks and self.teacher.hidden_states
+        # With a teacher, evaluations compute the embedding distance regardless of the weights.
+        embeds = self.teacher is not None and not self.has_encoder_and_decoder and self.teacher.hidden_states
         student = self.recorder.run(
             model, inputs, hidden_states=weights.needs_hidden_states or (evaluating and embeds)
         )
         terms: dict[str, Term] = {}
         if labels is not None and student.logits is not None and (weights.cross_entropy or evaluating):
-            terms["cross_entropy"] = token_cross_entropy(student.logits, labels)
+            terms["cross_entropy"] = compute_token_cross_entropy(student.logits, labels)
         if self.teacher is not None:
             terms |= self._compute_teacher_terms(
                 student, self.teacher, self.teacher.run(inputs), batch, embeds and evaluating
@@ -432,11 +436,11 @@ class UptrainingObjective:
         return terms
 
     def get_masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the masks [b, n] of real tokens by side."""
+        """Return the masks [b, n] of non-padding tokens by side."""
         masks = {ENCODER: batch["attention_mask"]}
-        if not self.has_both_stacks:
+        if not self.has_encoder_and_decoder:
             return masks
-        # If there are no targets, the decoder reads the same text as the encoder.
+        # Without targets, the decoder reads the same text as the encoder.
         return masks | {DECODER: (batch["labels"] >= 0).long() if "labels" in batch else batch["attention_mask"]}
 
     def _compute_teacher_terms(
@@ -471,19 +475,21 @@ class UptrainingObjective:
         """Compute the term that compares logits."""
         temperature, answer = self.weights.temperature, self.recorder.answer
         if student.span_logits is not None and teacher.span_logits is not None:
-            mask = torch.ones_like(batch["attention_mask"][:, :2])  # one distribution for the start, one for the end
+            mask = torch.ones_like(
+                batch["attention_mask"][:, :2]
+            )  # one distribution for the start and one for the end
             spans = student.span_logits, teacher.span_logits
             return {"logits_divergence": compute_logits_divergence(*spans, mask, temperature)}
         teacher_answer = teacher_model.recorder.answer
         if student.logits is not None and teacher.logits is not None and teacher_answer is not answer:
             raise ValueError(
-                f"--logits_weight needs the same kind of logits, got {answer.value} of the model and "
-                f"{teacher_answer.value} of its teacher. Check num_labels and problem_type in config.json."
+                f"--logits_weight requires the same kind of logits, got {answer.value} from the model and "
+                f"{teacher_answer.value} from the teacher. Check num_labels and problem_type in config.json."
             )
         logits = _check_logits(student.logits, teacher.logits, answer)
         if answer is LogitsKind.SCORES:
             return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORES][0])}
-        of_tokens = None  # None: all labels count
+        of_tokens = None  # None means that all labels count
         if logits[0].dim() == 3 or answer is LogitsKind.TOKENS:
             of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
         divergence = compute_logits_divergence if answer is LogitsKind.CLASSES else compute_labels_divergence
@@ -491,25 +497,25 @@ class UptrainingObjective:
 
 
 def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: LogitsKind) -> tuple[Tensor, Tensor]:
-    """Return the logits, or raise ValueError if they cannot be compared."""
+    """Check that the logits can be compared, and return them."""
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
-    # A distribution over a single class is constant.
+    # A distribution over a single class is always constant.
     too_few = student is not None and answer is LogitsKind.CLASSES and student.shape[-1] < 2
     if student is None or teacher is None or shapes[0] != shapes[1] or too_few:
         got = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
         raise ValueError(
-            f"--logits_weight needs logits of the same shape over at least 2 classes, got {got}. Set it to 0."
+            f"--logits_weight requires logits of the same shape over at least 2 classes, got {got}. Set it to 0."
         )
     return student, teacher
 
 
 class UptrainingEvaluator:
-    """Evaluator of held-out rows: "loss", its terms, "embedding_cosine" and, if there are references, "bleu".
+    """Evaluates held-out rows, computing "loss", its terms, "embedding_cosine" and, with references, "bleu".
 
     Args:
-        task: The `Uptraining`, with its prepared model.
+        task: The `Uptraining` task with its prepared model.
         loader: The held-out batches, prepared by the accelerator.
-        references: The targets in the order of the loader. None: generate no texts.
+        references: The targets in loader order. If None, no texts are generated.
     """
 
     def __init__(self, task: Any, loader: DataLoader, references: list[str] | None):
@@ -518,20 +524,22 @@ class UptrainingEvaluator:
         self.bleu_tokenizer: str | None = None
         self.metric_options: dict[str, str] = {}
         if references is not None:
-            self.bleu_tokenizer = self.settings.tokenize or choose_tokenizer(references, self.settings.target_lang)
+            self.bleu_tokenizer = self.settings.tokenize or choose_bleu_tokenizer(
+                references, self.settings.target_lang
+            )
             self.metric_options["bleu_tokenizer"] = self.bleu_tokenizer
-            log_tokenizer(self.bleu_tokenizer, self.settings.tokenize is not None)
+            log_bleu_tokenizer(self.bleu_tokenizer, self.settings.tokenize is not None)
 
     @torch.no_grad()
     def compute_scores(self) -> dict[str, float]:
-        """Return the metrics of the held-out rows."""
+        """Return the metrics for the held-out rows."""
         model, objective = self.task.model.eval(), self.task.uptraining_objective
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
         disable = self.settings.disable_tqdm
         for batch in progress_bar(self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False):
             terms = objective.compute_terms(model, batch, evaluating=True)
-            # Drop the rows that were repeated to fill the last batch of each process.
+            # Drop the rows that were repeated to fill the last batch on each process.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():
                 sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
             if self.references is not None:
@@ -539,8 +547,8 @@ class UptrainingEvaluator:
         totals: dict[str, Any] = {name: torch.stack(parts).sum(0).unbind() for name, parts in sums.items()}
         if not all(items for _, items in totals.values()):
             raise ValueError(
-                "The held-out text must have tokens that the loss counts, but none is masked or each row is empty. "
-                "Give more text to --validation_file."
+                "The held-out text must contain tokens that count towards the loss, but none is masked or all rows "
+                "are empty. Provide more text with --validation_file."
             )
         metrics = {"loss": float(objective.sum_terms(totals))}
         for name, (total, items) in totals.items():
@@ -552,7 +560,7 @@ class UptrainingEvaluator:
         return metrics
 
     def _generate(self, batch: dict[str, Tensor]) -> list[str]:
-        """Generate the texts of a batch with greedy search."""
+        """Generate texts for a batch with greedy search."""
         model = self.accelerator.unwrap_model(self.task.model)
         with ignore_saved_length_limits(model):
             ids = model.generate(
@@ -569,7 +577,7 @@ class UptrainingEvaluator:
 
 
 def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -> None:
-    """Check that the objective supports the architecture of the checkpoint.
+    """Check that the objective supports the checkpoint's architecture.
 
     Raises:
         ValueError: If it does not.
@@ -579,44 +587,44 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
     if config.is_encoder_decoder != is_encoder_decoder:
         rule, got = ("an encoder", "an encoder-decoder")[:: -1 if is_encoder_decoder else 1]
         raise ValueError(
-            f"--objective {settings.objective} needs {rule}, but {settings.model_name_or_path} ({config.model_type}) "
-            f"is {got}. Use another model."
+            f"--objective {settings.objective} requires {rule}, but {settings.model_name_or_path} "
+            f"({config.model_type}) is {got}. Use another model."
         )
 
 
 def compute_held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
-    """Return whether training reduced the held-out loss, as an entry of the results. Warn if it did not.
+    """Return whether training reduced the held-out loss, as an entry for the results. Warn if it did not.
 
     Args:
-        before: The record of the log before training.
+        before: The log record from before training.
         after: The dev metrics after training.
-        steps: The number of training steps. Without steps, the result is empty.
+        steps: The number of training steps. If it is 0, the result is empty.
     """
     if not steps or "eval_loss" not in before:
         return {}
     is_lower = after["loss"] < before["eval_loss"]
     if not is_lower:
-        message = "The held-out loss did not improve: %.4f before training, %.4f after. Train for more steps or with "
+        message = "The held-out loss did not improve (%.4f before training, %.4f after). Train for more steps or with "
         message += "a lower --learning_rate, or use the original checkpoint."
         logger.warning(message, before["eval_loss"], after["loss"])
     return {"held_out_loss_improved": is_lower}
 
 
 def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput) -> TermWeights:
-    """Return the weights of the terms of the loss, including the defaults.
+    """Return the weights of the loss terms, including the defaults.
 
     Args:
         settings: The settings of the run.
-        input_kind: The kind of input of the decoder of the model.
+        input_kind: The kind of input that the model's decoder reads.
 
     Raises:
-        ValueError: If there is a teacher but all its terms have weight 0, or if texts cannot be generated.
+        ValueError: If there is a teacher but all of its terms have weight 0, or if texts cannot be generated.
     """
     has_task, embeds = settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION), settings.objective == "embedding"
     if settings.predict_with_generate and input_kind is not DecoderInput.OWN_TARGETS:
         raise ValueError(
-            f"--predict_with_generate needs a model that generates text, but {settings.model_name_or_path} does not. "
-            "Remove it."
+            f"--predict_with_generate requires a model that generates text, but {settings.model_name_or_path} does "
+            "not. Remove it."
         )
     if settings.teacher is None:
         return TermWeights(cross_entropy=1.0)
@@ -629,7 +637,7 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
     }
     if not any(weights.values()):
         raise ValueError(
-            "--teacher needs a weight above 0, but --hidden_states_weight, --attention_outputs_weight and "
+            "--teacher requires a weight above 0, but --hidden_states_weight, --attention_outputs_weight and "
             "--logits_weight are 0. Set one of them, or remove --teacher."
         )
     return TermWeights(cross_entropy=float(has_task), temperature=settings.temperature, **weights)
@@ -638,22 +646,22 @@ def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput)
 def check_teacher_length(
     settings: UptrainingSettings, teacher: PreTrainedConfig, input_kind: DecoderInput, weights: TermWeights
 ) -> None:
-    """Check that the teacher supports the lengths of the texts and the targets.
+    """Check that the teacher supports the lengths of the texts and targets.
 
     Args:
         settings: The settings of the run.
-        teacher: The configuration of the teacher.
-        input_kind: The kind of input of the decoder of the model.
-        weights: The weights of the terms.
+        teacher: The teacher's configuration.
+        input_kind: The kind of input that the model's decoder reads.
+        weights: The weights of the loss terms.
 
     Raises:
-        ValueError: If the teacher has too few positions, or if pieces of a text cannot be compared.
+        ValueError: If the teacher has too few positions, or if pieces of texts cannot be compared.
     """
     piece_length, positions = settings.teacher_max_length, longest_input(teacher)
     has_pieces = piece_length is not None
     if has_pieces and (input_kind is not DecoderInput.NOTHING or (weights.logits and settings.objective != "mlm")):
         raise ValueError(
-            "--teacher_max_length needs an encoder without --logits_weight, because the pieces of a text have no "
+            "--teacher_max_length requires an encoder without --logits_weight because the pieces of a text have no "
             "common output. Remove one of the flags."
         )
     lengths = [min(piece_length or settings.max_length, settings.max_length)]

@@ -44,24 +44,24 @@ from ..engine.loop import TrainingLoop
 from ..engine.models import (
     DROPOUT_FIELDS,
     add_lora,
-    append_end_tokens,
     check_end_token,
     check_max_length,
-    fit_token_types,
-    freeze_unused,
+    configure_end_tokens,
+    configure_token_types,
+    freeze_unused_parameters,
     load_config,
     load_model,
     load_model_and_unexpected_keys,
     load_tokenizer,
     resolve_architecture,
-    select_trainable,
+    select_trainable_parameters,
     set_dropout,
     warn_about_truncation,
 )
 from ..engine.optimization import Objective
 from ..engine.session import configure_deepspeed, is_trained_in_place, read_log, save_model
 from ..engine.settings import ModelSettings, count_training_steps
-from ..pretraining.span_corruption import SpanCorruption, check_span_corruption
+from ..pretraining.span_corruption import SpanCorruptionPreparer, check_span_corruption
 from ..pretraining.task import PreparedBlocks, make_stream_batches
 from ..pretraining.text_stream import open_text, read_blocks, stack_rows
 from . import SPAN_CORRUPTION, UptrainingSettings
@@ -82,9 +82,9 @@ logger = logging.getLogger(__name__)
 
 
 class UptrainingStream:
-    """Blocks of text for span corruption (arXiv 1910.10683, section 3.1.4), to train on and to evaluate.
+    """Blocks of text for training and evaluation with span corruption (arXiv 1910.10683, section 3.1.4).
 
-    With the same text, seed and noise, the batches are those of `pretrain-t5`.
+    With the same text, seed and noise, the batches are identical to those of `pretrain-t5`.
 
     Args:
         settings: The settings of the run.
@@ -92,8 +92,8 @@ class UptrainingStream:
         tokenizer: The tokenizer.
 
     Attributes:
-        held_out: The prepared blocks for the evaluation.
-        collate: Maps a list of prepared blocks to a batch.
+        held_out: The prepared blocks for evaluation.
+        collate: Combines a list of prepared blocks into a batch.
 
     Raises:
         OSError, ValueError: If the text cannot be read or has no held-out part, or if the model or its tokenizer does
@@ -105,37 +105,37 @@ class UptrainingStream:
     def __init__(self, settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase):
         check_span_corruption(settings, settings.max_length, config, tokenizer)
         self.settings, self.tokenizer, self.collate = settings, tokenizer, stack_rows
-        self.prepare = SpanCorruption(
+        self.prepare = SpanCorruptionPreparer(
             tokenizer, settings.max_length, settings.seed, settings.noise_density, settings.mean_noise_span_length
         )
         self.packing = tokenizer, self.prepare.block_length, self.prepare.separator
         self.text = open_text(settings)
         if not self.text.dev:
             raise ValueError(
-                f"--dataset_name must have a split 'validation', but {settings.dataset_name} has none. Set "
+                f"--dataset_name must have a 'validation' split, but {settings.dataset_name} has none. Set "
                 "--validation_file."
             )
-        self.get_first(1)  # raises an error now if the text has no tokens
+        self.get_first_examples(1)  # raise an error early if the text has no tokens
         self.held_out = PreparedBlocks(
             read_blocks(self.text.dev, *self.packing, settings.max_eval_samples), self.prepare
         )
 
-    def get_first(self, count: int) -> list[Any]:
-        """Return the first training examples, at most `count`."""
+    def get_first_examples(self, count: int) -> list[Any]:
+        """Return at most `count` training examples from the start of the text."""
         blocks = read_blocks(self.text.train, *self.packing, count)
         return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
 
     def warn_about_short_steps(self, sequences: int) -> None:
-        """Warn if the text has fewer sequences than a step. A step ends at the end of the text."""
+        """Warn if the text has fewer sequences than a step, because a step stops at the end of the text."""
         count = len(read_blocks(self.text.train, *self.packing, sequences)) if self.text.train else sequences
         if count < sequences:
             logger.warning(
-                "The text has only %d sequences, but a step needs %d. Each step reads only those. Use more text or a "
-                "smaller --total_train_batch_size.", count, sequences,
+                "The text has only %d sequences, but a step requires %d. Each step only reads those. Use more text or "
+                "a smaller --total_train_batch_size.", count, sequences,
             )  # fmt: skip
 
     def training_batches(self, accelerator: Accelerator) -> TrainingBatches:
-        """Return the training batches."""
+        """Create the training batches."""
         settings = self.settings
         return make_stream_batches(
             settings, accelerator, self.text.train, self.tokenizer, self.prepare, settings.shuffle_buffer_size
@@ -152,30 +152,31 @@ class UptrainingStream:
         return self.text.dev_fingerprint
 
     def results(self) -> dict[str, Any]:
-        """Return the numbers of tokens of a block and of its targets."""
+        """Return the numbers of tokens in a block and in its targets."""
         return {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
 
 
-# The share of the training text that is held out if there is no validation file, and the maximum number of rows.
+# The share of the training text to hold out if there is no validation file, and the maximum number of held-out rows.
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
 
 
-def hold_out(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:
-    """Split off the last rows for the evaluation, because neighboring rows often come from the same article.
+def split_off_held_out_rows(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:
+    """Hold out the last rows for evaluation, because neighboring rows often come from the same article.
 
     Args:
         texts: The rows.
-        max_rows: The maximum number of held-out rows. None: 512.
+        max_rows: The maximum number of held-out rows. Defaults to 512.
 
     Returns:
-        The training rows, and the held-out rows (5 % of all rows, but at least one).
+        The training rows and the held-out rows (5 % of all rows, but at least one).
 
     Raises:
         ValueError: If there are fewer than two rows.
     """
     if len(texts) < 2:
         raise ValueError(
-            f"The training text must have at least 2 rows to hold one out, got {len(texts)}. Give a validation file."
+            f"The training text must have at least 2 rows to hold one out, got {len(texts)}. Provide a validation "
+            "file."
         )
     count = min(max_rows or MAX_HELD_OUT, max(1, int(HELD_OUT_SHARE * len(texts))))
     return texts[:-count], texts[-count:]
@@ -183,12 +184,12 @@ def hold_out(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], 
 
 @dataclass(frozen=True)
 class UptrainingData:
-    """Rows for training and evaluation, and their collator.
+    """The rows for training and evaluation, and their collator.
 
     Attributes:
         train: The training rows.
-        held_out: The rows for the evaluation.
-        collate: Maps a list of rows to a batch.
+        held_out: The rows for evaluation.
+        collate: Combines a list of rows into a batch.
     """
 
     train: TextRows
@@ -197,11 +198,11 @@ class UptrainingData:
 
     @property
     def pairs(self) -> bool:
-        """Whether a row is a pair of texts."""
+        """Whether each row is a pair of texts."""
         return isinstance(self.train.texts[0], tuple)
 
-    def get_first(self, count: int) -> list[Any]:
-        """Return the first training rows, at most `count`."""
+    def get_first_examples(self, count: int) -> list[Any]:
+        """Return at most `count` training rows from the start of the data."""
         return [self.train[i] for i in range(min(count, len(self.train)))]
 
     def fingerprint(self) -> dict[str, Any]:
@@ -219,18 +220,18 @@ def load_uptraining_data(
     tokenizer: PreTrainedTokenizerBase,
     input_kind: DecoderInput,
 ) -> UptrainingData:
-    """Read the text of the run: sources and targets, or texts or pairs of texts that the model reads as one input.
+    """Read the rows of the run (sources with targets, or texts or text pairs that form a single model input).
 
     Args:
         settings: The settings of the run.
         config: The configuration of the model.
         tokenizer: The tokenizer.
-        input_kind: The kind of input of the decoder of the model.
+        input_kind: The kind of input that the model's decoder reads.
 
     Raises:
         OSError: If a file cannot be read.
         ValueError: If a file has invalid content, if a flag is missing, if targets are longer than the model allows,
-            or if the tokenizer appends no end token to targets.
+            or if the tokenizer does not append an end-of-sequence token to targets.
     """
     if input_kind.is_target:
         multiple = settings.pad_to_multiple_of
@@ -240,11 +241,11 @@ def load_uptraining_data(
     collate = _make_collator(settings, config, tokenizer, input_kind.is_target)
     train, held_out = (_read_pairs if input_kind.is_target else _read_texts)(settings)
     if not held_out:
-        train, held_out = hold_out(train, settings.max_eval_samples)
+        train, held_out = split_off_held_out_rows(train, settings.max_eval_samples)
     train, held_out = train[: settings.max_train_samples], held_out[: settings.max_eval_samples]
     for split, rows in (("train", train), ("held out", held_out)):
         _warn_about_long_rows(settings, tokenizer, split, rows, input_kind.is_target)
-    return UptrainingData(TextRows(train), TextRows(held_out).longest_first(), collate)
+    return UptrainingData(TextRows(train), TextRows(held_out).sort_longest_first(), collate)
 
 
 def _get_target_length(settings: UptrainingSettings) -> int:
@@ -270,9 +271,9 @@ def _warn_about_long_rows(
 
 
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
-    """Read the training and held-out rows of a model without targets."""
+    """Read the training and held-out rows for a model without targets."""
     if not settings.train_file:
-        raise ValueError(f"--objective {settings.objective} needs --train_file for this model. Set it.")
+        raise ValueError(f"--train_file is required for --objective {settings.objective} with this model.")
     columns = text_columns(
         [*settings.train_file, *(settings.validation_file or [])], settings.text_columns, "--text_columns"
     )
@@ -288,7 +289,7 @@ def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
 
 
 def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
-    """Read the training and held-out pairs of a model with targets."""
+    """Read the training and held-out pairs for a model with targets."""
     sources = (settings.source_file, settings.validation_source_file)
     targets = (settings.target_file, settings.validation_target_file)
     if any((source is None) != (target is None) for source, target in zip(sources, targets, strict=True)):
@@ -311,7 +312,7 @@ def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
 def _make_collator(
     settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_targets: bool
 ) -> Collator:
-    """Return the function that makes batches of rows."""
+    """Create the function that combines rows into batches."""
     shape = settings.max_length, settings.pad_to_multiple_of
     if settings.objective == "mlm":
         return make_masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
@@ -321,11 +322,12 @@ def _make_collator(
     return make_pair_collator(tokenizer, *shape, _get_target_length(settings), start, settings.source_prefix)
 
 
-def fit_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
-    """Return the settings with the number of accumulation steps for `total_train_batch_size` examples per step.
+def resolve_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
+    """Set the number of accumulation steps that results in `total_train_batch_size` examples per step.
 
     Raises:
-        ValueError: If `total_train_batch_size` is not a multiple of the examples that all processes read at once.
+        ValueError: If `total_train_batch_size` is not a multiple of the number of examples that all processes read at
+            once.
     """
     total, processes = settings.total_train_batch_size, accelerator.num_processes
     if total is None:
@@ -349,12 +351,12 @@ def count_sequences_per_step(settings: UptrainingSettings, accelerator: Accelera
 
 
 def compute_mean_step_size(examples: int, steps: int) -> int | float:
-    """Return the mean number of examples per step. It is less than the batch size if the text ended within steps."""
+    """Return the mean number of examples per step, which is below the batch size if the text ended within steps."""
     return examples // steps if examples % steps == 0 else round(examples / steps, 2)
 
 
-def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruption) -> str:
-    """Describe the numbers of sequences and tokens per step, without padding."""
+def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruptionPreparer) -> str:
+    """Describe the numbers of sequences and tokens per step, excluding padding."""
     sequences = count_sequences_per_step(settings, accelerator)
     return (
         f"A step reads {sequences} sequences (processes: {accelerator.num_processes}, batch size per device: "
@@ -364,26 +366,26 @@ def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, p
 
 
 DEFAULT_STEPS = 300
-# The classes of objectives with their own head. Other objectives use the class that the checkpoint was saved from.
+# The classes for objectives with a specific head. Other objectives use the class that the checkpoint was saved from.
 AUTO_CLASSES: dict[str, Any] = {
     "mlm": AutoModelForMaskedLM,
     "seq2seq": AutoModelForSeq2SeqLM,
     SPAN_CORRUPTION: AutoModelForSeq2SeqLM,
 }
-# The number of training rows for measuring the variances that errors are divided by.
+# The number of training rows used to measure the variances by which errors are divided.
 VARIANCE_ROWS = 256
 EVALUATIONS = 5
 RISING_METRIC_NAMES = ("embedding_cosine", "bleu")
-# Objectives without dropout. A teacher has no dropout, so the student could reproduce its outputs only with noise. The
-# released checkpoints of T5 1.1 were pretrained without dropout.
+# Objectives without dropout. A teacher has no dropout, so a student with dropout could reproduce its outputs only with
+# noise. The released T5 1.1 checkpoints were pretrained without dropout.
 WITHOUT_DROPOUT = ("distill", "embedding", SPAN_CORRUPTION)
 
 
 class Uptraining(FineTuningTask[UptrainingSettings]):
     """Uptraining of a converted checkpoint (arXiv 2305.13245, section 2.1), with or without a teacher.
 
-    The results contain `eval_loss`, the terms of the loss and other dev metrics after training. The metrics before
-    training are called `initial_eval_<metric>`.
+    The results contain `eval_loss`, the loss terms and other dev metrics after training. The metrics before training
+    are called `initial_eval_<metric>`.
 
     Example:
         ```python
@@ -396,13 +398,13 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     rows: TextRows
 
-    # The number of parameters of the merged model after LoRA.
+    # The number of parameters in the merged model after LoRA.
     num_parameters: int | None = None
     main_metric = "loss"
     shown_metrics: Sequence[str] = ()
 
     def __init__(self, settings: UptrainingSettings, accelerator: Accelerator):
-        super().__init__(fit_batch_size(settings, accelerator), accelerator)
+        super().__init__(resolve_batch_size(settings, accelerator), accelerator)
         self.name, settings = settings.objective, self.settings
         self._load_config()
         self.input_kind = self._get_decoder_input(settings, self.config)
@@ -418,9 +420,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         self.collate = self.data.collate
         pairs = not self.input_kind.is_target and self.data.pairs
         if self.input_kind is DecoderInput.SOURCE:
-            append_end_tokens(self.tokenizer, self.config, pairs)
+            configure_end_tokens(self.tokenizer, self.config, pairs)
         check_max_length(settings.max_length, self.config, self.tokenizer, pairs, multiple=settings.pad_to_multiple_of)
-        self.fits_tokenizer = fit_token_types(self.tokenizer, self.config, pairs)
+        self.tokenizer_changed = configure_token_types(self.tokenizer, self.config, pairs)
         if self.teacher_config is not None:
             check_teacher_length(settings, self.teacher_config, self.input_kind, self.weights)
 
@@ -434,7 +436,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         return data
 
     def _load_config(self) -> None:
-        """Load the configuration for training, and remember its dropout probabilities for the saved one."""
+        """Load the configuration for training, and store its dropout probabilities to restore them when saving."""
         settings = self.settings
         self.config = load_config(settings)
         check_architecture(settings, self.config)
@@ -445,16 +447,16 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             set_dropout(self.config, 0.0)
 
     def _get_decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
-        """Return the kind of input of the decoder of a model."""
+        """Return the kind of input that a model's decoder reads."""
         model_class = self._get_model_class(source, config)
-        # The variant of an Auto class reads the same input as the class of Transformers.
+        # The variant of an Auto class reads the same input as the Transformers class.
         if not issubclass(model_class, PreTrainedModel):
             auto_classes = variant_config_class(config.model_type).auto_classes
             model_class = variant_model_class(auto_classes[model_class.__name__])
         return decoder_input(model_class, config)
 
     def _load_teacher_config(self) -> None:
-        """Load the configuration of the teacher, and check that it can be compared with that of the model."""
+        """Load the teacher's configuration, and check that the teacher can be compared with the model."""
         settings, weights = self.settings, self.weights
         self.teacher_settings = self.teacher_config = None
         if settings.teacher is None:
@@ -470,26 +472,26 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         input_kind = self._get_decoder_input(self.teacher_settings, self.teacher_config)
         if input_kind is not self.input_kind and not (input_kind.is_target and self.input_kind.is_target):
             raise ValueError(
-                f"--teacher {settings.teacher} must have a decoder that reads {self.input_kind.value}, as "
+                f"--teacher {settings.teacher} must have a decoder that reads {self.input_kind.value}, like "
                 f"{settings.model_name_or_path}, but it reads {input_kind.value}. Use another teacher."
             )
 
     def _check_teacher_tokenizer(self) -> None:
-        """Check that the teacher has the vocabulary of the model."""
+        """Check that the teacher and the model have the same vocabulary."""
         if self.teacher_settings is None:
             return
         try:
             teacher_tokenizer = load_tokenizer(self.teacher_settings, None)
-        except OSError:  # a teacher may have no tokenizer
+        except OSError:  # a teacher may not have a tokenizer
             return
         if teacher_tokenizer.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(
                 f"--teacher {self.settings.teacher} must have the same vocabulary as "
-                f"{self.settings.model_name_or_path}, because both read the same token ids. Use another teacher."
+                f"{self.settings.model_name_or_path} because both read the same token ids. Use another teacher."
             )
 
     def _get_model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
-        """Return the class of a model for the objective."""
+        """Return the model class for the objective."""
         return AUTO_CLASSES.get(self.settings.objective) or resolve_architecture(source.source, config)
 
     def load_model(self) -> PreTrainedModel:
@@ -500,18 +502,18 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if self.target_start is not None:
             self.target_start.apply_to(model)
         self.student, self.extra_tensors = model, _read_tensors(settings.source, rest)
-        select_trainable(model, settings.trainable)
+        select_trainable_parameters(model, settings.trainable)
         lora = settings.trainable == "lora"
         self.peft_model = add_lora(model, settings.lora_rank, settings.lora_alpha) if lora else None
         self.uptraining_objective = UptrainingObjective(model, self.weights, self._load_teacher())
         model.to(self.accelerator.device)
         self._measure_variances()
-        self._freeze_unused()
+        self._freeze_unused_parameters()
         self.trainable_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         return model
 
     def _load_teacher(self) -> Teacher | None:
-        """Load the teacher, or return None."""
+        """Load the teacher, or return None if there is no teacher."""
         if self.teacher_settings is None or self.teacher_config is None:
             return None
         model_class = self._get_model_class(self.teacher_settings, self.teacher_config)
@@ -525,30 +527,32 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         )
 
     def _make_first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield batches of the first `count` training rows on the device."""
-        rows = self.data.get_first(count)
+        """Yield batches that contain the first `count` training rows, on the device."""
+        rows = self.data.get_first_examples(count)
         for start in range(0, len(rows), size):
             yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
 
     def _measure_variances(self) -> None:
-        """Measure the variances of the teacher if a term needs them."""
+        """Measure the teacher's variances if a term requires them."""
         objective, weights = self.uptraining_objective, self.weights
         of_scores = weights.logits > 0 and objective.recorder.answer is LogitsKind.SCORES
         if not (weights.hidden_states or weights.attention_outputs or of_scores):
             return
-        teacher: Any = objective.teacher  # it exists, because these terms need it
+        teacher: Any = objective.teacher  # it exists because these terms require it
         teacher.measure_variances(
             (get_model_inputs(batch), objective.get_masks(batch))
             for batch in self._make_first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
         )
 
-    def _freeze_unused(self) -> None:
-        """Freeze the parameters that the loss does not depend on."""
+    def _freeze_unused_parameters(self) -> None:
+        """Freeze the parameters that do not affect the loss."""
         objective, model = self.uptraining_objective, self.student
         batch = next(self._make_first_batches(2, 2))
-        unused = freeze_unused(model.eval(), lambda: objective.sum_terms(objective.compute_terms(model, batch)))
+        unused = freeze_unused_parameters(
+            model.eval(), lambda: objective.sum_terms(objective.compute_terms(model, batch))
+        )
         if unused:
-            message = "These parameters are frozen, because the loss does not depend on them: %s."
+            message = "These parameters are frozen because they do not affect the loss: %s."
             logger.info(message, ", ".join(unused))
 
     def objective(self) -> Objective:
@@ -579,10 +583,10 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         return total
 
     def _log_length(self, steps: int) -> None:
-        """Log the length of the training."""
+        """Log the number of training steps."""
         settings = self.settings
         if settings.alpha is not None:
-            message = "Training takes %d steps, which is %s of %d, rounded up."
+            message = "Training takes %d steps, which is %s of %d pretraining steps, rounded up."
             logger.info(message, steps, settings.alpha, settings.pretraining_steps)
         if steps and isinstance(self.data, UptrainingStream):
             logger.info("%s", describe_step_size(settings, self.accelerator, self.data.prepare))
@@ -634,13 +638,13 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteLossError(
                 f"The held-out loss must be finite before training, got {metrics['loss']}. Check the outputs of the "
-                "checkpoint and of its teacher."
+                "checkpoint and the teacher."
             )
         loop.evaluated_step = 0
         loop.log.write({"step": 0, "epoch": 0.0, **{f"eval_{key}": value for key, value in metrics.items()}})
 
     def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
-        # Evaluate before the low-rank updates are merged into the weights, because merging rounds differently.
+        # Evaluate before the low-rank updates are merged into the weights because merging changes the rounding.
         super().last_evaluation(loop)
         self.log_path = loop.log.path
         for name, value in self.saved_dropout.items():
@@ -655,8 +659,8 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         return merged
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
-        """Save the model with the other files of the original model."""
-        new_files = [TOKENIZER_CONFIG_FILE] if self.fits_tokenizer or self.target_start is not None else []
+        """Save the model together with the original model's other files."""
+        new_files = [TOKENIZER_CONFIG_FILE] if self.tokenizer_changed or self.target_start is not None else []
         new_files += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
         add_files = partial(_copy_side_files, self.settings, new_files)
         save_model(
@@ -664,7 +668,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         )
 
     def last_evaluation(self, loop: TrainingLoop) -> None:
-        """Do nothing, because `after_training` has evaluated the model."""
+        """Do nothing because `after_training` has already evaluated the model."""
 
     def dev_results(self) -> dict[str, Any]:
         before = next((record for record in read_log(self.log_path) if record["step"] == 0), {})
@@ -695,35 +699,35 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
 
 def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint that the trained model does not have, such as the pooler of a BERT model.
+    """Read the tensors in a checkpoint that the trained model does not use, such as a BERT model's pooler.
 
-    They are saved with the model. A head that needs them would otherwise start with random weights.
+    They are saved with the model. Otherwise, a head that requires them would start with random weights.
     """
     if not names:
         return {}
     try:
         with open_checkpoint(resolve_source(source)) as reader:
             tensors = {name: reader.read(name) for name in names if name in reader.entries}
-    except ValueError as error:  # the checkpoint is a pickle file
+    except ValueError as error:  # the checkpoint is stored as a pickle file
         logger.warning(
-            "These tensors are not saved with the model: %s. They cannot be read (%s).", ", ".join(names), error
+            "These tensors are not saved with the model because they cannot be read: %s (%s).", ", ".join(names), error
         )
         return {}
-    # Use float32 like the trained weights, except for integers such as the position ids of old checkpoints.
+    # Use float32, like the trained weights, except for integers such as the position ids in old checkpoints.
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def _copy_side_files(settings: UptrainingSettings, new_files: Sequence[str], output: Path) -> None:
-    """Copy the other files of the original model to the output folder.
+    """Copy the original model's other files to the output folder.
 
-    Files that the training has written are not copied: `new_files`, code, and the files of another tokenizer. The
-    model card is not copied either, because it describes the original model. The history contains its license.
+    Files written by training are not copied (`new_files`, code, and the files of a different tokenizer). The model
+    card is also not copied because it describes the original model. The history contains its license.
     """
     if is_trained_in_place(settings):
         return
     folder = resolve_source(settings.source, weights=False)
     copied, _ = side_files(folder, [])
-    # The model was saved with its code, and another tokenizer must not be overwritten.
+    # The model was saved with its code, and a different tokenizer must not be overwritten.
     names = [
         name
         for name in copied
