@@ -28,9 +28,9 @@ from ..modeling.fields.field_table import FIELDS, describe_field
 from ..training.engine.settings import parse_json_flag
 
 # Copies of constants in `conversion`, whose modules take seconds to import. A test compares them.
-METHODS = ("aligned", "calibrated", "first", "mean", "random")
+METHOD_NAMES = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 
 # The fields whose flags come first in the help.
 MAIN_FIELDS = ("num_key_value_heads", "kv_lora_rank", "cross_kv_lora_rank", "talking_heads")
@@ -102,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_field_arguments(parser, None, main=True)
     parser.add_argument(
         "--method",
-        choices=METHODS,
+        choices=METHOD_NAMES,
         help="method for merging heads (default: calibrated with --calibration_file, otherwise mean; heads of a "
         "decoder are averaged only if you give the method)",
     )
@@ -116,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_field_arguments(kernels, "kernel")
     files = parser.add_argument_group("loading and saving")
     files.add_argument(
-        "--dtype", choices=DTYPES, help="type of the floating-point tensors (default: as in the checkpoint)"
+        "--dtype", choices=DTYPE_NAMES, help="type of the floating-point tensors (default: as in the checkpoint)"
     )
     files.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: %(default)s)")
     files.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin (with weights_only=True)")

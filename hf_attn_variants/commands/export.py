@@ -6,12 +6,12 @@ from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..files import check_output_dir
-from .convert import DTYPES
+from .convert import DTYPE_NAMES
 
 # Options that apply to only one format.
 FORMAT_OPTIONS = {"dtype": "transformers", "opset": "onnx", "quantization": "ctranslate2"}
 # The names of CTranslate2. They are repeated here, because importing its specifications would import torch.
-QUANTIZATIONS = (
+CTRANSLATE2_QUANTIZATIONS = (
     "float32",
     "float16",
     "bfloat16",
@@ -52,13 +52,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output_dir", required=True, help="a new or empty folder")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="only for transformers: type of the tensors (default: as in the checkpoint)"
+        "--dtype",
+        choices=DTYPE_NAMES,
+        help="only for transformers: type of the tensors (default: as in the checkpoint)",
     )
     parser.add_argument(
         "--opset", type=int, help="only for onnx: 18, 20, or 23 with an attention operator (default: 18)"
     )
     parser.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="only for ctranslate2: type of the weights (default: float32)"
+        "--quantization",
+        choices=CTRANSLATE2_QUANTIZATIONS,
+        help="only for ctranslate2: type of the weights (default: float32)",
     )
     parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin (with weights_only=True)")
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id")

@@ -18,7 +18,7 @@ examples (write a new folder; also push it to the Hub in one commit):
 The command loads the model with the classes of the installed package and saves it with their code. It then compares
 the outputs of the model before and after on random inputs. It does not run the old code."""
 RANDOM_TOKENS = 8
-MAX_DIFFERENCE = 1e-4  # relative to the largest output
+_MAX_DIFFERENCE = 1e-4  # relative to the largest output
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -111,7 +111,7 @@ def _refresh(source: Path, output: Path) -> float:
         remote = f"{type(model.config).modeling_file}.{model_class.__name__}"
         after = _load_model(get_class_from_dynamic_module(remote, str(stage)), stage)
         difference = _difference(model, after)
-        if not difference <= MAX_DIFFERENCE:
+        if not difference <= _MAX_DIFFERENCE:
             raise ValueError(
                 f"{source}: the outputs differ by {difference:.1g} after the refresh. The new folder was not written."
             )

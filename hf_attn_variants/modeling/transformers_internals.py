@@ -45,7 +45,7 @@ __all__ = [
 
 # The names of arguments by role, with the newest name first. If a method of Transformers lacks a role, the import
 # fails.
-ROLES: dict[str, tuple[str, ...]] = {
+ARGUMENT_ROLES: dict[str, tuple[str, ...]] = {
     "states": ("hidden_states",),
     "mask": ("attention_mask", "mask"),
     "encoder_outputs": ("key_value_states", "encoder_hidden_states"),
@@ -129,7 +129,7 @@ class Arguments:
             (old, name)
             for role, name in zip(roles, self.names, strict=True)
             if role in CACHE_ROLES
-            for old in ROLES[role]
+            for old in ARGUMENT_ROLES[role]
             if old != name
         )
         positions = {name: at for at, name in enumerate(self.order)}
@@ -288,10 +288,10 @@ def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
 
 
 def _name_of(role: str, parameters: Mapping[str, Any], place: str) -> str:
-    for name in ROLES[role]:
+    for name in ARGUMENT_ROLES[role]:
         if name in parameters:
             return name
-    raise changed(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ROLES[role])}")
+    raise changed(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ARGUMENT_ROLES[role])}")
 
 
 def _check_returned(function: Any, returns: int, place: str) -> None:
@@ -341,7 +341,7 @@ def refuse_two_caches(kwargs: Mapping[str, Any]) -> None:
     Raises:
         ValueError: if a call has both.
     """
-    names = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
+    names = [name for name in ARGUMENT_ROLES["cache"] if kwargs.get(name) is not None]
     if len(names) > 1:
         raise ValueError(
             f"A call must have one cache, got `{names[1]}` and `{names[0]}`. transformers "

@@ -59,7 +59,7 @@ LARGEST = 127
 # which only 7 bits of the inputs fit into.
 LEVELS = {8: 127, 7: 63}
 # A path is chosen for each range of numbers of rows. These are the lower bounds of the ranges.
-ROWS = (1, 16, 64, 256, 1024, 4096)
+ROW_COUNTS = (1, 16, 64, 256, 1024, 4096)
 # The shape of the linear layer that is timed: of this size, the multiplication takes longer than the call.
 TIMED_SHAPE = (512, 512)
 # A path that is this many times slower than another one runs a reference kernel. Noise is smaller.
@@ -265,7 +265,7 @@ class Plan(NamedTuple):
 
     Args:
         bits: 8, or 7 if no operator for 8 bits is fast on this processor.
-        paths: The path for each entry of `ROWS`.
+        paths: The path for each entry of `ROW_COUNTS`.
     """
 
     bits: int
@@ -273,12 +273,13 @@ class Plan(NamedTuple):
 
     def path_for(self, rows: int) -> type[Product]:
         """Return the path for inputs with a number of rows."""
-        return self.paths[max(0, bisect.bisect_right(ROWS, rows) - 1)]
+        return self.paths[max(0, bisect.bisect_right(ROW_COUNTS, rows) - 1)]
 
     def __str__(self) -> str:
         """Return the name of each path with the smallest number of tokens that it is used for."""
         names = {
-            path: f"{path.name} from {first} tokens" for first, path in zip(ROWS[::-1], self.paths[::-1], strict=True)
+            path: f"{path.name} from {first} tokens"
+            for first, path in zip(ROW_COUNTS[::-1], self.paths[::-1], strict=True)
         }
         return ", ".join(list(names.values())[::-1]).replace(" from 1 tokens", "")
 
@@ -298,7 +299,7 @@ def _plan(engine: str, threads: int) -> Plan:
     """Return the plan for an engine and a number of threads, which are the keys of the cache."""
     bits = _input_bits(engine)
     paths, chosen = _correct_paths(engine, bits), list[type[Product]]()
-    for rows in ROWS:
+    for rows in ROW_COUNTS:
         seconds = dict(zip(paths, least_seconds(*(_timed_call(path, bits, rows) for path in paths)), strict=True))
         paths = tuple(path for path in paths if seconds[path] < REFERENCE_KERNEL * min(seconds.values()))
         fastest = min(paths, key=lambda path: seconds[path])
@@ -314,7 +315,7 @@ def _input_bits(engine: str) -> int:
     seconds = {}
     for bits in LEVELS:
         if paths := _correct_paths(engine, bits):
-            seconds[bits] = min(least_seconds(*(_timed_call(path, bits, ROWS[0]) for path in paths), times=1))
+            seconds[bits] = min(least_seconds(*(_timed_call(path, bits, ROW_COUNTS[0]) for path in paths), times=1))
     return 8 if seconds.get(8, float("inf")) < REFERENCE_KERNEL * seconds.get(7, float("inf")) else 7
 
 

@@ -26,7 +26,7 @@ class CrossAttention:
     Args:
         query, key, value, output: The names of the linear layers.
         head_dim: The name of the attribute that holds the head size d.
-        roles: The arguments of `forward` that this package reads (`transformers_internals.ROLES`).
+        roles: The arguments of `forward` that this package reads (`transformers_internals.ARGUMENT_ROLES`).
         returns: The number of values that `forward` returns. Two are outputs and weights. With three, a position bias
             is between them.
         has_finite_masks: Whether masks have the lowest finite number instead of -inf. A query without any key then

@@ -71,7 +71,7 @@ def test_convert_choices_equal_those_of_the_conversion():
     from hf_attn_variants.conversion.checkpoint.tensor_files import EXTENSIONS
     from hf_attn_variants.conversion.conversions import DTYPES
 
-    assert list(convert.METHODS) == sorted(METHODS) and list(convert.DTYPES) == sorted(DTYPES)
+    assert list(convert.METHOD_NAMES) == sorted(METHODS) and list(convert.DTYPE_NAMES) == sorted(DTYPES)
     assert convert.POSITION_EXTENSIONS == EXTENSIONS
 
 

@@ -13,7 +13,7 @@ from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.patterns.block_patterns import attend_in_blocks, gathers
 from ..mechanisms.patterns.compressed_pattern import compressing
 from ..mechanisms.patterns.window_pattern import global_tokens_of, with_global_tokens_first
-from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, PROJECTIONS
+from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, HEAD_PROJECTIONS
 from ..ops.beams import first_beams, repeat_for_beams
 from ..ops.flex_windows import attention_in_windows
 from ..ops.key_ranges import as_full_attention, fills_blocks
@@ -228,7 +228,7 @@ def sdpa_with_mechanisms(
 
 def _projections(module: VariantAttention) -> dict[str, Any]:
     """Return a dictionary with the talking-heads projections of a module."""
-    return {name: getattr(module, name, None) for name in PROJECTIONS}
+    return {name: getattr(module, name, None) for name in HEAD_PROJECTIONS}
 
 
 def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -20,7 +20,7 @@ with known_imports():
 __all__ = ["AdditiveScore", "score_of"]
 
 # The maximum size of a block of the tensor [n, m, d], of which only one block exists at a time.
-BLOCK_ELEMENTS = 2**22
+_SCORE_BLOCK_ELEMENTS = 2**22
 
 
 class AdditiveScore(Mechanism, nn.Module):
@@ -64,7 +64,7 @@ class AdditiveScore(Mechanism, nn.Module):
         vector = self.vector.unflatten(0, (key.shape[1], -1))[..., None, :, None]  # [k, g, 1, d, 1]
         if torch.compiler.is_compiling() or is_exporting():
             return _scores(query, key, vector).flatten(1, 2)
-        rows = max(1, BLOCK_ELEMENTS // max(1, query[..., :1, :].numel() * key.shape[-2]))
+        rows = max(1, _SCORE_BLOCK_ELEMENTS // max(1, query[..., :1, :].numel() * key.shape[-2]))
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, vector))
         blocks = query.split(rows, dim=3)
         logits = [_kept_small(block, key, vector) if learns else _scores(block, key, vector) for block in blocks]

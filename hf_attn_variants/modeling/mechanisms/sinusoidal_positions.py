@@ -19,7 +19,7 @@ from .mechanism import Mechanism
 
 __all__ = ["AddsSinusoids", "DistanceBias", "EmbeddingsMixin", "SinusoidalPositions", "has_sinusoids", "sinusoids"]
 
-BASE = 10000.0
+_FREQUENCY_BASE = 10000.0
 
 
 def has_sinusoids(config: Any) -> bool:
@@ -35,7 +35,7 @@ def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
     # float32 makes the angles of a long text wrong by thousandths, but MPS devices do not support float64.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
     places = torch.arange(0, width, 2, device=positions.device, dtype=dtype)
-    angles = positions[..., None].to(dtype) * torch.exp(places * (-math.log(BASE) / width))
+    angles = positions[..., None].to(dtype) * torch.exp(places * (-math.log(_FREQUENCY_BASE) / width))
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :width].float()
 
 

@@ -88,7 +88,7 @@ class Operands(NamedTuple):
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}
 # Numbers of rows for which matrix products are fast. With few rows, products read keys and values longer than they
 # compute. Therefore, blocks of up to 64 rows may have four times as many values as fit into the cache.
-ROWS = (512, 256, 128, 64, 48, 32)
+BLOCK_ROWS = (512, 256, 128, 64, 48, 32)
 # The largest number of parts of one sequence. Each part has a copy of the keys and values.
 MOST_PARTS = 8
 
@@ -183,7 +183,7 @@ class _Call:
         elements = max(1, elements // max(self.heads_in, self.heads, self.heads_out))  # of [r, m]
         fitting = max(1, elements // self.key.shape[2])
         most = max(fitting, min(64, 4 * fitting))
-        rows = length if length <= fitting else next((rows for rows in ROWS if rows <= most), ROWS[-1])
+        rows = length if length <= fitting else next((rows for rows in BLOCK_ROWS if rows <= most), BLOCK_ROWS[-1])
         size = min(batches, max(1, fitting // length) * self.threads)
         if self.windows is not None:
             size = min(batches, max(1, elements // self.windows.most_elements) * self.threads)
@@ -402,7 +402,7 @@ def _number_of_parts(operands: Operands, threads: int) -> int:
     # A causal block reads only the keys up to its last row, and a window has few keys.
     if batches > 1 or operands.is_causal or operands.key_range is not None:
         return 1
-    most = min(threads, MOST_PARTS, length // ROWS[-1])
+    most = min(threads, MOST_PARTS, length // BLOCK_ROWS[-1])
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 
 

@@ -28,7 +28,7 @@ from .memory_efficient_attention import one_dtype, talking_heads_attention
 __all__ = ["Kind", "attention_in_windows", "blocks_that_are_read", "disagreement"]
 
 DEVICES = ("cuda",)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_HEAD_DIM = 16
 BLOCK = 128  # the number of queries or keys per block, the default of FlexAttention
 # The batch sizes, lengths and numbers of global tokens of the small calls. For the second one, torch compiles a kernel
@@ -115,7 +115,7 @@ def _kind_of(
     # A CUDA graph would read masks that have been released.
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
+    if query.dtype not in _SUPPORTED_DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         return None
     if key.shape[1] != value.shape[1] or not _has_block_masks():
         return None

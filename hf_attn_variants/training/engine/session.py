@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 PATH_OR_ID_SETTINGS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
-def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
+def main_process_progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
     """Create a progress bar of `hf_attn_variants.progress`, on the main process only."""
     return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
 

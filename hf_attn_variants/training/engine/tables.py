@@ -12,7 +12,7 @@ from datasets import ClassLabel, load_dataset, load_dataset_builder
 
 from ...files import RESULTS_NAME, is_unicode, load_json, suffix_of
 from ...text_files import TABLE_SUFFIXES, TableRow, column_value, has_column, missing_column, read_records, row_place
-from .settings import FineTuningSettings, TableSettings, TrainingSettings
+from .settings import SPLITS, FineTuningSettings, TableSettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,6 @@ def load_splits(settings: Any) -> Any:
         ) from error
 
 
-SPLITS = ("train", "validation", "test")
 # Labels that stand for unpublished labels in data sets of the Hub.
 UNKNOWN_LABELS = {"-1", "-1.0"}
 

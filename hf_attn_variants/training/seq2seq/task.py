@@ -45,13 +45,13 @@ from ..engine.models import (
     warn_about_truncation,
 )
 from ..engine.optimization import Objective, compute_target_logits, make_label_objective, token_cross_entropy
-from ..engine.session import progress_bar
-from ..engine.settings import check_dev_settings, check_metric, is_greater_better
+from ..engine.session import main_process_progress_bar
+from ..engine.settings import SPLITS, check_dev_settings, check_metric, is_greater_better
 from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
 from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
 from ..squad.data import Question, load_squad, score_answer
-from . import DEFAULT_COLUMNS, SPLITS, SQUAD, Seq2SeqSettings
+from . import DEFAULT_COLUMNS, SQUAD, Seq2SeqSettings
 from .metrics import TEXT_METRICS, choose_tokenizer, get_text_metric, log_tokenizer, score_texts
 
 logger = logging.getLogger(__name__)
@@ -602,7 +602,9 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         texts, tokens, seconds = [], 0, 0.0
         name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
         loader, order = data.batches
-        for batch in progress_bar(accelerator, self.settings.disable_tqdm, iterable=loader, desc=name, leave=False):
+        for batch in main_process_progress_bar(
+            accelerator, self.settings.disable_tqdm, iterable=loader, desc=name, leave=False
+        ):
             start = time.perf_counter()
             with (
                 accelerator.autocast(),

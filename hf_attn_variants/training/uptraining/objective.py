@@ -21,7 +21,7 @@ from ...modeling.fields.variant_config import can_cache
 from ...registration import longest_input
 from ..engine.models import iterate_attentions
 from ..engine.optimization import Term, sum_by_example, token_cross_entropy
-from ..engine.session import progress_bar
+from ..engine.session import main_process_progress_bar
 from ..seq2seq.metrics import choose_tokenizer, log_tokenizer, score_texts
 from . import SPAN_CORRUPTION, UptrainingSettings
 
@@ -529,7 +529,9 @@ class UptrainingEvaluator:
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
         disable = self.settings.disable_tqdm
-        for batch in progress_bar(self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False):
+        for batch in main_process_progress_bar(
+            self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False
+        ):
             terms = objective.compute_terms(model, batch, evaluating=True)
             # Drop the rows that were repeated to fill the last batch of each process.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():

@@ -23,7 +23,7 @@ from ...ops.padded_rows import is_of_keys, rolled_rows
 from ...ops.softmax_attention import attention_with_weights, fused_attention
 from ...ops.variant_attention import VariantAttention, is_exporting, wants_weights
 from ...transformers_internals import check_method, known_imports, refuse_unknown
-from ..talking_heads import PROJECTIONS
+from ..talking_heads import HEAD_PROJECTIONS
 from .attention_pattern import AttentionPattern
 
 __all__ = [
@@ -202,7 +202,7 @@ def _attend(module: SummingAttention, dropout: float, with_weights: bool) -> Cal
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
     if not (with_weights or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
-    options |= {name: getattr(module, name, None) for name in (*PROJECTIONS, "score")}
+    options |= {name: getattr(module, name, None) for name in (*HEAD_PROJECTIONS, "score")}
     if with_weights:
         return partial(attention_with_weights, **options)
     return lambda *operands: attention_with_weights(*operands, **options)[0]
