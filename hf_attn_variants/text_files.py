@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .command_line import nearest_name
-from .files import is_blank, is_unicode, lines_of, parse_json, suffix_of, whole_lines
+from .command_line import closest_name
+from .files import get_suffix, is_blank, is_unicode, iterate_lines, iterate_lines_with_ends, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class TableRow(NamedTuple):
     number: int = 1
 
 
-def row_place(file: Any, line: int | None, row: int) -> str:
+def describe_row_location(file: Any, line: int | None, row: int) -> str:
     """Return the location of a row for messages: its file, its line (if known), and its number, counted from 1.
 
     Example:
-        >>> row_place("train.csv", 4, 3)
+        >>> describe_row_location("train.csv", 4, 3)
         'train.csv, line 4, row 3'
     """
     return f"{file}, {'' if line is None else f'line {line}, '}row {row}"
@@ -73,7 +73,7 @@ def read_records(path: Path) -> Iterator[TableRow]:
         ValueError: if the file is not a table, a row does not match the header or does not end, or a column name
             occurs twice.
     """
-    suffix = suffix_of(path)
+    suffix = get_suffix(path)
     if suffix not in TABLE_SUFFIXES:
         raise ValueError(f"{path}: a table must be one of {', '.join(TABLE_SUFFIXES)}, plain or with .gz.")
     yield from _read_delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _read_json_rows(path)
@@ -81,7 +81,7 @@ def read_records(path: Path) -> Iterator[TableRow]:
 
 def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
     csv.field_size_limit(MAX_FIELD)
-    lines = whole_lines(path)
+    lines = iterate_lines_with_ends(path)
     begin = _read_to_first_text(lines)
     if begin and JSON_BEGINNING.match(begin[-1]):
         raise ValueError(f"{path} must be a table with a header, but it contains JSON. Rename it to .json or .jsonl.")
@@ -93,7 +93,7 @@ def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
     number, has_warned = 0, False
     while True:
         line = reader.line_num + 1
-        place = row_place(path, line, number + 1) if header else f"{path}, line {line}, the header"
+        place = describe_row_location(path, line, number + 1) if header else f"{path}, line {line}, the header"
         try:
             cells = next(reader, None)
         except csv.Error as error:
@@ -149,7 +149,7 @@ def _detect_separator(path: Path, begin: list[str]) -> str:
 
 def _read_json_rows(path: Path) -> Iterator[TableRow]:
     for number, (line, value) in enumerate(_iterate_json_values(path), start=1):
-        place = row_place(path, line, number)
+        place = describe_row_location(path, line, number)
         if not isinstance(value, dict):
             raise ValueError(f"{place}: a row must be a JSON object, got {type(value).__name__}.")
         yield TableRow(place, value, place, line, str(path), number)
@@ -157,7 +157,7 @@ def _read_json_rows(path: Path) -> Iterator[TableRow]:
 
 def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
     # Yields the values of a JSON list (without lines), or of a file with one value per line (with their lines).
-    rest, begin = enumerate(lines_of(path), start=1), []
+    rest, begin = enumerate(iterate_lines(path), start=1), []
     for number, line in rest:
         begin.append((number, line))
         if not is_blank(line):
@@ -219,7 +219,7 @@ def read_lines(paths: Sequence[str | os.PathLike], keep_blank: bool = False) -> 
     """
     texts: list[str] = []
     for path in map(Path, paths):
-        lines = [line for line in lines_of(path) if keep_blank or not is_blank(line)]
+        lines = [line for line in iterate_lines(path) if keep_blank or not is_blank(line)]
         if all(map(is_blank, lines)):
             raise ValueError(f"{path} is empty. It must have at least one line of text.")
         texts += lines
@@ -235,14 +235,14 @@ def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -
         OSError: if a file cannot be read.
         ValueError: if a file is not text, the files have different numbers of lines, or no pair is left.
     """
-    sources, targets = (list(lines_of(Path(path))) for path in (source_file, target_file))
+    sources, targets = (list(iterate_lines(Path(path))) for path in (source_file, target_file))
     if len(sources) != len(targets):
         raise ValueError(
             f"{source_file} and {target_file} must have the same number of lines, got {len(sources)} and "
             f"{len(targets)}."
         )
     pairs: list[tuple[str, ...]] = list(zip(sources, targets, strict=True))
-    indices = filled_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")
+    indices = find_complete_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")
     if not indices:
         raise ValueError(f"{source_file} and {target_file} are empty. They must have at least one pair of lines.")
     return PlacedRows([pairs[i] for i in indices], [str(source_file)] * len(indices), [i + 1 for i in indices])
@@ -260,7 +260,7 @@ def read_columns(
     Args:
         paths: .csv or .tsv files with a header, .json files (a list of objects, or one object per line) or .jsonl
             files, each also as .gz. Quotes in a .tsv file are text, as in GLUE.
-        columns: the names of the columns, in the form that `column_value` accepts.
+        columns: the names of the columns, in the form that `get_column_value` accepts.
         flag: the flag, or flags, that set the names of the columns. An error about a missing column mentions it.
         keep_blank: whether to return rows with a blank text, too.
         unused: a column in which the first row has no text. No row may have a text in it, because it would be dropped.
@@ -275,11 +275,11 @@ def read_columns(
         all_texts, lines = [], []
         for record in read_records(path):
             values = record.values
-            check_unused(values, unused, record.place)
-            texts = tuple(column_value(values, name) for name in columns)
+            check_unused_column(values, unused, record.place)
+            texts = tuple(get_column_value(values, name) for name in columns)
             for name, text in zip(columns, texts, strict=True):
                 if text is None and name not in column_names(values):
-                    raise missing_column(record.names_place, values, name, flag)
+                    raise make_missing_column_error(record.names_place, values, name, flag)
                 if not isinstance(text, str):
                     raise ValueError(f"{record.place}: column {name!r} must contain text, got {text!r:.60}.")
                 if not is_unicode(text):
@@ -294,7 +294,7 @@ def read_columns(
         if keep_blank:
             indices = [*range(len(all_texts))]
         else:
-            indices = filled_rows(str(path), "row", all_texts, _make_place_function(path, lines))
+            indices = find_complete_rows(str(path), "row", all_texts, _make_place_function(path, lines))
         if not indices:
             raise ValueError(f"{path}: at least one row must have a text in each of the columns {', '.join(columns)}.")
         rows.texts.extend(all_texts[i] for i in indices)
@@ -303,9 +303,9 @@ def read_columns(
     return rows
 
 
-def check_unused(row: dict[str, Any], column: str | None, place: str) -> None:
+def check_unused_column(row: dict[str, Any], column: str | None, place: str) -> None:
     """Raise ValueError if a row has a text in a column that is not used because the first row has no text in it."""
-    if column is not None and isinstance(text := column_value(row, column), str) and not is_blank(text):
+    if column is not None and isinstance(text := get_column_value(row, column), str) and not is_blank(text):
         raise ValueError(
             f"{place}: column {column!r} has a text here, but not in the first row. Fill this column in all rows "
             "or in none."
@@ -313,10 +313,12 @@ def check_unused(row: dict[str, Any], column: str | None, place: str) -> None:
 
 
 def _make_place_function(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
-    return lambda i: row_place(path, lines[i], i + 1)
+    return lambda i: describe_row_location(path, lines[i], i + 1)
 
 
-def filled_rows(place: str, what: str, rows: list[tuple[str, ...]], place_of: Callable[[int], str]) -> list[int]:
+def find_complete_rows(
+    place: str, what: str, rows: list[tuple[str, ...]], place_of: Callable[[int], str]
+) -> list[int]:
     """Return the indices of the rows without a blank text, and log a warning about the other rows.
 
     Args:
@@ -332,7 +334,7 @@ def filled_rows(place: str, what: str, rows: list[tuple[str, ...]], place_of: Ca
     return [i for i, has_blank in enumerate(is_blank_row) if not has_blank]
 
 
-def missing_column(place: str, record: dict[str, Any], column: str, flag: str | None) -> ValueError:
+def make_missing_column_error(place: str, record: dict[str, Any], column: str, flag: str | None) -> ValueError:
     """Return the error about a missing column. It suggests a similar column if there is one.
 
     Args:
@@ -344,7 +346,7 @@ def missing_column(place: str, record: dict[str, Any], column: str, flag: str | 
     names = column_names(record)
     listed = " ".join(", ".join(names).split()) or "none"
     stripped = {name.strip(): name for name in names}
-    nearest = nearest_name(column.strip(), stripped)
+    nearest = closest_name(column.strip(), stripped)
     advice = f" Name another column with {flag}." if flag else ""
     if nearest is not None:
         advice = f" Did you mean {stripped[nearest]!r}?"
@@ -353,14 +355,14 @@ def missing_column(place: str, record: dict[str, Any], column: str, flag: str | 
 
 def has_texts(rows: Iterable[dict[str, Any]], column: str) -> bool:
     """Return whether a column contains texts: the first row has one, which may be blank, and not all are blank."""
-    values = (column_value(row, column) for row in rows)
+    values = (get_column_value(row, column) for row in rows)
     first = next(values, None)
     if not isinstance(first, str):
         return False
     return any(isinstance(text, str) and not is_blank(text) for text in itertools.chain([first], values))
 
 
-def column_value(record: dict[str, Any], name: str) -> Any:
+def get_column_value(record: dict[str, Any], name: str) -> Any:
     """Return the value of a row in a column, or None if the row does not have it.
 
     Args:
@@ -368,7 +370,7 @@ def column_value(record: dict[str, Any], name: str) -> Any:
         name: the name of the column. A dot selects a value in a nested object.
 
     Example:
-        >>> column_value({"translation": {"en": "a dog"}}, "translation.en")
+        >>> get_column_value({"translation": {"en": "a dog"}}, "translation.en")
         'a dog'
     """
     if name in record:
@@ -381,11 +383,11 @@ def column_value(record: dict[str, Any], name: str) -> Any:
 
 def has_column(record: dict[str, Any], name: str) -> bool:
     """Return whether a row has a column. A nested column with the value null counts as missing."""
-    return name in record or column_value(record, name) is not None
+    return name in record or get_column_value(record, name) is not None
 
 
 def column_names(record: dict[str, Any]) -> list[str]:
-    """Return the names of the columns of a row, in the form that `column_value` accepts."""
+    """Return the names of the columns of a row, in the form that `get_column_value` accepts."""
     nested = [f"{key}.{inner}" for key, value in record.items() if isinstance(value, dict) for inner in value]
     return nested + [str(key) for key, value in record.items() if not isinstance(value, dict)]
 
@@ -419,4 +421,4 @@ def text_columns(paths: Sequence[str | os.PathLike], columns: Sequence[str] | No
 
 def is_table(path: str | os.PathLike) -> bool:
     """Return whether a file name has the suffix of a table (.csv, .tsv, .json or .jsonl, also followed by .gz)."""
-    return suffix_of(Path(path)) in TABLE_SUFFIXES
+    return get_suffix(Path(path)) in TABLE_SUFFIXES

@@ -10,7 +10,7 @@ from typing import Any
 from choice_settings import ANSWER_FORMATS
 
 from hf_attn_variants.files import is_blank, parse_json
-from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column
+from hf_attn_variants.text_files import column_names, get_column_value, has_column, make_missing_column_error
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows, read_cell
 from hf_attn_variants.training.engine import tables
 from hf_attn_variants.training.engine.tables import SplitRows, TableRow, get_label_name, get_text
@@ -103,7 +103,7 @@ def _read_rows(name: str, source: SplitRows, columns: dict[str, Any]) -> list[Ch
     texts = {flag: columns[flag] for flag in ("context_column", "question_column")}
     for record in source.records:
         context, question = (texts[flag] and get_text(record, texts[flag], f"--{flag}") for flag in texts)
-        value = column_value(record.values, answer_column) if answer_column else None
+        value = get_column_value(record.values, answer_column) if answer_column else None
         value = value if names is None else get_label_name(value, names)
         answer = read_cell(value, None, f"{record.place}, column {answer_column!r}")
         rows.append(ChoiceRow(record, context, question, _get_choices(record, columns["choices_columns"]), answer))
@@ -118,8 +118,8 @@ def _get_choices(record: TableRow, columns: Sequence[str]) -> list[str]:
     """Return the choices of a row. The last ones of several columns may be blank."""
     for column in columns:
         if not has_column(record.values, column):
-            raise missing_column(record.names_place, record.values, column, "--choices_columns")
-    values: Any = [column_value(record.values, column) for column in columns]
+            raise make_missing_column_error(record.names_place, record.values, column, "--choices_columns")
+    values: Any = [get_column_value(record.values, column) for column in columns]
     if len(columns) == 1:
         [values] = values
         if isinstance(values, str):

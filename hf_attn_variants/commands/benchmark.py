@@ -180,7 +180,7 @@ def _print_conditions(args: argparse.Namespace, table: Any) -> None:
     )
 
 
-def _common_options(args: argparse.Namespace) -> dict[str, Any]:
+def _get_common_options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("batch_size", "length", "max_new_tokens", "rounds")
     options = {name: getattr(args, name) for name in names}
     return {"checkpoint": args.model_name_or_path, "kv_heads": args.num_key_value_heads, **options}
@@ -194,7 +194,7 @@ def _measure_serving(args: argparse.Namespace, config: Any) -> Any:
     with as_value_error(f"{args.model_name_or_path} cannot be built and run, because its configuration is not valid"):
         table = measure_serving(
             config,
-            **_common_options(args),
+            **_get_common_options(args),
             num_beams=args.num_beams,
             peak_memory=not args.no_peak_memory,
             compiles=args.compile,
@@ -202,10 +202,10 @@ def _measure_serving(args: argparse.Namespace, config: Any) -> Any:
             engines=args.engines,
         )
     if args.plot is not None:
-        from ..files import write_picture
-        from ..serving.measure import draw_serving
+        from ..files import save_plot
+        from ..serving.measure import plot_serving
 
-        write_picture(Path(args.plot), lambda: draw_serving(table), dpi=150)
+        save_plot(Path(args.plot), lambda: plot_serving(table), dpi=150)
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
@@ -267,7 +267,7 @@ def _measure_speed(args: argparse.Namespace, config: Any) -> Any:
     with as_value_error(f"{args.model_name_or_path} cannot be built and run, because its configuration is not valid"):
         return measure_speed(
             config,
-            **_common_options(args),
+            **_get_common_options(args),
             talking_heads=not args.no_talking_heads,
             latents=not args.no_latents,
             windows=args.attention_window,

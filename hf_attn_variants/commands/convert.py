@@ -284,10 +284,10 @@ def main(args: argparse.Namespace) -> Any:
     """
     from ..conversion.conversions import convert_checkpoint
     from ..hub.card import write_card
-    from ..progress import no_progress_bars
+    from ..progress import disable_progress_bars
 
-    options = _conversion_options(args)
-    with no_progress_bars(args.disable_tqdm):
+    options = _get_conversion_options(args)
+    with disable_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(**options)
     print(report.summary(args.attention_errors))
     if write_card(Path(args.output_dir).expanduser()):
@@ -305,12 +305,12 @@ def check_convertible(args: argparse.Namespace) -> None:
     """
     from ..conversion.conversions import check_conversion
 
-    options = _conversion_options(args)
+    options = _get_conversion_options(args)
     options.pop("output_dir")
     check_conversion(**options)
 
 
-def _conversion_options(args: argparse.Namespace) -> dict[str, Any]:
+def _get_conversion_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `convert_checkpoint`, including the calibration examples."""
     if args.quick:
         _set_quick_defaults(args)

@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> Any:
         ValueError: if the model cannot be exported, see `export_transformers`, `export_onnx` and `export_ctranslate2`.
         OSError: if a file cannot be read or written.
     """
-    from ..progress import no_progress_bars
+    from ..progress import disable_progress_bars
 
     options = {name: value for name, value in vars(args).items() if name not in ("to", "disable_tqdm")}
     for name, export_format in FORMAT_OPTIONS.items():
@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> Any:
         from ..export.plain import export_transformers
 
         export = export_transformers
-    with no_progress_bars(args.disable_tqdm):
+    with disable_progress_bars(args.disable_tqdm):
         result = export(**options)
     print(result.summary())
     return result

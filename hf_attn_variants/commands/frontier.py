@@ -154,7 +154,7 @@ def main(args: argparse.Namespace) -> Any:
     from ..errors import INTERRUPTED
     from ..inspection.frontier import SavedFrontier, load_source, measure_frontier, variants_to_try
     from ..model_properties import set_languages
-    from ..progress import no_progress_bars
+    from ..progress import disable_progress_bars
 
     output_dir = Path(args.output_dir).expanduser()
     saved = SavedFrontier(output_dir / FRONTIER_JSON)
@@ -167,7 +167,7 @@ def main(args: argparse.Namespace) -> Any:
         start.apply_to(model)
     known = saved.rows(_make_run_key(args, options, calibration, held_out))
     try:
-        with no_progress_bars(args.disable_tqdm):
+        with disable_progress_bars(args.disable_tqdm):
             frontier = measure_frontier(
                 model,
                 options,
@@ -189,7 +189,7 @@ def main(args: argparse.Namespace) -> Any:
     results = frontier.to_dict() | {
         "chosen": chosen and {"name": chosen.name, "command": _format_convert_command(chosen, args)}
     }
-    is_drawn = _draw(frontier, args.loss, output_dir / FRONTIER_PNG)
+    is_drawn = _save_frontier_plot(frontier, args.loss, output_dir / FRONTIER_PNG)
     saved.finish(results)
     if args.json:
         print(json.dumps(results, indent=2))
@@ -199,17 +199,17 @@ def main(args: argparse.Namespace) -> Any:
     return frontier
 
 
-def _draw(frontier: Any, loss: float | None, path: Path) -> bool:
+def _save_frontier_plot(frontier: Any, loss: float | None, path: Path) -> bool:
     """Write the plot and return True, or return False if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning(
             "%s is not drawn, because matplotlib is not installed. Run `pip install matplotlib`.", path.name
         )
         return False
-    from ..files import write_picture
+    from ..files import save_plot
     from ..inspection.frontier_plot import draw_frontier
 
-    write_picture(path, lambda: draw_frontier(frontier, loss), dpi=130)
+    save_plot(path, lambda: draw_frontier(frontier, loss), dpi=130)
     return True
 
 
@@ -250,7 +250,7 @@ def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files:
 
     size = f"{frontier.length:,} tokens" + (f", source {frontier.source_length:,}" if _has_source(frontier) else "")
     title = f"{frontier.checkpoint} ({frontier.architecture}), {size}; loss: {MEASURES[frontier.measure]}"
-    header, rows = frontier_cells(frontier)
+    header, rows = format_frontier_table(frontier)
     print_table(title, header, rows)
     print_text(
         f"* on the frontier: no other variant is smaller and has a lower loss. The loss is measured on "
@@ -265,7 +265,7 @@ def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files:
         print_text(f"No variant has a loss that is at most {args.loss:g} higher than the loss of the checkpoint.")
 
 
-def frontier_cells(frontier: Any) -> tuple[list[str], list[list[str]]]:
+def format_frontier_table(frontier: Any) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of the table of a `Frontier`."""
     cache = frontier.source.kv_cache_bytes_per_token
     header = ["variant"]

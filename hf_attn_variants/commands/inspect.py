@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> Any:
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
-    header, rows = cost_cells(table, args.details)
+    header, rows = format_cost_table(table, args.details)
     title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_format_sizes(table)}"
     cache_columns = (i for i, name in enumerate(header) if "cache" in name)
     print_table(title, header, rows, cut=next(cache_columns, None) if args.details else None)
@@ -106,7 +106,7 @@ def main(args: argparse.Namespace) -> Any:
     return table
 
 
-def cost_cells(table: Any, details: bool = False) -> tuple[list[str], list[list[str]]]:
+def format_cost_table(table: Any, details: bool = False) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a `CostTable` as text.
 
     If the number of beams is larger than one, the first row is the class of Transformers, because its cache is larger.

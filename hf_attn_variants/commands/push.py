@@ -14,7 +14,7 @@ example (--dry_run only lists the files and prints the model card):
 
 All files are pushed in one commit. If nothing has changed, a repeated push makes no commit."""
 
-MOST_TEXT_BYTES = 2**24  # the limit for a card, and for the notes on a card
+MAX_TEXT_BYTES = 2**24  # the limit for a card, and for the notes on a card
 # The flags that are fields of `CardOptions`.
 CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipeline_tag", "notes", "evaluations")
 
@@ -106,6 +106,6 @@ def _read_text(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return read_file(Path(path).expanduser(), MOST_TEXT_BYTES).decode("utf-8").strip() + "\n"
+        return read_file(Path(path).expanduser(), MAX_TEXT_BYTES).decode("utf-8").strip() + "\n"
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be UTF-8 text ({error}). Save the file as UTF-8.") from error

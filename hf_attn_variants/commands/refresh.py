@@ -110,7 +110,7 @@ def _refresh(source: Path, output: Path) -> float:
             (stage / CARD_NAME).write_text(refresh_card(text) or text, encoding="utf-8")
         remote = f"{type(model.config).modeling_file}.{model_class.__name__}"
         after = _load_model(get_class_from_dynamic_module(remote, str(stage)), stage)
-        difference = _difference(model, after)
+        difference = _measure_difference(model, after)
         if not difference <= _MAX_DIFFERENCE:
             raise ValueError(
                 f"{source}: the outputs differ by {difference:.1g} after the refresh. The new folder was not written."
@@ -131,7 +131,7 @@ def _load_model(model_class: Any, folder: Path) -> Any:
     return model.eval()
 
 
-def _difference(model: Any, other: Any) -> float:
+def _measure_difference(model: Any, other: Any) -> float:
     """Return the largest difference of two models' outputs on random inputs, relative to the largest output."""
     import torch
 

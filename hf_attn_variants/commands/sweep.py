@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
         TerminatedError: after SIGTERM.
     """
     from ..files import check_output_dir, make_folders
-    from ..progress import no_progress_bars, progress_bar
+    from ..progress import disable_progress_bars, progress_bar
     from ..sweep.plan import plan_runs, read_sweep
     from ..sweep.runner import DEFAULT_METRICS, LOG_NAME, RunFolder, markdown
 
@@ -72,7 +72,10 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
     _check_models([folder.run for folder in unfinished if not folder.is_converted])
     make_folders(output_dir)
     results = _write_results(sweep, folders, output_dir)
-    with no_progress_bars(args.disable_tqdm), progress_bar(unfinished, desc="Sweep", unit="run", smoothing=0) as bar:
+    with (
+        disable_progress_bars(args.disable_tqdm),
+        progress_bar(unfinished, desc="Sweep", unit="run", smoothing=0) as bar,
+    ):
         for folder in bar:
             bar.set_postfix_str(folder.run.name)
             folder.execute()
@@ -118,7 +121,7 @@ def _print_commands(runs: Sequence[Any], output_dir: Path) -> None:
 
 def _write_results(sweep: Any, folders: Sequence[Any], output_dir: Path) -> dict[str, Any]:
     """Write and return the results of all finished runs, including those of other calls of the sweep."""
-    from ..files import atomic_write, write_picture
+    from ..files import atomic_write, save_plot
     from ..sweep.runner import collect, draw_sweep, markdown
     from ..training.engine.checkpoints import lock_folder
 
@@ -128,5 +131,5 @@ def _write_results(sweep: Any, folders: Sequence[Any], output_dir: Path) -> dict
         results = collect(sweep, folders)
         atomic_write(output_dir / JSON_FILE, json.dumps(results, indent=2) + "\n")
         atomic_write(output_dir / MARKDOWN_FILE, markdown(results))
-        write_picture(output_dir / PNG_FILE, lambda: draw_sweep(results), dpi=120)
+        save_plot(output_dir / PNG_FILE, lambda: draw_sweep(results), dpi=120)
     return results

@@ -36,7 +36,7 @@ from ..modeling.fields.variant_config import can_cache
 from ..modeling.mechanisms.talking_heads import dynamic_terms, supports_cache
 from ..modeling.transformers_internals import cache_name, cache_of
 from ..progress import progress_bar
-from ..registration import longest_input
+from ..registration import max_input_length
 from .plain import is_independent_of_code, source_model, upstream_architecture, upstream_config
 
 TensorDict = dict[str, torch.Tensor]
@@ -82,7 +82,7 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
             cache of keys and values.
     """
     config, stacks = model.config, {site.stack_of(model.config) for site, _, _ in model.named_attentions()}
-    longest = longest_input(config)
+    longest = max_input_length(config)
     limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
     if stacks == {"encoder"}:
         return [_encoder_graph(model, limits)]

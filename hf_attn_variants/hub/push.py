@@ -20,7 +20,7 @@ from ..files import (
     BEST_MODEL_FILE,
     CARD_NAME,
     HISTORY_NAME,
-    LOGS,
+    LOG_PATTERNS,
     PICKLE_SUFFIXES,
     REPORT_NAME,
     RESULTS_NAME,
@@ -194,7 +194,7 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
             left_out[first] = "a file of the training"
         elif path.is_file() and name.lower().endswith(PICKLE_SUFFIXES) and not allow_pickle:
             left_out[name] = "a pickle file; --allow_pickle pushes it"
-        elif any(fnmatchcase(path.name.lower(), pattern) for pattern in LOGS):
+        elif any(fnmatchcase(path.name.lower(), pattern) for pattern in LOG_PATTERNS):
             left_out[name] = "a log"
         elif path.is_file() and contains_secret(_read_note(path)):
             left_out[name] = "contains a token, or an address with a password"

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 
-def processor_has(*names: str) -> bool:
+def has_instruction_set(*names: str) -> bool:
     """Return whether this processor has at least one of some instruction sets.
 
     Args:
@@ -35,13 +35,13 @@ def processor_has(*names: str) -> bool:
     return any(known.get(name, False) for name in names)
 
 
-def least_seconds(*calls: Callable[[], Any], times: int = 5) -> list[float]:
+def time_in_turns(*calls: Callable[[], Any], times: int = 5) -> list[float]:
     """Return the shortest time of each call in seconds.
 
     The calls take turns, so that a busy machine slows all of them. The first turn warms up and is not counted.
 
     Example:
-        >>> float32, int8 = least_seconds(lambda: linear(states), lambda: int8_linear(states))
+        >>> float32, int8 = time_in_turns(lambda: linear(states), lambda: int8_linear(states))
     """
     shortest = [math.inf] * len(calls)
     for turn in range(times + 1):
@@ -54,7 +54,7 @@ def least_seconds(*calls: Callable[[], Any], times: int = 5) -> list[float]:
 
 
 # Weights are symmetric about zero; -128 has no counterpart.
-LARGEST = 127
+LARGEST_WEIGHT = 127
 # The largest magnitude of a rounded input, by its number of bits. Without VNNI, FBGEMM adds two products in 16 bits,
 # which only 7 bits of the inputs fit into.
 LEVELS = {8: 127, 7: 63}
@@ -63,12 +63,12 @@ ROW_COUNTS = (1, 16, 64, 256, 1024, 4096)
 # The shape of the linear layer that is timed: of this size, the multiplication takes longer than the call.
 TIMED_SHAPE = (512, 512)
 # A path that is this many times slower than another one runs a reference kernel. Noise is smaller.
-REFERENCE_KERNEL = 4.0
+REFERENCE_KERNEL_RATIO = 4.0
 # A different path is used for more rows only if its time is below this ratio, because each path packs the weight.
-GAIN = 0.95
+MAX_TIME_RATIO = 0.95
 # The number of inputs that a thread rounds at a time. The temporary results are several times as large as the inputs,
 # and would not fit into the caches without this limit.
-BLOCK_NUMBERS = 2**19
+ROUNDED_ELEMENTS = 2**19
 # A weight is rounded this many rows at a time, because an output layer may be as large as all other layers together.
 ROWS_AT_ONCE = 1024
 
@@ -97,7 +97,7 @@ class Int8Weight:
         numbers, scales = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight))
         parts = (tensor.split(ROWS_AT_ONCE) for tensor in (weight, numbers, scales))
         for rows, into, scale in zip(*parts, strict=True):
-            scale.copy_(rows.abs().amax(1) / LARGEST)
+            scale.copy_(rows.abs().amax(1) / LARGEST_WEIGHT)
             scale[scale == 0] = 1.0
             into.copy_((rows / scale[:, None]).round_())
         return cls(numbers, scales)
@@ -219,9 +219,9 @@ class FbgemmProduct(EngineProduct):
     name = "FBGEMM"
 
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
-        product, product_in_blocks = _fbgemm_functions()
+        product, product_in_blocks = _compile_fbgemm_functions()
         output: torch.Tensor
-        if (blocks := _num_blocks(states)) == 1:
+        if (blocks := _count_blocks(states)) == 1:
             output = product(states, self._packed, bias, LEVELS[bits])
             return output
         rows = states.reshape(-1, states.shape[-1])
@@ -289,38 +289,40 @@ def current_plan() -> Plan:
 
     The first call of a process times the paths.
     """
-    return _plan(torch.backends.quantized.engine, torch.get_num_threads())
+    return _make_plan(torch.backends.quantized.engine, torch.get_num_threads())
 
 
 @functools.cache
 @torch.autocast("cpu", enabled=False)
 @torch.no_grad()
-def _plan(engine: str, threads: int) -> Plan:
+def _make_plan(engine: str, threads: int) -> Plan:
     """Return the plan for an engine and a number of threads, which are the keys of the cache."""
-    bits = _input_bits(engine)
-    paths, chosen = _correct_paths(engine, bits), list[type[Product]]()
+    bits = _choose_input_bits(engine)
+    paths, chosen = _find_correct_paths(engine, bits), list[type[Product]]()
     for rows in ROW_COUNTS:
-        seconds = dict(zip(paths, least_seconds(*(_timed_call(path, bits, rows) for path in paths)), strict=True))
-        paths = tuple(path for path in paths if seconds[path] < REFERENCE_KERNEL * min(seconds.values()))
+        seconds = dict(zip(paths, time_in_turns(*(_make_timed_call(path, bits, rows) for path in paths)), strict=True))
+        paths = tuple(path for path in paths if seconds[path] < REFERENCE_KERNEL_RATIO * min(seconds.values()))
         fastest = min(paths, key=lambda path: seconds[path])
-        if chosen and chosen[-1] in paths and seconds[fastest] > GAIN * seconds[chosen[-1]]:
+        if chosen and chosen[-1] in paths and seconds[fastest] > MAX_TIME_RATIO * seconds[chosen[-1]]:
             fastest = chosen[-1]
         chosen.append(fastest)
     return Plan(bits, tuple(chosen))
 
 
 @functools.cache
-def _input_bits(engine: str) -> int:
+def _choose_input_bits(engine: str) -> int:
     """Return 8, or 7 if a correct path for 7 bits is several times faster (on x86 without VNNI)."""
     seconds = {}
     for bits in LEVELS:
-        if paths := _correct_paths(engine, bits):
-            seconds[bits] = min(least_seconds(*(_timed_call(path, bits, ROW_COUNTS[0]) for path in paths), times=1))
-    return 8 if seconds.get(8, float("inf")) < REFERENCE_KERNEL * seconds.get(7, float("inf")) else 7
+        if paths := _find_correct_paths(engine, bits):
+            seconds[bits] = min(
+                time_in_turns(*(_make_timed_call(path, bits, ROW_COUNTS[0]) for path in paths), times=1)
+            )
+    return 8 if seconds.get(8, float("inf")) < REFERENCE_KERNEL_RATIO * seconds.get(7, float("inf")) else 7
 
 
 @functools.cache
-def _correct_paths(engine: str, bits: int) -> tuple[type[Product], ...]:
+def _find_correct_paths(engine: str, bits: int) -> tuple[type[Product], ...]:
     """Return the paths that compute correct products with an engine of torch, which is a key of the cache."""
     return tuple(path for path in PATHS if _is_correct(path, bits))
 
@@ -332,12 +334,12 @@ def _is_correct(path: type[Product], bits: int) -> bool:
     """
     level = LEVELS[bits]
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.full((2, 64), LARGEST, dtype=torch.int8)
+    numbers = torch.full((2, 64), LARGEST_WEIGHT, dtype=torch.int8)
     numbers[1, ::2] *= -1
     numbers = torch.cat(
-        [numbers, torch.randint(-LARGEST, LARGEST + 1, (30, 64), generator=generator, dtype=torch.int8)]
+        [numbers, torch.randint(-LARGEST_WEIGHT, LARGEST_WEIGHT + 1, (30, 64), generator=generator, dtype=torch.int8)]
     )
-    states = (numbers.double() / LARGEST * level).round().float()
+    states = (numbers.double() / LARGEST_WEIGHT * level).round().float()
     states[:, 0] = level  # so that the step is 1
     expected = (states.double() @ numbers.double().t()).float()
     try:
@@ -349,7 +351,7 @@ def _is_correct(path: type[Product], bits: int) -> bool:
         return False
 
 
-def _timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch.Tensor]:
+def _make_timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch.Tensor]:
     """Return a function that computes a product of random numbers with a path."""
     generator = torch.Generator().manual_seed(0)
     weight = Int8Weight.from_float32(torch.randn(TIMED_SHAPE, generator=generator))
@@ -359,15 +361,15 @@ def _timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch
 
 
 @functools.cache
-def _fbgemm_functions() -> tuple[Any, Any]:
+def _compile_fbgemm_functions() -> tuple[Any, Any]:
     """Compile `FBGEMM_SOURCE`, and return `product` and `product_in_blocks`."""
     unit = torch.jit.CompilationUnit(FBGEMM_SOURCE)
     return unit.product, unit.product_in_blocks
 
 
-def _num_blocks(states: torch.Tensor) -> int:
+def _count_blocks(states: torch.Tensor) -> int:
     """Return the number of blocks in which inputs are rounded."""
-    return max(1, -(-states.numel() // (BLOCK_NUMBERS * torch.get_num_threads())))
+    return max(1, -(-states.numel() // (ROUNDED_ELEMENTS * torch.get_num_threads())))
 
 
 def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -384,7 +386,7 @@ def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.
         The numbers u = n + level + 1, uint8 [..., in], and the steps, float32 [..., 1].
     """
     rows = states.reshape(-1, states.shape[-1])
-    parts = [_round_block(block, level) for block in rows.chunk(_num_blocks(states))]
+    parts = [_round_block(block, level) for block in rows.chunk(_count_blocks(states))]
     numbers, step = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     return numbers.view(states.shape), step.view(*states.shape[:-1], 1)
 
@@ -406,7 +408,7 @@ def check_engine() -> None:
         ValueError: If it has none.
     """
     engine = torch.backends.quantized.engine
-    if not any(_correct_paths(engine, bits) for bits in LEVELS):
+    if not any(_find_correct_paths(engine, bits) for bits in LEVELS):
         raise ValueError(
             f"torch {torch.__version__} has no int8 products for this processor "
             f'(`torch.backends.quantized.engine` is "{engine}"). Use `quantize(model, "bfloat16")` instead.'

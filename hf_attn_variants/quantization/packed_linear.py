@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..shared_memory.attention import ENCODER_OUTPUTS, SharesMemory
-from .int8_weight import LARGEST, Int8Weight, least_seconds, processor_has, round_inputs
+from .int8_weight import LARGEST_WEIGHT, Int8Weight, has_instruction_set, round_inputs, time_in_turns
 
 # The smallest number of weights of a quantized layer. Smaller layers are not faster in int8 for few tokens, and need
 # little memory. (With AVX-512 VNNI, int8 layers of 256 x 256 made a small T5 1.16 times as fast for 16 texts.)
@@ -28,13 +28,13 @@ MAX_ERROR = 0.05
 EXAMPLE_TEXTS, EXAMPLE_TOKENS, MEASURED_ROWS = 4, 16, 64
 
 
-def large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+def find_large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers of a model that are large enough to be quantized, by path.
 
     Subclasses of `nn.Linear` (the latent projections) are not included. Neither are layers whose weight is read
     together with latents or encoder outputs, instead of calling the layer.
     """
-    read = {id(linear) for linear in _linears_with_read_weights(model)}
+    read = {id(linear) for linear in _iterate_linears_with_read_weights(model)}
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -79,7 +79,9 @@ def make_example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dict[str, Any]) -> dict[str, float]:
+def measure_rounding_errors(
+    model: nn.Module, linears: dict[str, nn.Linear], inputs: dict[str, Any]
+) -> dict[str, float]:
     """Run a model once, and return the error that rounding the inputs of each linear layer causes in its outputs.
 
     The error is relative to the differences between the outputs of the tokens, because an output that is the same for
@@ -100,10 +102,10 @@ def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dic
             return
         states = args[0].detach().float().reshape(-1, args[0].shape[-1])
         states = states[:: max(1, len(states) // MEASURED_ROWS)].contiguous()
-        numbers, step = round_inputs(states, LARGEST)
+        numbers, step = round_inputs(states, LARGEST_WEIGHT)
         weight: Any = linear.weight
         outputs = nn.functional.linear(states, weight)
-        error = nn.functional.linear((numbers.float() - LARGEST - 1) * step - states, weight)
+        error = nn.functional.linear((numbers.float() - LARGEST_WEIGHT - 1) * step - states, weight)
         spread = (outputs - outputs.mean(0)).norm()
         if spread > 0:
             ratio = float((error - error.mean(0)).norm() / spread)
@@ -122,7 +124,7 @@ def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dic
     return {path: errors[id(linear)] for path, linear in linears.items() if id(linear) in errors}
 
 
-def _linears_with_read_weights(model: PreTrainedModel) -> Iterator[nn.Module]:
+def _iterate_linears_with_read_weights(model: PreTrainedModel) -> Iterator[nn.Module]:
     """Yield the linear layers whose weight is read by an attention instead of calling the layer."""
     for module in model.modules():
         if isinstance(module, SharesMemory) and module.cross_cache == ENCODER_OUTPUTS:
@@ -139,7 +141,7 @@ BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 # The number of rows that the weight layout is made for. Other numbers (1 to 2048) are as fast with torch 2.13 and AMX.
 LAYOUT_ROWS = 16
 # A product that is this many times slower than in float32 runs a reference kernel. Noise is smaller.
-SLOW_KERNEL = 2.0
+SLOW_KERNEL_RATIO = 2.0
 _linear: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 _pack: Any = getattr(getattr(torch.ops.mkldnn, "_reorder_linear_weight", None), "default", None)
 
@@ -188,7 +190,7 @@ def has_bfloat16() -> bool:
         _linear is None
         or _pack is None
         or not torch.backends.mkldnn.is_available()
-        or not processor_has(*BFLOAT16_INSTRUCTIONS)
+        or not has_instruction_set(*BFLOAT16_INSTRUCTIONS)
     ):
         return False
     # The operators are private in torch, so that their result must be checked.
@@ -210,10 +212,10 @@ def has_fast_bfloat16() -> bool:
         return False
     states, weight = torch.full((16, 512), 0.5), torch.full((512, 512), 0.5)
     packed = Bfloat16Weight.from_float32(weight)
-    float32, bfloat16 = least_seconds(
+    float32, bfloat16 = time_in_turns(
         lambda: torch.nn.functional.linear(states, weight), lambda: packed.product(states, None)
     )
-    return bfloat16 < SLOW_KERNEL * float32
+    return bfloat16 < SLOW_KERNEL_RATIO * float32
 
 
 # All packed layers of the process by a unique number, with which a compiled graph refers to a layer.
@@ -221,7 +223,7 @@ _linears: "weakref.WeakValueDictionary[int, PackedLinear]" = weakref.WeakValueDi
 _keys = itertools.count()
 
 
-def _register(linear: "PackedLinear") -> torch.Tensor:
+def _register_layer(linear: "PackedLinear") -> torch.Tensor:
     """Register a layer and return its number.
 
     The number is a tensor, so that layers of the same shape share a compiled graph.
@@ -259,7 +261,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._bias: torch.Tensor | None = None if linear.bias is None else linear.bias.detach().clone()
         self._weight = self.kind.from_float32(linear.weight.detach())
-        self._key = _register(self)
+        self._key = _register_layer(self)
         self.eval()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -305,7 +307,7 @@ class PackedLinear(nn.Module):
 
     def num_bytes(self) -> int:
         """Return the bytes of W, its scales and b. W is counted once, even if several paths have packed it."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._packed_tensors().values())
 
     def extra_repr(self) -> str:
         """Return the sizes and the dtype for the representation of the layer."""
@@ -320,16 +322,16 @@ class PackedLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._weight = self.kind(**{name: _from_array(array) for name, array in state["_weight"].items()})
-        self._key = _register(self)
+        self._key = _register_layer(self)
 
     def _dtype_name(self) -> str:
         return str(self.kind.dtype).removeprefix("torch.")
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _packed_tensors(self) -> dict[str, torch.Tensor]:
         return self._weight.tensors() | ({} if self._bias is None else {"bias": self._bias})
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + name: tensor for name, tensor in self._tensors().items()})
+        destination.update({prefix + name: tensor for name, tensor in self._packed_tensors().items()})
 
     def _load_from_state_dict(
         self,
@@ -341,7 +343,7 @@ class PackedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._packed_tensors().items()}
         missing_keys += [prefix + name for name in shapes if prefix + name not in state_dict]
         tensors = {name: state_dict[prefix + name] for name in shapes if prefix + name in state_dict}
         loaded_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -357,7 +359,7 @@ class PackedLinear(nn.Module):
             self._weight = self.kind(**tensors)
 
 
-def _compute(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
+def _compute_packed_linear(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
     """Compute the custom operator: the product of a registered layer."""
     linear = _linears[int(key)]
     return linear._weight.product(states, linear._bias)
@@ -371,7 +373,7 @@ def _fake_output(states: torch.Tensor, key: torch.Tensor, out_features: int) -> 
 # A compiled graph cannot contain a packed weight. It contains this operator with the number of the layer.
 _library = torch.library.Library("hf_attn_variants", "FRAGMENT")
 _library.define("packed_linear(Tensor states, Tensor key, int out_features) -> Tensor")
-_library.impl("packed_linear", _compute, "CPU")
+_library.impl("packed_linear", _compute_packed_linear, "CPU")
 torch.library.register_fake("hf_attn_variants::packed_linear", _fake_output, lib=_library)
 
 

@@ -15,19 +15,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model_properties import InstanceMethod
-from .int8_weight import check_engine, current_plan, least_seconds
+from .int8_weight import check_engine, current_plan, time_in_turns
 from .packed_linear import (
     MAX_ERROR,
     MIN_WEIGHTS,
     Bfloat16Linear,
     Int8Linear,
     PackedLinear,
+    find_large_linears,
     has_fast_bfloat16,
-    large_linears,
     make_example_inputs,
     matches_name,
+    measure_rounding_errors,
     record_weight_reads,
-    rounding_errors,
 )
 
 logger = logging.getLogger(f"transformers.{__name__}")
@@ -36,7 +36,7 @@ ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 QUANTIZED_DTYPES = ("int8", "bfloat16")
 # A warning is logged above this ratio of times. A decoding step may be a little slower in int8 if texts are faster.
-MUCH_SLOWER = 1.5
+INT8_WARNING_RATIO = 1.5
 # The prefixes of the modules that define the linear layers of quantization libraries.
 QUANTIZATION_LIBRARIES = ("torch.ao.", "torchao.", "bitsandbytes.", "optimum.", "auto_gptq.", "hqq.")
 
@@ -72,20 +72,20 @@ def quantize(model: ModelT, dtype: str | torch.dtype = "int8", example_inputs: d
     name = str(dtype).removeprefix("torch.")
     if name not in QUANTIZED_DTYPES:
         raise ValueError(f'`dtype` must be "int8" or "bfloat16", got {dtype!r}.')
-    _check_kind(model)
+    _check_model_type(model)
     _check_state(model)
     if name == "bfloat16":
-        make_bfloat16(model)
+        convert_to_bfloat16(model)
         return model
     check_engine()
-    linears = large_linears(model)
+    linears = find_large_linears(model)
     _check_linears(model, linears)
     inputs, errors = _measure_errors(model, linears, example_inputs)
     packed_layers = _pack_linears(model, linears, errors)
     _replace_linears(model, linears, packed_layers)
     if inputs is not None:
         _restore_read_linears(model, linears, packed_layers, inputs)
-    _report(model, linears, packed_layers)
+    _log_summary(model, linears, packed_layers)
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -112,10 +112,10 @@ def _measure_errors(
     precision get an infinite error.
     """
     if example_inputs is not None:
-        return example_inputs, rounding_errors(model, linears, example_inputs)
+        return example_inputs, measure_rounding_errors(model, linears, example_inputs)
     try:
         inputs = make_example_inputs(model)
-        return inputs, rounding_errors(model, linears, inputs)
+        return inputs, measure_rounding_errors(model, linears, inputs)
     except Exception as error:  # a model may raise any error for unsuitable inputs
         logger.warning(
             "`quantize` could not run %s on a random batch (%s: %s), so that it cannot measure the error of each "
@@ -195,7 +195,9 @@ def _restore_read_linears(
         _replace_linears(model, linears, packed_layers)
 
 
-def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers: dict[int, PackedLinear]) -> None:
+def _log_summary(
+    model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers: dict[int, PackedLinear]
+) -> None:
     """Log the numbers of quantized layers, and warn if int8 is slower than float32 on this processor."""
     kinds = Counter(type(packed).__name__ for packed in packed_layers.values())
     logger.info(
@@ -220,9 +222,9 @@ def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers
     for what, rows in TIMED_ROWS.items():
         states = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            float32, int8 = least_seconds(functools.partial(linear, states), functools.partial(packed, states))
+            float32, int8 = time_in_turns(functools.partial(linear, states), functools.partial(packed, states))
         ratios[what] = int8 / float32
-    if min(ratios.values()) > 1 or max(ratios.values()) > MUCH_SLOWER:
+    if min(ratios.values()) > 1 or max(ratios.values()) > INT8_WARNING_RATIO:
         figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
         logger.warning(
             "int8 is not faster than float32 on this processor for every call: a layer of %d x %d takes %s. The model "
@@ -241,22 +243,22 @@ def _raise_unsupported(method: str, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _packed_linears(model: PreTrainedModel) -> list[PackedLinear]:
+def _list_packed_linears(model: PreTrainedModel) -> list[PackedLinear]:
     """Return the packed layers of a model."""
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def _num_parameters(module: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
     """Return the number of parameters, with the elements of the packed layers, which are not trainable."""
-    packed = [] if only_trainable else _packed_linears(module)
+    packed = [] if only_trainable else _list_packed_linears(module)
     return type(module).num_parameters(module, only_trainable, exclude_embeddings) + sum(
         linear.num_numbers() for linear in packed
     )
 
 
-def _memory_footprint(module: PreTrainedModel, return_buffers: bool = True) -> int:
+def _get_memory_footprint(module: PreTrainedModel, return_buffers: bool = True) -> int:
     """Return the bytes of the model, with its packed layers."""
-    packed = sum(linear.num_bytes() for linear in _packed_linears(module))
+    packed = sum(linear.num_bytes() for linear in _list_packed_linears(module))
     return int(type(module).get_memory_footprint(module, return_buffers)) + packed
 
 
@@ -281,11 +283,11 @@ def _apply_without_cast(
 REPLACED_METHODS: dict[str, Callable[..., Any]] = {
     "_apply": _apply_without_cast,
     "num_parameters": _num_parameters,
-    "get_memory_footprint": _memory_footprint,
+    "get_memory_footprint": _get_memory_footprint,
 }
 
 
-def _check_kind(model: Any) -> None:
+def _check_model_type(model: Any) -> None:
     """Raise `ValueError` if an object is not a Transformers model or is compiled."""
     if isinstance(model, PreTrainedModel):
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
@@ -352,16 +354,16 @@ def _check_linears(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> Non
 # The timed products: the rows of a decoding step and of a text, with a feed-forward layer of the size of T5-small.
 TIMED_ROWS, WIDTH, INNER = {"a step of 4 rows": 4, "a text of 64 tokens": 64}, 512, 2048
 # A smaller ratio of times may be noise.
-SLOWER = 1.1
+BFLOAT16_WARNING_RATIO = 1.1
 
 
-def make_bfloat16(model: PreTrainedModel) -> None:
+def convert_to_bfloat16(model: PreTrainedModel) -> None:
     """Convert a model to bfloat16 in place, and warn if bfloat16 is slower than float32 on this processor.
 
     Parameters and buffers that `from_pretrained(dtype=torch.bfloat16)` keeps in float32 stay in float32.
     """
-    ratios = bfloat16_slowdowns(torch.get_num_threads())
-    if max(ratios.values()) > SLOWER:
+    ratios = measure_bfloat16_slowdowns(torch.get_num_threads())
+    if max(ratios.values()) > BFLOAT16_WARNING_RATIO:
         figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
         logger.warning(
             "bfloat16 is slow on this processor: a product takes %s. The model needs half of the memory, but more "
@@ -372,7 +374,7 @@ def make_bfloat16(model: PreTrainedModel) -> None:
     float32_parameters: dict[Any, torch.Tensor] = {
         parameter: parameter.data for path, parameter in model.named_parameters() if matches_name(path, names)
     }
-    float32_paths = _float32_buffers(model)
+    float32_paths = _find_float32_buffers(model)
     buffers = [(path, buffer) for path, buffer in model.named_buffers() if path in float32_paths]
     to: Any = model.to  # typed as Any, because the Transformers wrapper hides the signature
     to(torch.bfloat16)
@@ -383,7 +385,7 @@ def make_bfloat16(model: PreTrainedModel) -> None:
         model.get_submodule(parent)._buffers[name] = buffer
 
 
-def _float32_buffers(model: PreTrainedModel) -> set[str]:
+def _find_float32_buffers(model: PreTrainedModel) -> set[str]:
     """Return the paths of the buffers that are float32 in a bfloat16 model (the frequencies of RoPE, for example).
 
     Like `from_pretrained`, this function creates the model while the default dtype of torch is bfloat16, but on the
@@ -401,7 +403,7 @@ def _float32_buffers(model: PreTrainedModel) -> set[str]:
 
 @functools.cache
 @torch.autocast("cpu", enabled=False)
-def bfloat16_slowdowns(threads: int) -> dict[str, float]:
+def measure_bfloat16_slowdowns(threads: int) -> dict[str, float]:
     """Return the time of products in bfloat16 divided by their time in float32, {product: ratio}.
 
     The products are timed once per process and number of threads.
@@ -416,7 +418,7 @@ def bfloat16_slowdowns(threads: int) -> dict[str, float]:
             for dtype in (torch.float32, torch.bfloat16)
         ]
         with torch.no_grad():
-            float32, bfloat16 = least_seconds(
+            float32, bfloat16 = time_in_turns(
                 *(functools.partial(torch.nn.functional.linear, *pair) for pair in pairs)
             )
         ratios[what] = bfloat16 / float32

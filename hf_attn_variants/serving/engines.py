@@ -18,13 +18,15 @@ from ..shared_memory.share import share_memory
 CTRANSLATE2 = "CTranslate2"
 
 
-def ctranslate2_problem(config: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> str | None:
+def get_ctranslate2_unsupported_reason(
+    config: Mapping[str, Any], fields: Mapping[str, Any] | None = None
+) -> str | None:
     """Return the reason why CTranslate2 cannot serve a checkpoint with some fields changed, or None if it can."""
     from ..export.ctranslate2_check import check_ctranslate2_support
     from ..inspection.costs import variant_config
 
     try:
-        check_ctranslate2_support(served_model_class(config), variant_config(config, **(fields or {})))
+        check_ctranslate2_support(get_served_model_class(config), variant_config(config, **(fields or {})))
     except ValueError as error:
         return str(error)
     if importlib.util.find_spec("ctranslate2") is None:
@@ -125,23 +127,23 @@ def _list_ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> 
     return [Engine(name, fields, ctranslate2=True), Engine(f"{name}, int8", fields, int8=True, ctranslate2=True)]
 
 
-def served_auto_class(config: Mapping[str, Any]) -> str:
+def get_served_auto_class(config: Mapping[str, Any]) -> str:
     """Return the name of the Auto class of the served model."""
     return timed_auto_class(config, variant_config(config))
 
 
 def is_generative(config: Mapping[str, Any]) -> bool:
     """Return whether the model is an encoder-decoder that generates text. Otherwise a batch is one forward pass."""
-    return "Seq2Seq" in served_auto_class(config)
+    return "Seq2Seq" in get_served_auto_class(config)
 
 
-def served_model_class(config: Mapping[str, Any]) -> type:
+def get_served_model_class(config: Mapping[str, Any]) -> type:
     """Return the class of this package for the served model."""
-    return variant_model_class(variant_config(config).auto_classes[served_auto_class(config)])
+    return variant_model_class(variant_config(config).auto_classes[get_served_auto_class(config)])
 
 
 def _get_heads_field(config: Mapping[str, Any]) -> str:
-    return kv_heads_field(served_model_class(config), variant_config(config))
+    return kv_heads_field(get_served_model_class(config), variant_config(config))
 
 
 def _remove_latents(config: Any) -> Any:
@@ -161,7 +163,7 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
         model = _build_baseline(config)
     else:
         current = variant_config(config, **(engine.fields or {}))
-        model = served_model_class(config)(_remove_latents(current) if engine.ctranslate2 else current)
+        model = get_served_model_class(config)(_remove_latents(current) if engine.ctranslate2 else current)
     model = ready_to_time(model, "cpu")
     if engine.ctranslate2:
         return model
@@ -178,15 +180,15 @@ def _build_baseline(config: Mapping[str, Any]) -> Any:
     """Return the unchanged model in the class of the checkpoint, of Transformers or of this package."""
     current = variant_config(config)
     if config["model_type"] == type(current).model_type:
-        return served_model_class(config)(current)
-    return upstream_model(config, served_auto_class(config))
+        return get_served_model_class(config)(current)
+    return upstream_model(config, get_served_auto_class(config))
 
 
 def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tensor]:
     """Return random inputs: `input_ids` [b, n] with `attention_mask`, or `input_features` for audio."""
     current: Any = variant_config(config)
     generator = torch.Generator().manual_seed(0)
-    if served_auto_class(config) in AUDIO_AUTO_CLASSES:
+    if get_served_auto_class(config) in AUDIO_AUTO_CLASSES:
         shape = (load.batch_size, current.num_mel_bins, 2 * load.length)  # the encoder halves the number of frames
         return {"input_features": torch.randn(shape, generator=generator)}
     ids = torch.randint(2, current.vocab_size, (load.batch_size, load.length), generator=generator)
@@ -202,11 +204,11 @@ def make_torch_call(
         options["cache_implementation"] = "static"
     if "input_features" in inputs:  # otherwise the code of Whisper would look for further segments
         options |= {"force_unique_generate_call": True, "return_timestamps": False}
-    return partial(_generate_or_pass, model, inputs, options)
+    return partial(_generate_or_run_forward, model, inputs, options)
 
 
 @torch.no_grad()
-def _generate_or_pass(
+def _generate_or_run_forward(
     model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], tokens: int | None
 ) -> None:
     if tokens is None:

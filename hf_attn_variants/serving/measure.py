@@ -21,15 +21,15 @@ from .engines import (
     Engine,
     Load,
     build_model,
-    ctranslate2_problem,
+    get_ctranslate2_unsupported_reason,
+    get_served_auto_class,
+    get_served_model_class,
     is_generative,
     list_engines,
     make_torch_call,
     random_inputs,
-    served_auto_class,
-    served_model_class,
 )
-from .peak_memory import ExportedModel, make_ctranslate2_call, peak_bytes, write_ctranslate2_folder
+from .peak_memory import ExportedModel, make_ctranslate2_call, measure_peak_bytes, write_ctranslate2_folder
 
 # Engines are equivalent if their times, or their peak memory, differ by less than this factor.
 EQUAL_FACTOR = 1.05
@@ -127,13 +127,21 @@ def measure_serving(
     decodes = is_generative(config)
     if num_beams is not None and not decodes:
         raise ValueError("`num_beams` must be None for a model that generates no text. Leave it out.")
-    length = timed_length(length, variant_config(config), served_auto_class(config))
+    length = timed_length(length, variant_config(config), get_served_auto_class(config))
     load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
-    problem, threads, inputs = ctranslate2_problem(config), torch.get_num_threads(), random_inputs(config, load)
-    left_out = _left_out_engines(problem, engines)
-    conversions = [*_head_conversions(config, () if variants and kv_heads is None else kv_heads), *variants]
+    problem, threads, inputs = (
+        get_ctranslate2_unsupported_reason(config),
+        torch.get_num_threads(),
+        random_inputs(config, load),
+    )
+    left_out = _explain_left_out_engines(problem, engines)
+    conversions = [*_list_head_conversions(config, () if variants and kv_heads is None else kv_heads), *variants]
     timed = list_engines(
-        config, conversions, lambda fields: ctranslate2_problem(config, fields) is None, compiles, engines
+        config,
+        conversions,
+        lambda fields: get_ctranslate2_unsupported_reason(config, fields) is None,
+        compiles,
+        engines,
     )
     with tempfile.TemporaryDirectory() as stage:
         runs, exported = _build_engines(config, timed, load, inputs, Path(stage), left_out)
@@ -146,7 +154,7 @@ def measure_serving(
     return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), without_peak)
 
 
-def _left_out_engines(problem: str | None, names: Sequence[str] | None) -> dict[str, str]:
+def _explain_left_out_engines(problem: str | None, names: Sequence[str] | None) -> dict[str, str]:
     """Return the reason why CTranslate2 is left out, if it is and the engines are not named.
 
     Raises:
@@ -169,7 +177,7 @@ def _measure_peaks(
     failed: dict[str, str] = {}
     for engine in progress_bar(engines, desc="peak memory", unit="engine", leave=False):
         try:
-            peaks[engine.name] = peak_bytes(config, engine, load, threads, exported.get(engine.name))
+            peaks[engine.name] = measure_peak_bytes(config, engine, load, threads, exported.get(engine.name))
         except ValueError as error:
             failed[engine.name] = str(error)
     return peaks, failed
@@ -229,10 +237,10 @@ def _build_row(
     return ServingRow(engine, median, times, speed, (baseline or median) / median, first, peak)
 
 
-def _head_conversions(config: Mapping[str, Any], counts: Sequence[int] | None) -> list[dict[str, Any]]:
+def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | None) -> list[dict[str, Any]]:
     """Return the fields of conversions to numbers of key/value heads. None means a quarter of the heads."""
     current = variant_config(config)
-    field = kv_heads_field(served_model_class(config), current)
+    field = kv_heads_field(get_served_model_class(config), current)
     if counts is None:
         heads, possible = current.query_heads(field), kv_head_counts(current, field)
         is_upstream = config["model_type"] != type(current).model_type
@@ -326,7 +334,7 @@ def _format_memory(row: ServingRow) -> str:
 ENGINE_COLORS = {"transformers": "#0072B2", "a converted checkpoint": "#009E73", "CTranslate2": "#D55E00"}
 
 
-def draw_serving(table: ServingTable) -> Figure:
+def plot_serving(table: ServingTable) -> Figure:
     """Return a figure with one bar per row, the first row on top. Bars of int8 engines are hatched."""
     rows = table.rows
     has_memory = all(row.peak_bytes is not None for row in rows)
@@ -339,7 +347,7 @@ def draw_serving(table: ServingTable) -> Figure:
     for axes, numbers, label in zip(
         panels, values, ("tokens per second", "peak memory of a separate process, MiB"), strict=False
     ):
-        colors = [ENGINE_COLORS[_get_kind(row)] for row in rows]
+        colors = [ENGINE_COLORS[_get_engine_kind(row)] for row in rows]
         hatches = ["//" if row.engine.int8 else "" for row in rows]
         bars = axes.barh([row.engine.name for row in rows], numbers, color=colors, hatch=hatches, edgecolor="white")
         axes.bar_label(bars, [f"{number:,.0f}" for number in numbers], padding=3, fontsize=8)
@@ -355,7 +363,7 @@ def draw_serving(table: ServingTable) -> Figure:
     return figure
 
 
-def _get_kind(row: ServingRow) -> str:
+def _get_engine_kind(row: ServingRow) -> str:
     if row.engine.ctranslate2:
         return "CTranslate2"
     return "transformers" if row.engine.fields is None else "a converted checkpoint"

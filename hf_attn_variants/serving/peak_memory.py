@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Tokens that CTranslate2 needs in the vocabulary of a Whisper.
 TRANSCRIPT, NO_TIMES, END = "<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"
 # The file that contains the peak memory of a process, and the file that resets the peak if "5" is written (proc(5)).
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS_FILE, CLEAR_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 # `is_command` lets the package import only the modules that are used.
 PROGRAM = (
@@ -50,7 +50,7 @@ class ExportedModel:
     prompt: list[int]
 
 
-def token_text(number: int) -> str:
+def format_token(number: int) -> str:
     """Return the text of a token in the vocabulary of an exported model."""
     return f"<{number}>"
 
@@ -73,7 +73,7 @@ def write_ctranslate2_folder(
     from ..export.ctranslate2 import model_specification
     from ..export.ctranslate2_check import Tokens
 
-    vocabulary = [token_text(number) for number in range(model.config.vocab_size)]
+    vocabulary = [format_token(number) for number in range(model.config.vocab_size)]
     start, end = (_get_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
     prompt = [start]
     if is_audio := "input_features" in inputs:
@@ -119,7 +119,7 @@ def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int)
 
         return transcribe
     translator = ctranslate2.Translator(exported.folder, **options)
-    rows = [[token_text(number) for number in row] for row in exported.inputs]
+    rows = [[format_token(number) for number in row] for row in exported.inputs]
 
     def translate(tokens: int) -> None:
         limits = {"min_decoding_length": tokens, "max_decoding_length": tokens, "max_input_length": 0}
@@ -128,7 +128,7 @@ def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int)
     return translate
 
 
-def peak_bytes(
+def measure_peak_bytes(
     config: Mapping[str, Any], engine: "Engine", load: "Load", threads: int, exported: ExportedModel | None
 ) -> int | None:
     """Return the peak memory of a process that serves one batch with an engine, including its libraries.
@@ -149,7 +149,7 @@ def peak_bytes(
     Raises:
         ValueError: if the process fails. The message contains the end of its output.
     """
-    if not CLEAR.exists():
+    if not CLEAR_FILE.exists():
         return None
     task: dict[str, Any] = {"config": dict(config), "engine": asdict(engine), "load": asdict(load), "threads": threads}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -198,7 +198,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         config, batch, engine = task["config"], Load(**load), Engine(**task["engine"])
         run = make_torch_call(build_model(config, engine), random_inputs(config, batch), batch, engine.compiled)
-    CLEAR.write_text(RESET_PEAK)
+    CLEAR_FILE.write_text(RESET_PEAK)
     run(load["max_new_tokens"])
-    [peak] = [line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:")]
+    [peak] = [line for line in STATUS_FILE.read_text().splitlines() if line.startswith("VmHWM:")]
     print(1024 * int(peak.split()[1]))

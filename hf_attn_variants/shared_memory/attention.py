@@ -57,7 +57,7 @@ UMT5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks
 BART = CrossAttention("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
 
 # {class that defines `forward`: kind}. Classes of one kind have the same code in Transformers 5.15 and 5.24.
-KNOWN: dict[str, CrossAttention] = {
+SUPPORTED_KINDS: dict[str, CrossAttention] = {
     "LongT5Attention": T5,
     "MT5Attention": T5,
     "SwitchTransformersAttention": T5,
@@ -79,15 +79,15 @@ KNOWN: dict[str, CrossAttention] = {
 }
 
 
-def forward_class(cls: type) -> type:
+def get_forward_owner(cls: type) -> type:
     """Return the class that defines the `forward` of a module class."""
     return next(base for base in cls.__mro__ if "forward" in vars(base))
 
 
-def kind_of(cls: type) -> CrossAttention | None:
-    """Return the kind of a module class, or None if its `forward` is not one of `KNOWN` Transformers classes."""
-    owner = forward_class(cls)
-    return KNOWN.get(owner.__name__) if owner.__module__.startswith("transformers.models.") else None
+def get_attention_kind(cls: type) -> CrossAttention | None:
+    """Return the kind of a module class, or None if its `forward` is not one of `SUPPORTED_KINDS` Transformers classes."""
+    owner = get_forward_owner(cls)
+    return SUPPORTED_KINDS.get(owner.__name__) if owner.__module__.startswith("transformers.models.") else None
 
 
 def cross_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -142,30 +142,30 @@ class SharesMemory(_Attention):
         states, encoder_outputs, cache, mask, *bias = self.arguments.read(args, kwargs)
         if encoder_outputs is None or not (cache is None or isinstance(cache, EncoderDecoderCache)):
             return super().forward(*args, **kwargs)
-        layer = filled_layer(cache, self.layer_idx)
+        layer = get_filled_layer(cache, self.layer_idx)
         if not self.training:
             encoder_outputs = rows_of_sentences(encoder_outputs, self.key_value_projections())
         source = None
         if self.cross_cache == ENCODER_OUTPUTS:
-            source = self._encoder_outputs_to_read(states, encoder_outputs, cache, layer)
+            source = self._get_encoder_outputs_to_read(states, encoder_outputs, cache, layer)
         if source is None:
             rows = encoder_outputs.shape[0] if layer is None else layer.keys.shape[0]
             beams = states.shape[0] // rows if rows and states.shape[0] % rows == 0 else 1
             if beams <= 1 and _has_query_rows(mask, states):
                 return super().forward(*args, **kwargs)
-            if beams <= 1 or not self._shares_keys(cache, layer, beams):
+            if beams <= 1 or not self._can_share_keys(cache, layer, beams):
                 return super().forward(**self._repeat_arguments(args, kwargs))
         refuse_unknown({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._convert_mask(mask, states), "position_bias": bias[0] if bias else None}
-        if source is not None and self._absorbs(states, source):
-            output, weights = self._attend_absorbed(self._query(states), source, **options)
+        if source is not None and self._should_absorb_projections(states, source):
+            output, weights = self._attend_absorbed(self._compute_queries(states), source, **options)
         else:
-            key, value = self._keys_and_values(encoder_outputs, cache, layer, source)
-            output, weights = self._attend(self._query(states), key, value, **options)
-        output = self._linear("output")(output.flatten(2))
+            key, value = self._get_keys_and_values(encoder_outputs, cache, layer, source)
+            output, weights = self._attend(self._compute_queries(states), key, value, **options)
+        output = self._get_linear("output")(output.flatten(2))
         return (output, *bias, weights)
 
-    def _encoder_outputs_to_read(
+    def _get_encoder_outputs_to_read(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor, cache: Any, layer: Any
     ) -> torch.Tensor | None:
         """Return the encoder outputs and store them in the cache, or return None if this call cannot read them."""
@@ -191,7 +191,7 @@ class SharesMemory(_Attention):
                 return None
         return source
 
-    def _absorbs(self, states: torch.Tensor, source: torch.Tensor) -> bool:
+    def _should_absorb_projections(self, states: torch.Tensor, source: torch.Tensor) -> bool:
         """Return whether reading the encoder outputs needs fewer multiplications than computing keys and values."""
         if is_traced():
             return True
@@ -240,13 +240,13 @@ class SharesMemory(_Attention):
             return output, weights if is_eager else None
         return fused_attention(query, key, value, mask, position_bias, **options), None
 
-    def _shares_keys(self, cache: Any, layer: Any, beams: int) -> bool:
+    def _can_share_keys(self, cache: Any, layer: Any, beams: int) -> bool:
         """Return whether keys and values can have one row per sentence. An empty cache layer is prepared for that."""
         if not self._is_computed_here():
             return False
         return layer is not None or cache is None or share_rows(cache, self.layer_idx, beams)
 
-    def _keys_and_values(
+    def _get_keys_and_values(
         self, encoder_outputs: torch.Tensor, cache: Any, layer: Any, source: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values, from the cache or from the encoder outputs."""
@@ -280,17 +280,17 @@ class SharesMemory(_Attention):
             return torch.zeros_like(mask, dtype=states.dtype).masked_fill(~mask, torch.finfo(states.dtype).min)
         return mask
 
-    def _query(self, states: torch.Tensor) -> torch.Tensor:
+    def _compute_queries(self, states: torch.Tensor) -> torch.Tensor:
         """Return the queries [b B, h, n, d]."""
-        return self._linear("query")(states).unflatten(-1, (-1, self._head_dim())).transpose(1, 2)
+        return self._get_linear("query")(states).unflatten(-1, (-1, self._head_dim())).transpose(1, 2)
 
-    def _linear(self, role: str) -> Any:
+    def _get_linear(self, role: str) -> Any:
         """Return the linear layer with a role: "query", "key", "value" or "output"."""
         return getattr(self, getattr(self.kind, role))
 
     def key_value_projections(self) -> tuple[Any, Any]:
         """Return the key and the value projection, whose weights are read together with the encoder outputs."""
-        return self._linear("key"), self._linear("value")
+        return self._get_linear("key"), self._get_linear("value")
 
     def _head_dim(self) -> int:
         return getattr(self, self.kind.head_dim)
@@ -301,7 +301,7 @@ class SharesMemory(_Attention):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickles refer to the original class, because the shared class is created at run time.
-        return _new_instance, (self.plain, self.cross_cache), vars(self)
+        return _make_instance, (self.plain, self.cross_cache), vars(self)
 
 
 def _has_query_rows(mask: Any, states: torch.Tensor) -> bool:
@@ -310,25 +310,25 @@ def _has_query_rows(mask: Any, states: torch.Tensor) -> bool:
 
 
 @functools.cache
-def shared_class(plain: type, cross_cache: str) -> type:
+def make_sharing_class(plain: type, cross_cache: str) -> type:
     """Return the class that replaces a Transformers cross-attention class. It has the same name.
 
     Args:
-        plain: One of the `KNOWN` classes, or a subclass with the same `forward`.
+        plain: One of the `SUPPORTED_KINDS` classes, or a subclass with the same `forward`.
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
 
     Raises:
         UpstreamChanged: If the `forward` has other arguments or return values than the known one.
     """
-    kind: Any = kind_of(plain)
-    arguments = Arguments(forward_class(plain), kind.roles, returns=kind.returns)
+    kind: Any = get_attention_kind(plain)
+    arguments = Arguments(get_forward_owner(plain), kind.roles, returns=kind.returns)
     attributes = {"plain": plain, "kind": kind, "arguments": arguments, "cross_cache": cross_cache}
     attributes |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     return type(plain.__name__, (SharesMemory, plain), attributes)
 
 
-def _new_instance(plain: type, cross_cache: str) -> Any:
-    cls: Any = shared_class(plain, cross_cache)
+def _make_instance(plain: type, cross_cache: str) -> Any:
+    cls: Any = make_sharing_class(plain, cross_cache)
     return cls.__new__(cls)
 
 
@@ -429,7 +429,7 @@ def _make_shared_layer(keys: torch.Tensor, values: torch.Tensor, beams: int) -> 
     return layer
 
 
-def filled_layer(cache: Any, index: int) -> Any:
+def get_filled_layer(cache: Any, index: int) -> Any:
     """Return the cross-attention layer of an encoder-decoder cache if it is filled, or None otherwise."""
     if cache is None or not cache.is_updated.get(index):
         return None

@@ -17,15 +17,15 @@ from .attention import (
     ENCODER_OUTPUTS,
     IMPLEMENTATIONS,
     KEYS_AND_VALUES,
-    KNOWN,
+    SUPPORTED_KINDS,
     SharesMemory,
     cross_attentions,
-    kind_of,
-    shared_class,
+    get_attention_kind,
+    make_sharing_class,
 )
 
 # The Transformers method that repeats the inputs for each beam, which `SharedExpansion` replaces.
-EXPANSION = "_expand_inputs_for_generation"
+EXPANSION_METHOD = "_expand_inputs_for_generation"
 
 
 class SharedExpansion(WeakModuleAttribute):
@@ -35,19 +35,19 @@ class SharedExpansion(WeakModuleAttribute):
         model: The model that gets this object as an attribute.
 
     Attributes:
-        former: The instance attribute of the same name that the model had before, or None.
+        replaced_attribute: The instance attribute of the same name that the model had before, or None.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.former = vars(model).get(EXPANSION)
+        self.replaced_attribute = vars(model).get(EXPANSION_METHOD)
 
     def __call__(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Repeat the inputs for each beam or sample as Transformers does, and mark the encoder outputs as shared."""
         shares = expand_size > 1 and self._can_share()
-        return expand_and_mark(self._original_method(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
+        return expand_and_mark(self._get_original_method(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _can_share(self) -> bool:
         """Return whether all cross-attentions of the model share memory with its attention implementation."""
@@ -55,14 +55,14 @@ class SharedExpansion(WeakModuleAttribute):
             isinstance(module, SharesMemory) for _, module in cross_attentions(self.module)
         )
 
-    def _original_method(self) -> Any:
+    def _get_original_method(self) -> Any:
         """Return the bound method that the model had before."""
-        if self.former is not None:
-            return self.former
+        if self.replaced_attribute is not None:
+            return self.replaced_attribute
         # `super()` cannot be used, because the method is a static method in some Transformers releases.
         cls = type(self.module)
-        owner = next(base for base in cls.__mro__ if EXPANSION in vars(base))
-        return vars(owner)[EXPANSION].__get__(self.module, cls)
+        owner = next(base for base in cls.__mro__ if EXPANSION_METHOD in vars(base))
+        return vars(owner)[EXPANSION_METHOD].__get__(self.module, cls)
 
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
@@ -100,7 +100,7 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
         >>> model = AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-small")
         >>> share_memory(model).generate(**inputs, num_beams=4)
     """
-    _check_kind(model)
+    _check_model_type(model)
     if cross_cache not in (KEYS_AND_VALUES, ENCODER_OUTPUTS):
         raise ValueError(f"`cross_cache` must be {KEYS_AND_VALUES!r} or {ENCODER_OUTPUTS!r}, got {cross_cache!r}.")
     if isinstance(model, AttnVariantModelMixin):
@@ -113,13 +113,15 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
         _restore(model, modules.values())
         return model
     _check_model(model, modules)
-    classes = {path: _sharing_class(module, cross_cache) for path, module in modules.items()}
+    classes = {path: _make_sharing_class_for(module, cross_cache) for path, module in modules.items()}
     original_classes = {path: type(module) for path, module in modules.items()}
     try:
         for path, cls in classes.items():
             modules[path].__class__ = cls
-        if hasattr(type(model), EXPANSION) and not isinstance(vars(model).get(EXPANSION), SharedExpansion):
-            setattr(model, EXPANSION, SharedExpansion(model))
+        if hasattr(type(model), EXPANSION_METHOD) and not isinstance(
+            vars(model).get(EXPANSION_METHOD), SharedExpansion
+        ):
+            setattr(model, EXPANSION_METHOD, SharedExpansion(model))
     except BaseException:
         for path, cls in original_classes.items():
             modules[path].__class__ = cls
@@ -127,10 +129,10 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
     return model
 
 
-def _sharing_class(module: nn.Module, cross_cache: str) -> type:
+def _make_sharing_class_for(module: nn.Module, cross_cache: str) -> type:
     """Return the class that shares memory for a cross-attention, which may share memory already."""
     plain: Any = module.plain if isinstance(module, SharesMemory) else type(module)
-    return shared_class(plain, cross_cache)
+    return make_sharing_class(plain, cross_cache)
 
 
 def _restore(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
@@ -138,11 +140,11 @@ def _restore(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, SharesMemory):
             module.__class__ = module.plain
-    expansion = vars(model).get(EXPANSION)
+    expansion = vars(model).get(EXPANSION_METHOD)
     if isinstance(expansion, SharedExpansion):
-        vars(model).pop(EXPANSION)
-        if expansion.former is not None:
-            setattr(model, EXPANSION, expansion.former)
+        vars(model).pop(EXPANSION_METHOD)
+        if expansion.replaced_attribute is not None:
+            setattr(model, EXPANSION_METHOD, expansion.replaced_attribute)
 
 
 def _check_replaced_forwards(modules: dict[str, nn.Module]) -> None:
@@ -159,7 +161,7 @@ def _check_replaced_forwards(modules: dict[str, nn.Module]) -> None:
             )
 
 
-def _check_kind(model: Any) -> None:
+def _check_model_type(model: Any) -> None:
     """Raise `ValueError` if an object is not a Transformers model."""
     if isinstance(model, PreTrainedModel):
         return
@@ -186,7 +188,7 @@ def _check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
         is_part = not isinstance(model, GenerationMixin)
         advice = " Load the whole encoder-decoder with `AutoModelForSeq2SeqLM`." if is_part else ""
         raise ValueError(
-            f"{name} has no supported cross-attention.{advice} Supported classes are {', '.join(sorted(KNOWN))}."
+            f"{name} has no supported cross-attention.{advice} Supported classes are {', '.join(sorted(SUPPORTED_KINDS))}."
         )
     for path, module in modules.items():
         if not isinstance(module, SharesMemory):
@@ -235,10 +237,10 @@ def _check_attention(path: str, module: nn.Module) -> None:
     Raises:
         ValueError: If its class is unknown or its `forward` was replaced.
     """
-    kind = kind_of(type(module))
+    kind = get_attention_kind(type(module))
     if kind is None:
         raise ValueError(
-            f"`{path}` must be one of {', '.join(sorted(KNOWN))} or a subclass with the same `forward`, got "
+            f"`{path}` must be one of {', '.join(sorted(SUPPORTED_KINDS))} or a subclass with the same `forward`, got "
             f"{type(module).__name__}."
         )
     if "forward" in vars(module):

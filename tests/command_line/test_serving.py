@@ -179,7 +179,7 @@ def test_failure_of_the_only_engine_raises_an_error():
         pytest.skip("this system says no peak")
     engine, load = Engine("transformers"), Load(1, 8, 3, 1)
     with pytest.raises(ValueError, match=r"The process of transformers failed \(status 1\).*attn_variant_bart"):
-        peak_memory.peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
+        peak_memory.measure_peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
 
 
 def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, capsys):
@@ -281,7 +281,9 @@ def test_only_selected_engines_are_timed(tmp_path, capsys):
 
 
 def test_unavailable_engine_error_gives_the_reason(monkeypatch):
-    monkeypatch.setattr(measure, "ctranslate2_problem", lambda config, fields=None: "CTranslate2 is not installed")
+    monkeypatch.setattr(
+        measure, "get_ctranslate2_unsupported_reason", lambda config, fields=None: "CTranslate2 is not installed"
+    )
     with pytest.raises(ValueError, match="CTranslate2 cannot be timed: CTranslate2 is not installed"):
         measure_serving(config_of(T5), length=8, engines=["CTranslate2, int8"], **SMALL)
     assert not measure_serving(config_of(T5), length=8, engines=["share_memory"], **SMALL).left_out

@@ -83,7 +83,7 @@ def test_refresh_with_mismatched_weights_raises_an_error(old, tmp_path, change):
 
 
 def test_refresh_with_other_outputs_raises_an_error(old, tmp_path, monkeypatch):
-    monkeypatch.setattr(refresh, "_difference", lambda *models: float("nan"))
+    monkeypatch.setattr(refresh, "_measure_difference", lambda *models: float("nan"))
     with pytest.raises(ValueError, match="outputs differ"):
         refreshed(old, tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -115,4 +115,4 @@ def test_refresh_pushes_one_commit(old, hub, api, tmp_path, monkeypatch):
 def test_refresh_has_inputs_for_every_head(row):
     for head in row.heads:
         model = row.model(head, "gqa").eval()
-        assert refresh._difference(model, model) == 0, head
+        assert refresh._measure_difference(model, model) == 0, head

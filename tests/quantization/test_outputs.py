@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.quantization import int8_weight, packed_linear
-from hf_attn_variants.quantization.int8_weight import Int8Weight, least_seconds
+from hf_attn_variants.quantization.int8_weight import Int8Weight, time_in_turns
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_bfloat16
 
 T5 = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "t5")
@@ -159,7 +159,7 @@ def test_int8_plan_selects_a_fast_path():
     linear, states = torch.nn.Linear(384, 384), torch.randn(64, 384)
     packed = Int8Linear(linear)
     with torch.no_grad():
-        float32, int8 = least_seconds(lambda: linear(states), lambda: packed(states))
+        float32, int8 = time_in_turns(lambda: linear(states), lambda: packed(states))
     assert int8 < 5 * float32, str(plan)
     assert str(plan).startswith(plan.paths[0].name)
 

@@ -45,7 +45,7 @@ class AttentionVariantMixin(_Attention):
     It comes before the class of Transformers in the list of base classes.
 
     Class attributes:
-        roles: the arguments of the original `forward` that the variant reads (`transformers_internals.ARGUMENT_ROLES`).
+        roles: the arguments of the original `forward` that the variant reads, see `ARGUMENT_ROLES`.
         returns: the number of values that `forward` returns.
         upstream_attributes: the attributes of the original module that the variant reads, except its linear layers.
         arguments: the arguments of the original `forward` by role. Each class gets its own.

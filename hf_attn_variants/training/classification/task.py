@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedModel
 
-from ...files import CONFUSION_FILE, write_picture
+from ...files import CONFUSION_FILE, save_plot
 from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask
 from ..engine.models import (
@@ -234,7 +234,7 @@ def draw_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str],
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # the plot shows a box instead
-        write_picture(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
+        save_plot(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
 
 
 def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":

@@ -20,9 +20,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_orig
 from ...files import parse_json
 from ...modeling.fields.field_table import FIELDS, Field, describe_field
 
+SPLITS = ("train", "validation", "test")
 # The rule for a number: the words that follow "must be" in the error message, and the test.
 Range = tuple[str, Callable[[float], bool]]
-SPLITS = ("train", "validation", "test")
 AT_LEAST_1: Range = ("at least 1", lambda value: value >= 1)
 AT_LEAST_0: Range = ("at least 0", lambda value: 0 <= value < math.inf)
 ABOVE_0: Range = ("more than 0", lambda value: 0 < value < math.inf)

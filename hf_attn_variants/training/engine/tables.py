@@ -10,8 +10,16 @@ from typing import Any, TypeVar
 
 from datasets import ClassLabel, load_dataset, load_dataset_builder
 
-from ...files import RESULTS_NAME, is_unicode, load_json, suffix_of
-from ...text_files import TABLE_SUFFIXES, TableRow, column_value, has_column, missing_column, read_records, row_place
+from ...files import RESULTS_NAME, get_suffix, is_unicode, load_json
+from ...text_files import (
+    TABLE_SUFFIXES,
+    TableRow,
+    describe_row_location,
+    get_column_value,
+    has_column,
+    make_missing_column_error,
+    read_records,
+)
 from .settings import SPLITS, FineTuningSettings, TableSettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -47,7 +55,7 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
     if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
         return None
     paths = [Path(path) for split_files in files.values() for path in split_files]
-    is_readable = all(path.is_file() and suffix_of(path) in suffixes for path in paths)
+    is_readable = all(path.is_file() and get_suffix(path) in suffixes for path in paths)
     return files if paths and is_readable else None
 
 
@@ -138,7 +146,7 @@ def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
 def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
     """Yield the rows of a split of a `datasets` source, which messages call `place`."""
     for number, row in enumerate(rows, start=1):
-        yield TableRow(row_place(place, None, number), row, place, None, place, number)
+        yield TableRow(describe_row_location(place, None, number), row, place, None, place, number)
 
 
 def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
@@ -186,7 +194,7 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
         source.records = _require_column(column, flag, source.records)
         return column
     if name != "test":
-        raise missing_column(source.first.names_place, source.first.values, column, flag)
+        raise make_missing_column_error(source.first.names_place, source.first.values, column, flag)
     source.records = _forbid_column(column, source.first, source.records)
     return None
 
@@ -195,7 +203,7 @@ def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iter
     """Yield rows, and check that the first row of each file has the column."""
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
-            raise missing_column(record.names_place, record.values, column, flag)
+            raise make_missing_column_error(record.names_place, record.values, column, flag)
         yield record
 
 
@@ -220,11 +228,11 @@ def get_text(record: TableRow, column: str, flag: str) -> str:
     Raises:
         ValueError: If the row has no text in this column. The message names the flag.
     """
-    text = column_value(record.values, column)
+    text = get_column_value(record.values, column)
     if isinstance(text, str) and is_unicode(text):
         return text
     if text is None and not has_column(record.values, column):
-        raise missing_column(record.names_place, record.values, column, flag)
+        raise make_missing_column_error(record.names_place, record.values, column, flag)
     problem = "half a surrogate pair, which is not text" if isinstance(text, str) else f"no text but {text!r:.60}"
     raise ValueError(f"{record.place}: Column {column!r} holds {problem}. Use {flag} to name another column.")
 

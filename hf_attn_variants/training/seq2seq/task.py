@@ -22,16 +22,16 @@ from ...model_properties import ignore_saved_length_limits, set_languages
 from ...modeling.fields.variant_config import can_cache
 from ...text_files import (
     PlacedRows,
-    check_unused,
+    check_unused_column,
     column_names,
-    column_value,
-    filled_rows,
+    describe_row_location,
+    find_complete_rows,
+    get_column_value,
     has_texts,
     read_columns,
     read_lines,
     read_pairs,
     read_records,
-    row_place,
 )
 from ..classification.data import ClassificationSplit
 from ..engine.dataloaders import EvalBatches, TextRows, hash_texts, make_pair_collator
@@ -243,8 +243,8 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
         columns, unused = columns[:1], columns[1]  # many test splits have no public targets
     rows = []
     for number, row in enumerate(splits[split], start=1):
-        check_unused(row, unused, row_place(f"{settings.dataset_name} ({split})", None, number))
-        texts = tuple(column_value(row, column) for column in columns)
+        check_unused_column(row, unused, describe_row_location(f"{settings.dataset_name} ({split})", None, number))
+        texts = tuple(get_column_value(row, column) for column in columns)
         if not all(isinstance(text, str) for text in texts):
             missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
             raise ValueError(
@@ -254,7 +254,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
         rows.append(texts)
     place, indices = f"{settings.dataset_name} ({split})", [*range(len(rows))]
     if len(columns) > 1:
-        indices = filled_rows(place, "row", rows, lambda i: row_place(place, None, i + 1))
+        indices = find_complete_rows(place, "row", rows, lambda i: describe_row_location(place, None, i + 1))
     filled_texts = [rows[i] for i in indices]
     if all(is_blank(text) for texts in filled_texts for text in texts):
         raise ValueError(f"{place} must have at least one row with text, but has none.")

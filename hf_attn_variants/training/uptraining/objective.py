@@ -16,9 +16,15 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...inspection.scores import mean_pooled
-from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
+from ...model_properties import (
+    DecoderInput,
+    LogitsKind,
+    get_decoder_input,
+    get_logits_kind,
+    ignore_saved_length_limits,
+)
 from ...modeling.fields.variant_config import can_cache
-from ...registration import longest_input
+from ...registration import max_input_length
 from ..engine.models import iterate_attentions
 from ..engine.optimization import Term, sum_by_example, token_cross_entropy
 from ..engine.session import main_process_progress_bar
@@ -64,8 +70,8 @@ class ActivationRecorder:
     """
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
-        self.has_both_stacks = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
-        self.answer = logits_kind(model)
+        self.has_both_stacks = get_decoder_input(type(model), model.config) is not DecoderInput.NOTHING
+        self.answer = get_logits_kind(model)
         self._outputs: dict[str, list[Tensor]] | None = None  # None: no forward pass is recorded
         if attention_outputs:
             for site, _, module in iterate_attentions(model):
@@ -651,7 +657,7 @@ def check_teacher_length(
     Raises:
         ValueError: If the teacher has too few positions, or if pieces of a text cannot be compared.
     """
-    piece_length, positions = settings.teacher_max_length, longest_input(teacher)
+    piece_length, positions = settings.teacher_max_length, max_input_length(teacher)
     has_pieces = piece_length is not None
     if has_pieces and (input_kind is not DecoderInput.NOTHING or (weights.logits and settings.objective != "mlm")):
         raise ValueError(

@@ -26,7 +26,7 @@ from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
 from ...model_folder import ModelHistory
-from ...model_properties import DecoderInput, LogitsKind, decoder_input, set_languages
+from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, set_languages
 from ...registration import variant_config_class, variant_model_class
 from ...text_files import read_columns, read_lines, read_pairs, text_columns
 from ..engine.dataloaders import (
@@ -451,7 +451,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if not issubclass(model_class, PreTrainedModel):
             auto_classes = variant_config_class(config.model_type).auto_classes
             model_class = variant_model_class(auto_classes[model_class.__name__])
-        return decoder_input(model_class, config)
+        return get_decoder_input(model_class, config)
 
     def _load_teacher_config(self) -> None:
         """Load the configuration of the teacher, and check that it can be compared with that of the model."""
