@@ -84,7 +84,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 class _LimitedFile(io.RawIOBase):
-    """Uncompressed bytes of a file. Reading fails if a line is too long or the data is compressed too much for text."""
+    """Uncompressed bytes of a file. Reading fails if a line is too long or the data is compressed more than text."""
 
     def __init__(self, path: Path, longest_line: int = MAX_LINE_BYTES):
         self.path, self.longest_line = path, longest_line
@@ -337,9 +337,7 @@ def describe_write_error(error: Exception) -> str:
     "iostream error"). This function replaces such a message with one that mentions the disk.
     """
     if isinstance(error, RuntimeError) and TORCH_WRITE_ERROR.search(str(error)):
-        return (
-            "(only part of the file was written: the disk is probably full or a quota is used up; free some space)"
-        )
+        return "(only part of the file was written: the disk is probably full or a quota is used up; free some space)"
     return f"({type(error).__name__}: {error})"
 
 
@@ -530,8 +528,6 @@ def save_plot(path: Path, plot: Callable[[], Any], **options: Any) -> None:
         plot().savefig(image, format="png", **options)
     except Exception as error:  # from Matplotlib's parsers or fonts, or because of a lack of memory
         reason = " ".join(str(error).split())[:200]
-        logger.warning(
-            "Could not save %s (%s: %s). All other files were written.", path, type(error).__name__, reason
-        )
+        logger.warning("Could not save %s (%s: %s). All other files were written.", path, type(error).__name__, reason)
         return
     atomic_write(path, image.getvalue())

@@ -156,21 +156,21 @@ def set_languages(
         source, target = source or tokenizer.src_lang, target or tokenizer.tgt_lang
     if source is None or target is None:
         raise ValueError(
-            f"--source_lang and --target_lang are required, because a {name} is multilingual. "
+            f"--source_lang and --target_lang are required because {name} is multilingual. "
             f"Use two of {_format_languages(known)}."
         )
     for flag, value in {**languages, "source_lang": source, "target_lang": target}.items():
         if value is not None and value not in known:
             raise ValueError(
-                f"--{flag} must be a language supported by the {name}, got {value!r}. Use one of {_format_languages(known)}."
+                f"--{flag} must be a language of {name}, got {value!r}. Use one of {_format_languages(known)}."
             )
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
     tokenizer.init_kwargs |= {"src_lang": source, "tgt_lang": target}  # these arguments are saved
     language, (first, *_, last) = known[target], tokenizer(text_target="")["input_ids"]
     if language >= config.vocab_size:
         raise ValueError(
-            f"The model must have an embedding for {target}. Its token id in the {name} is {language}, but the model has only "
-            f"{config.vocab_size} tokens."
+            f"The model must have an embedding for {target}. Its token id in {name} is {language}, but the "
+            f"model has only {config.vocab_size} tokens."
         )
     start = config.decoder_start_token_id
     if last == language or start is None:  # as in mBART

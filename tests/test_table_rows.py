@@ -52,7 +52,7 @@ MANY = "".join(f"{i},row {i}\n" for i in range(100))
         (
             "a.jsonl",
             '{"source": "a", "target": "b"}\n\n{"source": "a"}\n',
-            "line 3, row 2: there is no column 'target'; its columns are source",
+            "line 3, row 2: there is no column 'target'. The columns are source",
         ),
         ("a.csv.gz", "source,target\n", "not a complete gzip"),
     ],
@@ -80,7 +80,7 @@ def test_csv_without_commas_uses_the_separator_of_its_header(tmp_path, caplog, s
     quoted = "\n" + "".join(separator.join('"' + cell.replace('"', '""') + '"' for cell in row) + "\n" for row in rows)
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
         assert columns(tmp_path, "a.csv", quoted, rows[0]) == [tuple(row) for row in rows[1:]]
-    assert f"a.csv, line 2, the header: it contains no comma, so {separator!r} separates" in caplog.text
+    assert f"a.csv, line 2: the header contains no comma. {separator!r} is used as the separator" in caplog.text
     plain = "".join(separator.join(row) + "\n" for row in [["Customer Comment", "Happy?"], ["a, b", "yes"]])
     assert columns(tmp_path, "b.csv", plain, ("Happy?", "Customer Comment")) == [("yes", "a, b")]
     with pytest.raises(ValueError, match=r"line 3, row 2: .* 2 cells .* got 1, .* separator"):
@@ -106,7 +106,7 @@ def test_quotes_after_a_space_give_a_warning(tmp_path, caplog):
 def test_misspelled_column_error_suggests_the_column(tmp_path):
     with pytest.raises(ValueError, match=r"a.csv, line 1, the header: .*'Hapy'; .* Did you mean 'Happy\?'\?$"):
         columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("Hapy",), flag="--label_column")
-    with pytest.raises(ValueError, match=r"'zzz'; its columns are text, Happy\?\. .*--label_column"):
+    with pytest.raises(ValueError, match=r"'zzz'. The columns are text, Happy\?\. .*--label_column"):
         columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("zzz",), flag="--label_column")
 
 

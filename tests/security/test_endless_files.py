@@ -72,7 +72,7 @@ def test_huge_single_line_raises_an_error(tmp_path, quick):
     with open(tmp_path / "x.txt", "wb") as file:
         file.truncate(2**40)
     for read in (lambda path: read_lines([path]), read_squad, lambda path: check_text_files([path])):
-        with pytest.raises((OSError, ValueError), match=r"null character|must not contain more than|a line contains more than"):
+        with pytest.raises((OSError, ValueError), match=r"null character|contains? more than"):
             read(tmp_path / "x.txt")
 
 

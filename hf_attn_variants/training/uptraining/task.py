@@ -28,7 +28,7 @@ from ...files import CARD_NAME
 from ...model_folder import ModelHistory
 from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, set_languages
 from ...registration import variant_config_class, variant_model_class
-from ...text_files import read_columns, read_lines, read_pairs, text_columns
+from ...text_files import read_columns, read_lines, read_pairs, resolve_text_columns
 from ..engine.dataloaders import (
     Collator,
     TextRows,
@@ -273,7 +273,7 @@ def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     """Read the training and held-out rows of a model without targets."""
     if not settings.train_file:
         raise ValueError(f"--objective {settings.objective} needs --train_file for this model. Set it.")
-    columns = text_columns(
+    columns = resolve_text_columns(
         [*settings.train_file, *(settings.validation_file or [])], settings.text_columns, "--text_columns"
     )
     if not columns:
