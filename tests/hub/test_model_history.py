@@ -231,7 +231,7 @@ def test_readme_of_the_source_or_without_a_model_is_kept(is_continuation, name, 
 def test_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
     """Check that the card is not the source's, and keeps its license terms."""
     run("convert", tiny, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
-    assert "README.md is the model card. `attn-variants push` updates it" in capsys.readouterr().out
+    assert "README.md is the model card. `attn-variants push` adds" in capsys.readouterr().out
     card = (tmp_path / "gqa2/README.md").read_text()
     assert is_untouched(card) and 'from_pretrained("gqa2", trust_remote_code=True)' in card and "\n# gqa2\n" in card
     assert {name: front_matter(card)[name] for name in ("license", "base_model", "language")} == {
