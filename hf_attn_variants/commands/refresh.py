@@ -140,7 +140,7 @@ def _load_model(model_class: Any, folder: Path) -> Any:
 
 
 def _measure_difference(model: Any, other: Any) -> float:
-    """Return the largest difference between the outputs of two models on random inputs, relative to the largest output."""
+    """Return the largest difference between two models' outputs on random inputs, relative to the largest output."""
     import torch
 
     config, name, generator = model.config, type(model).__name__, torch.Generator().manual_seed(0)

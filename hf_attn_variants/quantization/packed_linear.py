@@ -186,7 +186,7 @@ class Bfloat16Weight:
 @functools.cache
 @torch.autocast("cpu", enabled=False)
 def has_bfloat16() -> bool:
-    """Return whether this processor supports bfloat16 products, and the oneDNN operators in torch compute them correctly."""
+    """Return whether this processor supports bfloat16 products that oneDNN in torch computes correctly."""
     if (
         _linear is None
         or _pack is None

@@ -1,4 +1,4 @@
-"""The `quantize` function, which converts a loaded model to int8 linear layers or to bfloat16 for inference on CPUs."""
+"""The `quantize` function, which converts a loaded model to int8 linear layers or bfloat16 for use on CPUs."""
 
 import copy
 import functools

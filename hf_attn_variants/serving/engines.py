@@ -1,4 +1,4 @@
-"""Engines that can serve a model: the class of Transformers, `share_memory`, int8, conversions, and CTranslate2."""
+"""The engines that can serve a model, such as Transformers, `share_memory`, int8 and CTranslate2."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ CTRANSLATE2 = "CTranslate2"
 def get_ctranslate2_unsupported_reason(
     config: Mapping[str, Any], fields: Mapping[str, Any] | None = None
 ) -> str | None:
-    """Return the reason why CTranslate2 cannot serve a checkpoint with some fields changed, or None if it can."""
+    """Return why CTranslate2 cannot serve a checkpoint with the given fields changed, or None if it can."""
     from ..export.ctranslate2_check import check_ctranslate2_support
     from ..inspection.costs import variant_config
 
@@ -40,11 +40,11 @@ class Engine:
 
     Args:
         name: the name in tables.
-        fields: the changed configuration fields of a converted model. None means the unchanged checkpoint.
+        fields: the configuration fields that a conversion changes. None means the unchanged checkpoint.
         shared: whether the model uses `share_memory`.
-        int8: whether the linear layers are int8.
+        int8: whether the linear layers are quantized to int8.
         ctranslate2: whether CTranslate2 runs the model instead of torch.
-        compiled: whether `torch.compile` compiles the steps, with a static cache.
+        compiled: whether the decoding steps are compiled with `torch.compile` and a static cache.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Engine:
 
 @dataclass(frozen=True)
 class Load:
-    """Batch that each engine serves.
+    """The batch that each engine serves.
 
     Args:
-        batch_size: the number of texts, or windows of audio.
-        length: the number of tokens per text, or of positions of audio.
+        batch_size: the number of texts or audio windows.
+        length: the number of tokens per text or positions per audio window.
         max_new_tokens: the number of tokens to generate per text. None means one forward pass of an encoder.
         num_beams: the number of beams.
     """
@@ -79,19 +79,19 @@ def list_engines(
     compiles: bool = False,
     names: Sequence[str] | None = None,
 ) -> list[Engine]:
-    """Return the engines for a checkpoint, the baseline first.
+    """Return the engines for a checkpoint, starting with the baseline.
 
     Args:
         config: the config.json of the checkpoint.
         conversions: the configuration fields of each possible conversion.
-        has_ctranslate2: a function that returns whether CTranslate2 is installed and supports the checkpoint with some
-            fields changed.
-        compiles: whether to add compiled engines of torch for the unchanged checkpoint.
-        names: the names of the engines to return in addition to the baseline. None means all.
+        has_ctranslate2: a function that returns whether CTranslate2 is installed and supports the checkpoint with the
+            given fields changed.
+        compiles: whether to include compiled torch engines for the unchanged checkpoint.
+        names: the names of the engines to return in addition to the baseline. If None, all engines are returned.
 
     Raises:
-        ValueError: if a field is unknown or not valid, two engines have the same name, or no engine has one of
-            `names`.
+        ValueError: if a field is unknown or not valid, two engines have the same name, or `names` contains an unknown
+            engine.
     """
     current = variant_config(config)
     is_upstream = config["model_type"] != type(current).model_type
@@ -111,14 +111,14 @@ def list_engines(
         converted = variant_config(config, **fields)
         name = variant_name(converted, _get_heads_field(config))
         engines += [Engine(name, fields), Engine(f"{name}, int8", fields, int8=True)]
-        # An export multiplies latents into the weights, and the model without latents is timed already.
+        # The export multiplies latents into the weights, and the model without latents is already included.
         if has_ctranslate2(fields) and not has_latents(converted):
             engines += _list_ctranslate2_engines(f"{name}, ", fields)
     all_names = [engine.name for engine in engines]
     if repeated := next((name for name in all_names if all_names.count(name) > 1), None):
-        raise ValueError(f"The models to time must be different, got {repeated} twice. Leave one of them out.")
+        raise ValueError(f"The models to time must be different, got {repeated} twice. Remove one of them.")
     if unknown := next((name for name in names or () if name not in all_names), None):
-        raise ValueError(f"The engines must be some of {'; '.join(all_names)}, got {unknown!r:.80}.")
+        raise ValueError(f"The engines contain the unknown {unknown!r:.80}. Use {'; '.join(all_names)}.")
     return engines if names is None else [engine for engine in engines if engine.name in (baseline, *names)]
 
 
@@ -128,17 +128,17 @@ def _list_ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> 
 
 
 def get_served_auto_class(config: Mapping[str, Any]) -> str:
-    """Return the name of the Auto class of the served model."""
+    """Return the name of the Auto class for the served model."""
     return timed_auto_class(config, variant_config(config))
 
 
 def is_generative(config: Mapping[str, Any]) -> bool:
-    """Return whether the model is an encoder-decoder that generates text. Otherwise a batch is one forward pass."""
+    """Return whether the model is an encoder-decoder that generates text, instead of running one forward pass."""
     return "Seq2Seq" in get_served_auto_class(config)
 
 
 def get_served_model_class(config: Mapping[str, Any]) -> type:
-    """Return the class of this package for the served model."""
+    """Return the class from this package for the served model."""
     return variant_model_class(variant_config(config).auto_classes[get_served_auto_class(config)])
 
 
@@ -154,9 +154,9 @@ def _remove_latents(config: Any) -> Any:
 
 
 def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
-    """Return the model of an engine in float32 with random weights, which are equal if the layers are equal.
+    """Build the float32 model for an engine with random weights, which are the same for engines with the same layers.
 
-    For an engine of CTranslate2, it is the model of this package without latents that is exported.
+    For a CTranslate2 engine, it is the model from this package to export, without latents.
     """
     torch.manual_seed(0)
     if engine.fields is None and not engine.ctranslate2:
@@ -177,7 +177,7 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
 
 
 def _build_baseline(config: Mapping[str, Any]) -> Any:
-    """Return the unchanged model in the class of the checkpoint, of Transformers or of this package."""
+    """Return the unchanged model as an instance of the checkpoint's class, from Transformers or this package."""
     current = variant_config(config)
     if config["model_type"] == type(current).model_type:
         return get_served_model_class(config)(current)
@@ -200,9 +200,9 @@ def make_torch_call(
 ) -> Callable[[int | None], None]:
     """Return a function that serves a batch with torch. Its argument is the number of new tokens, or None."""
     options: dict[str, Any] = {"num_beams": load.num_beams, "do_sample": False}
-    if compiled:  # with another cache, each step has another length and would be compiled again
+    if compiled:  # with other caches, the length changes in each step, which requires recompilation
         options["cache_implementation"] = "static"
-    if "input_features" in inputs:  # otherwise the code of Whisper would look for further segments
+    if "input_features" in inputs:  # otherwise, the Whisper code would look for further segments
         options |= {"force_unique_generate_call": True, "return_timestamps": False}
     return partial(_generate_or_run_forward, model, inputs, options)
 

@@ -1,7 +1,7 @@
-"""Calls of CTranslate2, and the peak memory of an engine, measured in a separate process that serves one batch.
+"""Running CTranslate2, and measuring the peak memory of an engine in a separate process that serves one batch.
 
-The process of a CTranslate2 engine must not import torch, which would count as memory of the engine. Therefore this
-module imports neither torch nor Transformers at its top.
+The process for a CTranslate2 engine must not import torch, whose memory would be counted. Therefore, this module does
+not import torch or Transformers at the top level.
 """
 
 import json
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from .engines import Engine, Load
 
-# Tokens that CTranslate2 needs in the vocabulary of a Whisper.
+# Tokens that CTranslate2 requires in the vocabulary of a Whisper model.
 TRANSCRIPT, NO_TIMES, END = "<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"
-# The file that contains the peak memory of a process, and the file that resets the peak if "5" is written (proc(5)).
+# The file that contains the peak memory of the process, and the file that resets it if "5" is written (see proc(5)).
 STATUS_FILE, CLEAR_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-# `is_command` lets the package import only the modules that are used.
+# With `is_command`, the package imports only the modules that are used.
 PROGRAM = (
     "import attn_variants; attn_variants.is_command = True; from hf_attn_variants.serving import peak_memory; "
     "peak_memory.main()"
@@ -35,13 +35,13 @@ FEATURES_FILE = "features.npy"
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """Model of CTranslate2 with its inputs.
+    """An exported CTranslate2 model and its inputs.
 
     Args:
-        folder: the folder of the model.
+        folder: the folder that contains the model.
         int8: whether the weights are int8.
-        inputs: rows of token ids, or audio features as a numpy array [b, mel bins, frames].
-        prompt: the first tokens of the decoder of a Whisper. Empty for other models.
+        inputs: lists of token ids, or audio features as a NumPy array [b, mel bins, frames].
+        prompt: the first decoder tokens for a Whisper model. Empty for other models.
     """
 
     folder: str
@@ -51,24 +51,24 @@ class ExportedModel:
 
 
 def format_token(number: int) -> str:
-    """Return the text of a token in the vocabulary of an exported model."""
+    """Return the string for a token id in the vocabulary of an exported model."""
     return f"<{number}>"
 
 
 def write_ctranslate2_folder(
     config: Mapping[str, Any], model: Any, inputs: "dict[str, torch.Tensor]", folder: Path, int8: bool
 ) -> ExportedModel:
-    """Write a model of this package in the format of CTranslate2. Its end token never ends a generation.
+    """Write a model from this package in CTranslate2 format, without an end-of-sequence token that stops generation.
 
     Args:
         config: the config.json of the checkpoint.
-        model: the model in float32. A quantization changes its tensors.
-        inputs: a batch without padding, as for the engines of torch.
+        model: the model in float32. Quantization modifies its tensors.
+        inputs: a batch without padding, as for the torch engines.
         folder: an empty folder.
         int8: whether to quantize the weights to int8.
 
     Raises:
-        ValueError: if the start token of the decoder or the end token is unknown.
+        ValueError: if the start token of the decoder or the end-of-sequence token is unknown.
     """
     from ..export.ctranslate2 import model_specification
     from ..export.ctranslate2_check import Tokens
@@ -92,17 +92,17 @@ def _get_token(config: Mapping[str, Any], model: Any, name: str) -> int:
     token = getattr(model.generation_config, name, None)
     token = config.get(name) if token is None else token
     if token is None:
-        raise ValueError(f"config.json must contain `{name}`, because the model generates text. Add it to the file.")
+        raise ValueError(f"config.json must contain `{name}` because the model generates text. Add it to the file.")
     return token[0] if isinstance(token, list) else token
 
 
 def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int) -> Callable[[int], None]:
-    """Return a function that serves a batch with CTranslate2. Its argument is the number of new tokens.
+    """Return a function that serves a batch with CTranslate2. Its argument is the number of tokens to generate.
 
     Args:
         exported: the model and its inputs.
         num_beams: the number of beams.
-        threads: the number of threads of a call.
+        threads: the number of threads per call.
     """
     import ctranslate2
 
@@ -131,20 +131,20 @@ def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int)
 def measure_peak_bytes(
     config: Mapping[str, Any], engine: "Engine", load: "Load", threads: int, exported: ExportedModel | None
 ) -> int | None:
-    """Return the peak memory of a process that serves one batch with an engine, including its libraries.
+    """Measure the peak memory of a process that serves one batch with an engine, including its libraries.
 
-    The peak is reset after the model was loaded, because making random weights is not a part of serving. The process
-    has the same allocator settings as this one.
+    The peak is reset after loading the model, because creating random weights is not part of serving. The process has
+    the same allocator settings as this one.
 
     Args:
         config: the config.json of the checkpoint.
         engine: the engine.
         load: the batch.
-        threads: the number of threads of the process.
-        exported: the model that CTranslate2 runs. None for an engine of torch.
+        threads: the number of threads for the process.
+        exported: the model that CTranslate2 runs. None for a torch engine.
 
     Returns:
-        The number of bytes, or None if the operating system does not report it.
+        The number of bytes, or None if the operating system does not report the peak memory.
 
     Raises:
         ValueError: if the process fails. The message contains the end of its output.
@@ -164,12 +164,12 @@ def measure_peak_bytes(
         reason = " ".join(process.stderr.split())[-300:]
         if process.returncode == -signal.SIGKILL:
             reason = "it was killed, probably because of a lack of memory"
-        raise ValueError(f"The process of {engine.name} failed (status {process.returncode}): {reason}")
+        raise ValueError(f"The process for {engine.name} failed (status {process.returncode}): {reason}")
     return int(process.stdout.splitlines()[-1])
 
 
 def _to_json(exported: ExportedModel, folder: Path) -> dict[str, Any]:
-    """Return an exported model as JSON values. Audio features are saved to a file, whose name replaces them."""
+    """Convert an exported model to JSON values. Audio features are saved to a file, and replaced with its name."""
     values = dict(vars(exported))
     if exported.prompt:
         import numpy as np

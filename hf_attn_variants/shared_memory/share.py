@@ -1,4 +1,4 @@
-"""`share_memory`: the beams of a loaded Transformers model share one cross-attention cache per sentence."""
+"""The `share_memory` function, which lets beams share one cross-attention cache per sentence."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -24,18 +24,19 @@ from .attention import (
     make_sharing_class,
 )
 
-# The Transformers method that repeats the inputs for each beam, which `SharedExpansion` replaces.
+# The Transformers method that repeats the inputs for each beam. `SharedExpansion` replaces it.
 EXPANSION_METHOD = "_expand_inputs_for_generation"
 
 
 class SharedExpansion(WeakModuleAttribute):
-    """A replacement of the method `_expand_inputs_for_generation` of one model.
+    """A replacement for the `_expand_inputs_for_generation` method of one model.
 
     Args:
-        model: The model that gets this object as an attribute.
+        model: The model that has this object as an attribute.
 
     Attributes:
-        replaced_attribute: The instance attribute of the same name that the model had before, or None.
+        replaced_attribute: The instance attribute with the same name that the model had before, or None if it had
+            none.
     """
 
     def __init__(self, model: Any) -> None:
@@ -45,21 +46,21 @@ class SharedExpansion(WeakModuleAttribute):
     def __call__(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Repeat the inputs for each beam or sample as Transformers does, and mark the encoder outputs as shared."""
+        """Repeat the inputs for each beam or sample like Transformers, and mark the encoder outputs as shared."""
         shares = expand_size > 1 and self._can_share()
         return expand_and_mark(self._get_original_method(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _can_share(self) -> bool:
-        """Return whether all cross-attentions of the model share memory with its attention implementation."""
+        """Return whether all cross-attention modules share memory with the current attention implementation."""
         return self.module.config._attn_implementation_internal in IMPLEMENTATIONS and all(
             isinstance(module, SharesMemory) for _, module in cross_attentions(self.module)
         )
 
     def _get_original_method(self) -> Any:
-        """Return the bound method that the model had before."""
+        """Return the bound method that this object replaces."""
         if self.replaced_attribute is not None:
             return self.replaced_attribute
-        # `super()` cannot be used, because the method is a static method in some Transformers releases.
+        # `super()` cannot be used because the method is static in some Transformers releases.
         cls = type(self.module)
         owner = next(base for base in cls.__mro__ if EXPANSION_METHOD in vars(base))
         return vars(owner)[EXPANSION_METHOD].__get__(self.module, cls)
@@ -69,31 +70,31 @@ ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
 def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_AND_VALUES) -> ModelT:
-    """Let the beams or samples of a sentence share one cross-attention cache in an encoder-decoder.
+    """Let all beams or samples for a sentence share one cross-attention cache in an encoder-decoder.
 
-    The model is changed in place. It keeps its class, its weights and its `generate` method. Keys and values are
-    computed once per sentence, and are not copied when beams are reordered. With a single beam, and if gradients are
+    The model is modified in place. It keeps its class, its weights and its `generate` method. Keys and values are
+    computed once per sentence, and are not copied when beams are reordered. With a single beam, or if gradients are
     recorded, the Transformers code runs unchanged.
 
-    With `cross_cache="encoder_outputs"`, the cache of all layers holds only the encoder outputs y [b, m, D]. The
-    logits of head i are (q_i W_k,i) y^T, and its outputs are (P_i y) W_v,i^T, with its key and value projections W_k,i
-    and W_v,i (slim attention, arXiv 2503.05840; the absorbed form of MLA, arXiv 2405.04434, appendix C). This needs
-    the least memory, but more multiplications per step.
+    With `cross_cache="encoder_outputs"`, the cache stores only the encoder outputs y [b, m, D] for all layers. For
+    head i with the key and value projections W_k,i and W_v,i, the logits are (q_i W_k,i) y^T and the outputs are
+    (P_i y) W_v,i^T (slim attention, arXiv 2503.05840; absorbed form of MLA, arXiv 2405.04434, appendix C). This
+    requires the least memory, but more multiplications per step.
 
-    An encoder-decoder of this package shares its cache without this function, and is returned unchanged.
+    Encoder-decoder models from this package always share their cache, and are returned unchanged.
 
     Args:
         model: A loaded Transformers encoder-decoder (T5, mT5, UMT5, LongT5, BART, mBART, Marian, M2M100, PEGASUS,
-            Whisper and relatives, or a subclass) with `attn_implementation` "sdpa" or "eager".
-        share: Whether to share. False restores the original classes and attributes of the model.
-        cross_cache: The content of the cross-attention cache: "keys_and_values" of each layer, or "encoder_outputs"
-            once for all layers. A model of this package has the latter with the field `cross_kv_lora_rank`.
+            Whisper and related models, or a subclass) with `attn_implementation` "sdpa" or "eager".
+        share: Whether to share the cache. False restores the original classes and attributes of the model.
+        cross_cache: The content of the cross-attention cache, which is "keys_and_values" for each layer, or
+            "encoder_outputs" once for all layers. In this package, the field `cross_kv_lora_rank` enables the latter.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the model is not supported (it is unchanged then), or `cross_cache` is unknown.
+        ValueError: If the model is not supported, in which case it is left unchanged, or `cross_cache` is not valid.
         UpstreamChanged: If the attention classes of the installed Transformers release are not supported.
 
     Example:
@@ -130,13 +131,13 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
 
 
 def _make_sharing_class_for(module: nn.Module, cross_cache: str) -> type:
-    """Return the class that shares memory for a cross-attention, which may share memory already."""
+    """Return the sharing class for a cross-attention module, which may already share memory."""
     plain: Any = module.plain if isinstance(module, SharesMemory) else type(module)
     return make_sharing_class(plain, cross_cache)
 
 
 def _restore(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
-    """Restore the classes of the cross-attentions and the attributes of the model."""
+    """Restore the classes of the cross-attention modules and the attributes of the model."""
     for module in modules:
         if isinstance(module, SharesMemory):
             module.__class__ = module.plain
@@ -148,15 +149,15 @@ def _restore(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
 
 
 def _check_replaced_forwards(modules: dict[str, nn.Module]) -> None:
-    """Check that no `forward` was replaced after the modules began to share memory.
+    """Check that no `forward` was replaced after `share_memory` was called.
 
     Raises:
-        ValueError: If one was replaced.
+        ValueError: If a `forward` was replaced.
     """
     for path, module in modules.items():
         if isinstance(module, SharesMemory) and "forward" in vars(module):
             raise ValueError(
-                f"`{path}.forward` was replaced after `share_memory` (by the offloading of accelerate, for example). "
+                f"`{path}.forward` was replaced after `share_memory` (by Accelerate offloading, for example). "
                 "Restore it first."
             )
 
@@ -166,29 +167,31 @@ def _check_model_type(model: Any) -> None:
     if isinstance(model, PreTrainedModel):
         return
     raise ValueError(
-        f"`model` must be a model of Transformers, got {type(model).__name__}. Load the model first, compile it "
-        "afterwards, and take a peft model apart with `get_base_model()`."
+        f"`model` must be a Transformers model, got {type(model).__name__}. Load the model first, compile it "
+        "afterwards, "
+        "and extract the base model of a PEFT model with `get_base_model()`."
     )
 
 
 def _check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
-    """Check that a Transformers model and its cross-attentions are supported.
+    """Check that a Transformers model and its cross-attention modules are supported.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If they are not supported.
     """
     name = type(model).__name__
     _check_supported(model)
     if any(isinstance(module, AttentionVariantMixin) for module in model.modules()):
         raise ValueError(
-            f"{name} is a Transformers class with attention modules of this package, which is not supported. Use an "
-            "encoder-decoder class of this package."
+            f"{name} is a Transformers class with attention modules from this package, which is not supported. Use an "
+            "encoder-decoder class from this package."
         )
     if not modules:
         is_part = not isinstance(model, GenerationMixin)
         advice = " Load the whole encoder-decoder with `AutoModelForSeq2SeqLM`." if is_part else ""
         raise ValueError(
-            f"{name} has no supported cross-attention.{advice} Supported classes are {', '.join(sorted(SUPPORTED_KINDS))}."
+            f"{name} has no supported cross-attention.{advice} Supported classes are "
+            f"{', '.join(sorted(SUPPORTED_KINDS))}."
         )
     for path, module in modules.items():
         if not isinstance(module, SharesMemory):
@@ -199,7 +202,7 @@ def _check_supported(model: PreTrainedModel) -> None:
     """Raise `ValueError` if a model is not an encoder-decoder, or its attention implementation is not supported."""
     if not getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"`model` must be an encoder-decoder (T5, BART, Marian, Whisper and relatives), got "
+            f"`model` must be an encoder-decoder (T5, BART, Marian, Whisper or a related model), got "
             f"{type(model).__name__}. Other models do not need `share_memory`."
         )
     implementation = model.config._attn_implementation
@@ -211,23 +214,23 @@ def _check_supported(model: PreTrainedModel) -> None:
 
 
 def _check_variant(model: Any, cross_cache: str) -> None:
-    """Check that the beams of a model of this package share its cache.
+    """Check that the beams of a model from this package share the cache.
 
     Raises:
-        ValueError: If its cross-attention has talking heads, or its cache holds keys and values instead of the
+        ValueError: If the cross-attention has talking heads, or the cache stores keys and values instead of the
             requested encoder outputs.
     """
     name, config = type(model).__name__, model.config
     _check_supported(model)
     if has_talking_heads(config, "cross_"):
         raise ValueError(
-            f"{name} has talking heads in its cross-attention, so that its beams cannot share a cache. Use a "
-            'checkpoint that was converted with `cross_talking_heads="none"`.'
+            f"{name} has talking heads in its cross-attention, so its beams cannot share a cache. Use a "
+            'checkpoint converted with `cross_talking_heads="none"`.'
         )
     if cross_cache == ENCODER_OUTPUTS and config.cross_kv_lora_rank is None:
         raise ValueError(
-            f"The cache of {name} holds keys and values. To cache encoder outputs, convert the checkpoint with "
-            f"`cross_kv_lora_rank={config.d_model}`, which does not change its outputs."
+            f"The cache of {name} stores keys and values. To cache the encoder outputs, convert the checkpoint with "
+            f"`cross_kv_lora_rank={config.d_model}`, which does not change the model outputs."
         )
 
 
@@ -245,6 +248,6 @@ def _check_attention(path: str, module: nn.Module) -> None:
         )
     if "forward" in vars(module):
         raise ValueError(
-            f"`{path}.forward` was replaced (by the offloading of accelerate, for example). Call `share_memory` first."
+            f"`{path}.forward` was replaced (by Accelerate offloading, for example). Call `share_memory` first."
         )
     check_attributes(module, kind.attributes)

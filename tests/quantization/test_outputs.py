@@ -220,7 +220,7 @@ def test_bfloat16_layer_equals_its_reference(bias):
     other = Bfloat16Linear(torch.nn.Linear(70, 48, bias=bias))
     other.load_state_dict(made.state_dict())
     assert torch.equal(other(states), made(states))
-    with pytest.raises(RuntimeError, match="before `quantize`"):
+    with pytest.raises(RuntimeError, match="before calling `quantize`"):
         other.load_state_dict(linear.state_dict())
 
 

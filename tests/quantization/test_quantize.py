@@ -125,7 +125,7 @@ def test_state_dict_loads_into_another_int8_model(tmp_path):
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["lm_head.weight"].dtype == torch.int8 and not other.load_state_dict(state).missing_keys
     torch.testing.assert_close(logits_of(other), expected, atol=1e-4, rtol=1e-4)
-    with pytest.raises(RuntimeError, match="before `quantize`"):
+    with pytest.raises(RuntimeError, match="before calling `quantize`"):
         other.load_state_dict(tiny_model("t5").state_dict())
     with pytest.raises(RuntimeError, match=r"lm_head\.scales"):
         other.load_state_dict({name: value for name, value in state.items() if name != "lm_head.scales"})
