@@ -114,7 +114,11 @@ def add_checkpoint_argument(parser: argparse._ActionsContainer, help_text: str) 
         help_text: the help text of the positional argument.
     """
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=help_text)
-    parser.add_argument("--model_name_or_path", metavar="CHECKPOINT", help="the checkpoint, as a flag instead of the positional argument")
+    parser.add_argument(
+        "--model_name_or_path",
+        metavar="CHECKPOINT",
+        help="the checkpoint, as a flag instead of the positional argument",
+    )
 
 
 def parse_with_checkpoint(

@@ -41,7 +41,7 @@ class GlueTask:
 
     @property
     def is_regression(self) -> bool:
-        """Whether the label is a score instead of a class."""
+        """True if the label is a score instead of a class."""
         return self.labels is None
 
     def get_submission_file(self, split: str) -> str:

@@ -48,7 +48,7 @@ class DecoderInput(Enum):
 
     @property
     def is_target(self) -> bool:
-        """Whether the decoder reads a different text than the encoder."""
+        """True if the decoder reads a different text than the encoder."""
         return self in (DecoderInput.OWN_TARGETS, DecoderInput.TARGETS)
 
 

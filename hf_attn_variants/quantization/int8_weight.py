@@ -7,7 +7,7 @@ call are rounded separately for each token, relative to its largest magnitude: x
 
 where N n is an exact sum in int32. The operators take n as unsigned integers u = n + z with the zero point z = 128 (64
 for 7 bits), where u is `round(x / step + z)`, as in FBGEMM. Several torch operators compute this sum, and all paths
-below return bit-for-bit identical results. Which path is fast depends on the processor and the number of tokens. Slow
+below return bit-for-bit identical results. The fastest path depends on the processor and the number of tokens. Slow
 paths can be hundreds of times slower than float32. Therefore, the paths are checked and timed once per process, and
 `Plan.path_for` returns the fastest correct path.
 """

@@ -187,7 +187,7 @@ def test_rows_with_a_blank_side_are_skipped_with_a_warning(tmp_path, caplog, kin
     flags = {"table": files, "dataset": ["--dataset_name", tmp_path]}[kind]
     splits = load_seq2seq_data(parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])).splits
     assert all(split.pairs() == [pairs[1], pairs[3]] for split in splits.values()) and len(splits) == 3
-    assert caplog.text.count("2 of 4 rows are left out") == 3
+    assert caplog.text.count("Skipping 2 of 4 rows") == 3
     # Predictions name the rows of their files; training rows have no numbers.
     assert all(splits[name].keys == [{"row": 2}, {"row": 4}] for name in ("dev", "test")) and not splits["train"].keys
     assert splits["dev"].take(1).keys == [{"row": 2}]
