@@ -171,7 +171,7 @@ TASKS: dict[str, GlueTask] = {task.name: task for task in _TASKS}
 
 
 def get_task(name: str) -> GlueTask:
-    """Return a task by its Hub name ("stsb") or official name ("STS-B"), ignoring case.
+    """Return the task with the given Hub name ("stsb") or official name ("STS-B"), ignoring case.
 
     Raises:
         ValueError: if the task does not exist or has no training data.

@@ -41,7 +41,7 @@ class ChoiceTask(FineTuningTask[Any]):
         choice_model: The model that scores the choices.
         format_row: A function that converts a row to the text that an encoder-decoder reads.
         train: The training questions, which are empty if the run only evaluates the model.
-        dev: The dev questions, or None if there are none.
+        dev: The dev questions, or None without a dev split.
         dev_log_probabilities: The log-probabilities of the choices from the last evaluation [questions, choices].
     """
 

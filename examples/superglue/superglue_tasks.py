@@ -50,7 +50,7 @@ TASKS = {task.name: task for task in ALL_TASKS}
 
 
 def get_superglue_task(name: str) -> SuperGlueTask:
-    """Return a task by name, ignoring case.
+    """Return the task with the given name, ignoring case.
 
     Raises:
         ValueError: If the task does not exist.

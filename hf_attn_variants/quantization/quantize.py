@@ -238,7 +238,7 @@ def _log_summary(
 
 
 def _raise_unsupported(method: str, *args: Any, **kwargs: Any) -> None:
-    """Raise `ValueError` in place of a model method that requires float32 weights."""
+    """Raise `ValueError` instead of running a model method that requires float32 weights."""
     raise ValueError(
         f"`{method}` requires the float32 model, because the weights of this model are packed as int8. Call it before "
         "`quantize`, or load the model again. (`state_dict()` contains the int8 weights.)"

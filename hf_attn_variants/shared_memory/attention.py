@@ -450,7 +450,7 @@ def store_layer(cache: Any, index: int, layer: SourceLayer) -> bool:
         layer: The new layer.
 
     Returns:
-        Whether the layer was stored. Static caches, offloaded caches and other layer types are left unchanged.
+        True if the layer was stored. Static caches, offloaded caches and other layer types are left unchanged.
     """
     cross = cache.cross_attention_cache
     if getattr(cross, "offloading", False) or type(layer_at(cross, index)) is not DynamicLayer:

@@ -175,7 +175,7 @@ def test_model_too_small_for_int8_is_timed_without_int8(tmp_path, capsys):
 
 @pytest.mark.thorough
 def test_failure_of_the_only_engine_raises_an_error():
-    if not peak_memory.CLEAR.exists():
+    if not peak_memory.CLEAR_FILE.exists():
         pytest.skip("this system says no peak")
     engine, load = Engine("transformers"), Load(1, 8, 3, 1)
     with pytest.raises(ValueError, match=r"The process for transformers failed \(status 1\).*attn_variant_bart"):
@@ -188,7 +188,7 @@ def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, cap
     class Killed:
         returncode, stderr = -9, "cut off"
 
-    if not peak_memory.CLEAR.exists():
+    if not peak_memory.CLEAR_FILE.exists():
         pytest.skip("this system says no peak")
     platform.processor()  # it starts a program once
     monkeypatch.setattr(peak_memory.subprocess, "run", lambda *args, **kwargs: Killed())

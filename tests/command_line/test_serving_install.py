@@ -59,7 +59,7 @@ for command in sys.argv[1:]:
     except SystemExit as ended:
         status = ended.code
     try:
-        cli._check_extra(command)
+        cli._check_train_extra(command)
     except Exception as error:
         found[command] = (status, str(error))
 assert not {"datasets", "matplotlib", "scipy", "sklearn", "evaluate"} & set(sys.modules)
