@@ -1,6 +1,6 @@
-"""Multi-query, grouped-query, latent, linear and talking-heads attention for checkpoints of Hugging Face Transformers.
+"""Multi-query, grouped-query, latent, linear and talking-heads attention for Hugging Face Transformers checkpoints.
 
-Importing the package registers its classes with the Auto classes of Transformers.
+Importing the package registers its classes with the Transformers Auto classes.
 
 Example:
     >>> from hf_attn_variants import convert
@@ -12,8 +12,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# In a process of the `attn-variants` command, the classes are imported only when they are used. Their import takes
-# seconds, and `--help` or an error in the flags should not wait for it. `cli` registers them before a command runs.
+# When the `attn-variants` command runs, the classes are imported only when they are used, because the import takes
+# seconds. `--help` and errors in the flags should not wait for it. `cli` registers the classes before a command runs.
 _IS_COMMAND = getattr(sys.modules.get("attn_variants"), "is_command", False)
 
 if TYPE_CHECKING or not _IS_COMMAND:
@@ -41,14 +41,14 @@ def _get_attribute(name: str) -> Any:
         from .command_line import package_version
 
         return package_version()
-    # Python also calls this function with the name of a submodule before it imports the submodule.
+    # Python also calls this function with the name of each submodule before it imports that submodule.
     if _IS_COMMAND and (name == "__all__" or name.startswith("AttnVariant")):
         public: Any = importlib.import_module(".public", __name__)
         return ["convert", "quantize", "share_memory", *public.__all__] if name == "__all__" else getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Hidden from type checkers: with a module-level `__getattr__`, they would accept any name.
+# This is hidden from type checkers, which would accept any name if they saw a module-level `__getattr__`.
 if TYPE_CHECKING:
     from .conversion import convert
     from .quantization.quantize import quantize

@@ -7,40 +7,40 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .command_line import MODEL_NAMES, CommandParser, documentation, package_version
+from .command_line import MODEL_NAMES, CommandParser, find_documentation, package_version
 from .commands import TRAINING_COMMANDS, load_command
 from .errors import run_script, unwind_on_interrupt
 
-# The groups of the overview, with a summary of each command.
+# The groups in the overview of the commands, with a summary of each command.
 COMMAND_GROUPS: dict[str, dict[str, str]] = {
     "convert and inspect": {
         "inspect": "show the size and cost of a checkpoint and its variants",
         "benchmark": "time a model and its variants on this machine",
         "frontier": "measure the quality of variants with smaller caches",
         "convert": "convert a checkpoint into a variant",
-        "visualize": "draw the attention of each head",
+        "visualize": "plot the attention of each head",
     },
     "train": {
         "uptrain": "train a converted checkpoint to restore its quality",
         "pretrain": "pretrain an encoder as a language model",
-        "pretrain-t5": "pretrain a T5 with span corruption",
+        "pretrain-t5": "pretrain a T5 model with span corruption",
         "classify": "fine-tune and evaluate a classifier on your own tables",
         "glue": "fine-tune and evaluate on a GLUE task",
         "average": "print a table of GLUE scores averaged over seeds",
         "squad": "fine-tune and evaluate on SQuAD",
         "seq2seq": "fine-tune and evaluate an encoder-decoder on text pairs",
         "ner": "fine-tune and evaluate a token classifier (named entities)",
-        "sweep": "repeat a training for several variants and seeds",
+        "sweep": "repeat a training run for several variants and seeds",
     },
     "share and serve": {
-        "export": "export a variant for runtimes that run no custom code",
+        "export": "export a variant for runtimes without support for custom code",
         "push": "push a checkpoint, its code and its model card to the Hub",
-        "refresh": "save a repository again with the current code",
+        "refresh": "update the code in a repository to the installed version",
     },
 }
 COMMANDS = {name: summary for group in COMMAND_GROUPS.values() for name, summary in group.items()}
 
-# The packages of the extra `train` (import name: distribution name), and the commands that need them.
+# The packages in the `train` extra (import name: distribution name), and the commands that need them.
 TRAIN_PACKAGES = {
     "datasets": "datasets",
     "evaluate": "evaluate",
@@ -48,17 +48,17 @@ TRAIN_PACKAGES = {
     "scipy": "scipy",
     "sklearn": "scikit-learn",
 }
-WITH_EXTRA = (*TRAINING_COMMANDS, "sweep")
+TRAIN_EXTRA_COMMANDS = (*TRAINING_COMMANDS, "sweep")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand, or print the help if there is no subcommand.
 
     Args:
-        argv: the arguments, the subcommand first. None means the arguments of the process.
+        argv: the arguments, starting with the subcommand. If None, the arguments of the process are used.
 
     Returns:
-        The exit status, see `errors.run_script`.
+        The exit status (see `errors.run_script`).
     """
     parser = _build_parser()
     argv = sys.argv[1:] if argv is None else argv
@@ -74,25 +74,25 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
 
     Args:
         command: a name in `COMMANDS`, or an object with the functions `parse_args` and `main`. If it is a name, the
-            log of this package is printed to stderr.
-        argv: the arguments of the command. None means the arguments of the process.
-        program: the program name in the help. None means the name of the process.
+            log messages of this package are printed to stderr.
+        argv: the arguments of the command. If None, the arguments of the process are used.
+        program: the program name that the help shows. If None, the name of the process is used.
     """
 
     def work() -> None:
         module = load_command(command) if isinstance(command, str) else command
-        # The parsers of the commands read their program name from `sys.argv[0]` (`command_line.program_name`).
+        # The parsers of the commands read the program name from `sys.argv[0]` (`command_line.program_name`).
         original_name, sys.argv[0] = sys.argv[0], program or sys.argv[0]
         try:
             args = module.parse_args(argv)
         finally:
             sys.argv[0] = original_name
         if isinstance(command, str):
-            _check_extra(command)
+            _check_train_extra(command)
             logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
             logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
-            logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
-        # Imported only now, because it takes seconds: an error in the flags is reported before.
+            logging.getLogger("huggingface_hub").propagate = False  # it has its own handler
+        # Imported only now, because the import takes seconds and errors in the flags should be reported immediately.
         from .registration import register
 
         register()
@@ -105,7 +105,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
 
 
 class _RetryFilter(logging.Filter):
-    """Filter that lets each kind of retry message of the Hub client through only once."""
+    """Logging filter that passes each kind of retry message from the Hub client only once."""
 
     KINDS = (" thrown while requesting ", "Retrying in ", "Rate limited. ")
 
@@ -129,12 +129,12 @@ def _log_retries_once() -> None:
         handler.addFilter(_RetryFilter())
 
 
-def _check_extra(command: str) -> None:
+def _check_train_extra(command: str) -> None:
     missing = [name for module, name in TRAIN_PACKAGES.items() if importlib.util.find_spec(module) is None]
-    if missing and command in WITH_EXTRA:
+    if missing and command in TRAIN_EXTRA_COMMANDS:
         raise ValueError(
-            f"`{command}` needs {', '.join(missing)}. Install this package with its extra `train`: "
-            "`pip install -e '.[train]'` in a clone, or `pip install 'FILE.whl[train]'` for a wheel."
+            f"`{command}` requires {', '.join(missing)}. Install this package with the `train` extra: "
+            "`pip install -e '.[train]'` in a clone, or `pip install 'FILE.whl[train]'` with a wheel."
         )
 
 
@@ -146,10 +146,10 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser = CommandParser(
         prog="attn-variants",
-        description="Multi-query, grouped-query, latent, linear and talking-heads attention for checkpoints of "
-        f"Transformers: {MODEL_NAMES}.",
+        description="Multi-query, grouped-query, latent, linear and talking-heads attention for Transformers "
+        f"checkpoints: {MODEL_NAMES}.",
         epilog=f"{groups}\n\nRun `attn-variants COMMAND --help` to see the options of a command."
-        + (f"\n\ndocumentation:\n  {pages}" if (pages := documentation()) is not None else ""),
+        + (f"\n\ndocumentation:\n  {pages}" if (pages := find_documentation()) is not None else ""),
     )
     parser.add_argument("--version", action="version", version=f"hf_attn_variants {package_version()}")
     parser.add_argument("command", choices=sorted(COMMANDS), metavar="COMMAND", help="one of the commands below")

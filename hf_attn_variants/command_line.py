@@ -1,4 +1,4 @@
-"""Parsing of command lines: the parser of all commands, the checkpoint argument and the program name."""
+"""Command-line parsing that all commands share."""
 
 import argparse
 import difflib
@@ -10,20 +10,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-# The architectures that this package supports, as `--help` lists them.
+# The supported architectures, as listed by `--help`.
 MODEL_NAMES = (
     "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, T5 and mT5, UMT5, BART, mBART, Marian, M2M100 and NLLB, PEGASUS, "
     "Whisper"
 )
-# The least similarity (0 to 1) between a misspelled name and a suggestion: "convrt" and "convert" have 0.92.
-NEAR = 0.7
+# The minimum similarity (0 to 1) between a misspelled name and a suggestion. It is 0.92 for "convrt" and "convert".
+MIN_SIMILARITY = 0.7
 
 
 class StoreOnce(argparse._StoreAction):
-    """Store action that does not silently replace an earlier value of the same flag, as argparse does.
+    """Store action that, unlike the one in argparse, does not silently replace an earlier value of the same flag.
 
-    Users may expect two lists to be joined, so a second list is an error. A second single value replaces the first
-    one, so that flags at the end of a command line override those of a script. In this case, a note is printed.
+    A second list is an error, because users may expect the two lists to be joined. A second single value replaces the
+    first one and a note is printed, so that flags at the end of a command line override those from a script.
     """
 
     def __call__(
@@ -32,15 +32,15 @@ class StoreOnce(argparse._StoreAction):
         before = getattr(namespace, self.dest)
         if flag is not None and before is not self.default and before != values:
             if isinstance(values, list):
-                parser.error(f"{flag} must be given only once. Write all its values after one {flag}.")
-            print(f"note: {flag} is given twice with different values. The last value is used.", file=sys.stderr)
+                parser.error(f"{flag} can only be used once. List all values after a single {flag}.")
+            print(f"note: {flag} was set twice with different values. The last value is used.", file=sys.stderr)
         super().__call__(parser, namespace, values, flag)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser of a command. It uses `HelpFormatter` and prints errors without the usage.
+    """Argument parser that uses `HelpFormatter` and prints errors without the usage.
 
-    An error about an unknown flag, command or choice suggests the most similar valid one.
+    Errors about an unknown flag, command or choice suggest the most similar valid one.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -49,46 +49,46 @@ class CommandParser(argparse.ArgumentParser):
             self.register("action", name, StoreOnce)
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
-        # The shell does not expand the ~ of --flag=~/path.
+        # The shell does not expand the ~ in --flag=~/path.
         is_path = action.type in (None, str) and text.startswith("~/")
         return super()._get_value(action, os.path.expanduser(text) if is_path else text)
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and a hint at `--help`, and exit with status 2."""
-        self.exit(2, f"error: {self._with_suggestion(message)}\nRun `{self.prog} --help` to see all options.\n")
+        """Print the error and a reference to `--help`, and exit with status 2."""
+        self.exit(2, f"error: {self._add_suggestion(message)}\nRun `{self.prog} --help` to see all options.\n")
 
-    def _with_suggestion(self, message: str) -> str:
+    def _add_suggestion(self, message: str) -> str:
         suggestions: list[str | None] = []
         if message.startswith("unrecognized arguments:"):
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            suggestions = [nearest_name(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
+            suggestions = [closest_name(flag, flags) for flag in re.findall(r"(?<=\s)--[^\s=]+", message)]
         elif match := re.search(r"invalid choice: '([^']*)'( \(choose from (.*)\))", message):
-            suggestions = [nearest_name(match[1], match[3].replace("'", "").split(", "))]
+            suggestions = [closest_name(match[1], match[3].replace("'", "").split(", "))]
             message = message.replace(match[2], "") if any(suggestions) else message
         likely = list(dict.fromkeys(filter(None, suggestions)))
         return message + (f"; did you mean {' and '.join(likely)}?" if likely else "")
 
 
-def nearest_name(name: str, names: Iterable[str]) -> str | None:
+def closest_name(name: str, names: Iterable[str]) -> str | None:
     """Return the name that is most similar to a misspelled name, or None if no name is similar.
 
-    Hyphens and underscores count as equal, and so do capital and small letters.
+    The comparison ignores case and treats hyphens as underscores.
 
     Example:
-        >>> nearest_name("--kv-head", ["--num_heads", "--kv_heads"])
+        >>> closest_name("--kv-head", ["--num_heads", "--kv_heads"])
         '--kv_heads'
     """
 
-    def normalized(text: str) -> str:
+    def normalize(text: str) -> str:
         return text.replace("-", "_").lower().replace("_kv_", "_key_value_")
 
-    originals = {normalized(candidate): candidate for candidate in names}
-    matches = difflib.get_close_matches(normalized(name), originals, 1, NEAR)
+    originals = {normalize(candidate): candidate for candidate in names}
+    matches = difflib.get_close_matches(normalize(name), originals, 1, MIN_SIMILARITY)
     return originals[matches[0]] if matches else None
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Help formatter that wraps prose, keeps the lines of indented examples and shows the defaults of options."""
+    """Help formatter that wraps prose, keeps the line breaks of indented examples, and shows default values."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         wrap = super()._fill_text
@@ -110,59 +110,63 @@ def add_checkpoint_argument(parser: argparse._ActionsContainer, help_text: str) 
     """Add the checkpoint to a parser or an argument group, as a positional argument and as --model_name_or_path.
 
     Args:
-        parser: the parser of the command, whose arguments are parsed by `parse_with_checkpoint`, or one of its groups.
-        help_text: the help of the argument.
+        parser: the parser of a command that calls `parse_with_checkpoint`, or one of its groups.
+        help_text: the help text of the positional argument.
     """
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=help_text)
-    parser.add_argument("--model_name_or_path", metavar="CHECKPOINT", help="the same as CHECKPOINT, as a flag")
+    parser.add_argument(
+        "--model_name_or_path",
+        metavar="CHECKPOINT",
+        help="the checkpoint, as a flag instead of the positional argument",
+    )
 
 
 def parse_with_checkpoint(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, required: bool = True
 ) -> argparse.Namespace:
-    """Parse a command line that names a checkpoint before or after its options, or as --model_name_or_path.
+    """Parse a command line that contains the checkpoint before or after the options, or as --model_name_or_path.
 
-    The process exits with status 2, as after all errors of argparse, if the command line names two different
+    As with all argparse errors, the process exits with status 2 if the command line contains two different
     checkpoints, or none although one is required.
 
     Args:
         parser: a parser with the arguments of `add_checkpoint_argument`.
-        argv: the command line. None means the command line of the process.
+        argv: the command line. If None, the command line of the process is used.
         required: whether the command needs a checkpoint.
 
     Returns:
-        The arguments, with the checkpoint as `model_name_or_path`.
+        The arguments, including the checkpoint as `model_name_or_path`.
     """
-    # In older versions of Python, `parse_args` leaves an optional positional argument empty if an option precedes it.
+    # In older Python versions, `parse_args` leaves an optional positional argument empty if an option precedes it.
     args = parser.parse_intermixed_args(argv)
     positional, flag_value = vars(args).pop("checkpoint"), args.model_name_or_path
     if positional is not None and flag_value is not None and positional != flag_value:
         parser.error(
             f"CHECKPOINT and --model_name_or_path must be the same, got {positional!r} and {flag_value!r}. "
-            "Give only one of them."
+            "Pass only one of them."
         )
     args.model_name_or_path = positional if flag_value is None else flag_value
     if required and args.model_name_or_path is None:
         parser.error(
-            "CHECKPOINT is required. Give a folder or Hub id before options that take several values, or use "
+            "CHECKPOINT is required. Pass a folder or Hub id before options that take several values, or use "
             "--model_name_or_path."
         )
     return args
 
 
 def package_version() -> str:
-    """Return the version of the package. It is read from the source file, because an import takes seconds."""
+    """Return the package version, read from the source file because importing the package takes seconds."""
     source = Path(__file__).parent / "modeling/variant_names.py"
     match: Any = re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
     return match[1]
 
 
-def documentation() -> Path | None:
-    """Return the path of the README that links to the documentation, or None if the documentation is not installed."""
+def find_documentation() -> Path | None:
+    """Return the path of the README that links to the documentation, or None if it is not installed."""
     root = Path(__file__).parents[1]
     if (root / "docs" / "tour.md").is_file():  # a clone
         return root / "README.md"
-    # The wheel puts the documentation into a venv, the packages of the user, or the target of `pip install --target`.
+    # A wheel installs the documentation in the virtual environment, the user scheme or the folder set with `--target`.
     schemes = ("posix_user" if os.name == "posix" else "nt_user", sysconfig.get_default_scheme())
     roots = [root, *(Path(sysconfig.get_path("data", scheme)) for scheme in schemes)]
     candidates = (root / "share/doc/hf_attn_variants/README.md" for root in roots)
@@ -170,7 +174,7 @@ def documentation() -> Path | None:
 
 
 def program_name(script: str) -> str:
-    """Return the program name for `--help`: the running subcommand, or `python` with the path of the script."""
+    """Return the program name for `--help`: the current subcommand, or `python` and the path of the script."""
     if sys.argv[0].startswith("attn-variants "):
         return sys.argv[0]
     return f"python {script}" if "/" in script else f"python scripts/{script}"

@@ -1,4 +1,4 @@
-"""Reading text files of users, the names of files in a model folder, and writing files and folders atomically."""
+"""Reading text files, the file names in model folders, and atomic writing of files and folders."""
 
 import gzip
 import io
@@ -22,37 +22,37 @@ from typing import Any, BinaryIO
 logger = logging.getLogger(__name__)
 
 COMPRESSED_SUFFIX = ".gz"
-MOST_BYTES = 2**31  # the limit for a file that is read at once
-MOST_LINE_BYTES = 2**28
-# Text compresses 3 to 20 times. Zeros or repetitions of one line compress 1000 times. More than `MOST_GROWTH` times is
-# an error after the first `GROWTH_BEGINS` bytes.
-MOST_GROWTH, GROWTH_BEGINS = 100, 2**22
-# The bytes of a .gz file that are checked when it is opened. Reading a megabyte of bad data line by line takes
-# minutes.
+MAX_BYTES = 2**31  # the limit for a file that is read into memory as a whole
+MAX_LINE_BYTES = 2**28
+# Text is compressed by a factor of 3 to 20, zeros or repetitions of a line by a factor of 1000. After the first
+# `GROWTH_CHECK_START` bytes, a factor above `MAX_GROWTH` is an error.
+MAX_GROWTH, GROWTH_CHECK_START = 100, 2**22
+# The number of bytes of a .gz file that are checked when it is opened. Reading a megabyte of invalid data line by line
+# takes minutes.
 CHECKED_BYTES = 2**25
 BUFFER_BYTES = 2**20
 
 
-def check_ordinary(path: Path) -> None:
-    """Raise OSError unless a path is an ordinary file."""
+def check_regular_file(path: Path) -> None:
+    """Raise OSError if a path is not a regular file."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{path} must be a file, but it is a folder.")
-    if not stat.S_ISREG(mode) and not os.path.samefile(path, os.devnull):  # the null device acts as an empty file
-        raise OSError(f"{path} must be an ordinary file, but it is a pipe, a socket or a device.")
+    if not stat.S_ISREG(mode) and not os.path.samefile(path, os.devnull):  # the null device acts like an empty file
+        raise OSError(f"{path} must be a regular file, but it is a pipe, a socket or a device.")
 
 
 def open_file(path: Path) -> BinaryIO:
     """Open a plain or gzip-compressed text file and return a reader of its uncompressed bytes.
 
     Raises:
-        OSError: if the file does not exist or is not an ordinary file. While the file is read, too, if a .gz file
-            grows more than text can.
-        ValueError: while the file is read, if a line is too long.
+        OSError: if the file does not exist or is not a regular file. Reading from the result also raises it if a .gz
+            file is compressed more than text can be.
+        ValueError: when reading from the result, if a line is too long.
     """
-    check_ordinary(path)
+    check_regular_file(path)
     if path.suffix == COMPRESSED_SUFFIX:
-        # The code that reads the file reports damaged .gz data together with the line.
+        # Damaged .gz data is not reported here, but by the code that reads the file, which knows the line.
         with _LimitedFile(path) as file, suppress(EOFError, gzip.BadGzipFile, zlib.error):
             buffer = bytearray(BUFFER_BYTES)
             while file.tell() < CHECKED_BYTES and file.readinto(memoryview(buffer)):
@@ -60,33 +60,33 @@ def open_file(path: Path) -> BinaryIO:
     return io.BufferedReader(_LimitedFile(path), BUFFER_BYTES)
 
 
-def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the uncompressed bytes of a plain or gzip-compressed file.
 
     Args:
         path: the file.
-        most: the largest number of bytes.
+        max_bytes: the largest allowed number of bytes.
 
     Raises:
-        OSError: if the file does not exist, is not an ordinary file, or has more than `most` bytes.
+        OSError: if the file does not exist, is not a regular file, or contains more than `max_bytes` bytes.
     """
-    check_ordinary(path)
+    check_regular_file(path)
     blocks, size = [], os.path.getsize(path)
-    if size <= most:
-        with _LimitedFile(path, most) as file:
+    if size <= max_bytes:
+        with _LimitedFile(path, max_bytes) as file:
             size = 0
-            while size <= most and (block := file.read(BUFFER_BYTES)):
+            while size <= max_bytes and (block := file.read(BUFFER_BYTES)):
                 blocks.append(block)
                 size += len(block)
-    if size > most:
-        raise OSError(f"{path} must have at most {most:,} bytes. Check that it is the right file.")
+    if size > max_bytes:
+        raise OSError(f"{path} must not contain more than {max_bytes:,} bytes. Check that it is the right file.")
     return b"".join(blocks)
 
 
 class _LimitedFile(io.RawIOBase):
-    """Uncompressed bytes of a file. Reading fails if a line is too long or the file grows more than text can."""
+    """Uncompressed bytes of a file. Reading fails if a line is too long or the data is compressed more than text."""
 
-    def __init__(self, path: Path, longest_line: int = MOST_LINE_BYTES):
+    def __init__(self, path: Path, longest_line: int = MAX_LINE_BYTES):
         self.path, self.longest_line = path, longest_line
         self.stored = open(path, "rb")
         self.file = gzip.open(self.stored) if path.suffix == COMPRESSED_SUFFIX else self.stored
@@ -112,15 +112,15 @@ class _LimitedFile(io.RawIOBase):
         self.line_bytes = self.line_bytes + len(data) if end < 0 else len(data) - end - 1
         if self.line_bytes > self.longest_line:
             raise ValueError(
-                f"{self.path} is not a text file: a line has more than {self.longest_line:,} bytes. "
+                f"{self.path} is not a text file: a line contains more than {self.longest_line:,} bytes. "
                 "Check that it is the right file."
             )
         if self.file is not self.stored:
             size = self.file.tell()
-            if size > GROWTH_BEGINS + MOST_GROWTH * self.stored.tell():
+            if size > GROWTH_CHECK_START + MAX_GROWTH * self.stored.tell():
                 growth = size // self.stored.tell()
                 raise OSError(
-                    f"{self.path} is not a text file: its uncompressed content is {growth} times as large. "
+                    f"{self.path} is not a text file: its uncompressed content is {growth} times larger. "
                     "Check that it is the right file."
                 )
         return len(data)
@@ -131,55 +131,55 @@ class _LimitedFile(io.RawIOBase):
         super().close()
 
 
-# Other white space, such as a no-break space, counts as text, because somebody wrote it on purpose.
-BLANKS = string.whitespace
-# The number of bytes at the beginning of a file that decide how its lines end.
+# Other whitespace, such as a no-break space, counts as text, because it was probably written on purpose.
+WHITESPACE = string.whitespace
+# The number of bytes at the beginning of a file from which its line ends are detected.
 INSPECTED_BYTES = 2**18
-# Carriage returns without a line feed after them.
+# Carriage returns that are not followed by a line feed.
 LONE_RETURN = re.compile(rb"\r+(?![\r\n])")
 
 
 def is_blank(text: str) -> bool:
-    """Return whether a text contains only ASCII white space."""
-    return not text.strip(BLANKS)
+    """Return whether a text contains only ASCII whitespace."""
+    return not text.strip(WHITESPACE)
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text can be encoded as UTF-8. Half a surrogate pair, which JSON can contain, cannot."""
+    """Return whether a text can be encoded as UTF-8. JSON can contain unpaired surrogates, which cannot be encoded."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def suffix_of(path: Path) -> str:
-    """Return the suffix of a file name in lowercase. For a .gz file, return the suffix before .gz.
+def get_suffix(path: Path) -> str:
+    """Return the lowercase suffix of a file name. For a .gz file, return the suffix before .gz.
 
     Example:
-        >>> suffix_of(Path("train.CSV.gz"))
+        >>> get_suffix(Path("train.CSV.gz"))
         '.csv'
     """
     return (Path(path.stem).suffix if path.suffix == COMPRESSED_SUFFIX else path.suffix).lower()
 
 
-def lines_of(path: Path) -> Iterator[str]:
-    """Yield the lines of a file without their line ends, with the rules and errors of `whole_lines`."""
-    for line in whole_lines(path):
+def iterate_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a file without their line ends. Raises the same errors as `iterate_lines_with_ends`."""
+    for line in iterate_lines_with_ends(path):
         yield line.rstrip("\r\n")
 
 
-def whole_lines(path: Path) -> Iterator[str]:
+def iterate_lines_with_ends(path: Path) -> Iterator[str]:
     """Yield the lines of a file with their line ends.
 
-    A line ends with a line feed. A carriage return inside such a line is text, because crawled texts contain some that
-    their translations do not have. The first one is logged. If `ends_by_returns` is true, lines end with carriage
-    returns. No other character ends a line.
+    Lines end with a line feed, or with a carriage return if `has_carriage_return_ends` is true for the file. No other
+    character ends a line. In a file with line feeds, carriage returns are text, because crawled texts contain some
+    that are missing from their translations. A warning is logged for the first one.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not text. The message names the line.
+        ValueError: if the file is not text. The message contains the line number.
     """
     with _open_existing_file(path) as binary:
-        by_returns = ends_by_returns(binary)
+        by_returns = has_carriage_return_ends(binary)
         file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="" if by_returns else "\n")
-        number, is_warned = 0, by_returns or suffix_of(path) in (".csv", ".tsv", ".json", ".jsonl")
+        number, is_warned = 0, by_returns or get_suffix(path) in (".csv", ".tsv", ".json", ".jsonl")
         try:
             for number, line in enumerate(file, start=1):
                 if "\0" in line:
@@ -192,7 +192,7 @@ def whole_lines(path: Path) -> Iterator[str]:
                     logger.warning(message, path, number)
                 yield line
         except UnicodeDecodeError as error:
-            # All complete lines before the part with the error were already yielded.
+            # All complete lines before the chunk that contains the error were already yielded.
             number += 1 + error.object[: error.start].count(b"\r" if by_returns else b"\n")
             raise ValueError(
                 f"{path}, line {number}, must be UTF-8 text ({error.reason}). Save the file as UTF-8."
@@ -201,15 +201,15 @@ def whole_lines(path: Path) -> Iterator[str]:
             raise OSError(f"{path} is not a complete gzip file ({error}). Copy or compress it again.") from error
 
 
-def ends_by_returns(file: BinaryIO) -> bool:
-    """Return whether the lines of a file end with carriage returns, as old Mac programs write them.
+def has_carriage_return_ends(file: BinaryIO) -> bool:
+    """Return whether the lines of a file end with carriage returns, as written by old Mac programs.
 
-    This is the case if the first bytes contain more carriage returns without a line feed than line feeds. Afterwards,
-    the file position is the beginning of the file.
+    This is the case if the beginning of the file contains more carriage returns without a line feed than line feeds.
+    The function moves the file position to the beginning of the file.
     """
     try:
         head = file.read(INSPECTED_BYTES)
-    except (EOFError, gzip.BadGzipFile, zlib.error):  # the code that reads the file reports the error with the line
+    except (EOFError, gzip.BadGzipFile, zlib.error):  # reported with the line by the code that reads the file
         head = b""
     file.seek(0)
     return len(LONE_RETURN.findall(head)) > head.count(b"\n")
@@ -219,7 +219,7 @@ def _open_existing_file(path: Path) -> BinaryIO:
     return open_file(path.expanduser())
 
 
-# Files of a checkpoint, as Transformers and sentence-transformers name them.
+# The files in a checkpoint, as named by Transformers and sentence-transformers.
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -227,7 +227,7 @@ PICKLE_WEIGHTS_NAME = "pytorch_model.bin"
 PICKLE_INDEX_NAME = "pytorch_model.bin.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 SENTENCE_MODULES_NAME = "modules.json"
-# Files that this package adds to a checkpoint.
+# The files that this package adds to a checkpoint.
 CARD_NAME = "README.md"
 # The last line of a generated model card begins with this text.
 GENERATED_CARD = "<!-- generated by hf_attn_variants "
@@ -236,18 +236,18 @@ REPORT_NAME = "conversion_report.json"
 RESULTS_NAME = "all_results.json"
 LOG_FILE = "train_log.jsonl"
 CURVES_FILE = "training_curves.png"
-CONFUSION_FILE = "confusion_matrix.png"  # for the dev rows; the name of the one for the test rows ends in _test.png
+CONFUSION_FILE = "confusion_matrix.png"  # for the dev rows; the file for the test rows ends in _test.png
 BEST_MODEL_FILE = "best_model.safetensors"
-# While a model is written into an existing folder, its config.json begins with this text, so that no loader reads it.
-PLACEHOLDER_PREFIX = b"This is no model: "
-# A file of training checkpoints.
+# While a model is written to an existing folder, its config.json begins with this text, so that it cannot be loaded.
+PLACEHOLDER_PREFIX = b"This is not a model: "
+# A file in training checkpoints.
 STATE_FILE = "train_state.json"
-# Files of a training run that are not meant for users of the model.
+# Files from a training run that users of the model do not need.
 TRAINING_LEFTOVERS = ("predictions_*", "bad_batch-*", "events.out.tfevents.*")
-# Log files, which may contain names of machines, users and folders, and the folders of experiment trackers.
-LOGS = ("*.log", "nohup.out", "slurm-*.out", "*.stdout", "*.stderr")
+# Log files, which may contain the names of machines, users and folders, and the folders of experiment trackers.
+LOG_PATTERNS = ("*.log", "nohup.out", "slurm-*.out", "*.stdout", "*.stderr")
 TRACKER_FOLDERS = ("hf_attn_variants", "runs", "wandb", "mlruns")
-# Files that the Trainer of Transformers, its example scripts and DeepSpeed leave, apart from pickle files.
+# Files written by the Transformers Trainer, its example scripts and DeepSpeed, except pickle files.
 TRAINER_FILES = (
     "trainer_state.json",
     "train_results.json",
@@ -261,15 +261,15 @@ TRAINER_FILES = (
     "zero_to_fp32.py",
     "latest",
 )
-# Results of a training or a conversion. They do not describe models that are made from this one.
-PICTURES = (CURVES_FILE, CONFUSION_FILE, CONFUSION_FILE.replace(".", "_test."))
-RESULT_FILES = (RESULTS_NAME, LOG_FILE, *PICTURES, REPORT_NAME, *TRAINING_LEFTOVERS, *TRAINER_FILES)
-# The deepest nesting of lists and objects in a JSON file. Every version of Python can read it.
-MOST_NESTED = 200
+# Results of training or conversion. They do not describe models that are created from this one.
+PLOT_FILES = (CURVES_FILE, CONFUSION_FILE, CONFUSION_FILE.replace(".", "_test."))
+RESULT_FILES = (RESULTS_NAME, LOG_FILE, *PLOT_FILES, REPORT_NAME, *TRAINING_LEFTOVERS, *TRAINER_FILES)
+# The deepest allowed nesting of lists and objects in a JSON file. Every Python version can read it.
+MAX_NESTING = 200
 
-MOST_JSON_BYTES = 2**28
+MAX_JSON_BYTES = 2**28
 TORCH_WRITE_ERROR = re.compile(r"unexpected pos|file write failed|PytorchStreamWriter failed|iostream error")
-# Disk space in addition to the tensors, for the configuration, the code and the file system.
+# The disk space required in addition to the tensors, for the configuration, the code and the file system.
 SPARE_BYTES = 16 * 2**20
 
 
@@ -281,7 +281,7 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
         ValueError: if the file is not JSON.
     """
     try:
-        return parse_json(read_file(path, MOST_JSON_BYTES).decode(encoding))
+        return parse_json(read_file(path, MAX_JSON_BYTES).decode(encoding))
     except ValueError as error:
         raise ValueError(f"{path} must be a JSON file: {error}.") from error
 
@@ -290,8 +290,8 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: if the text is not JSON, or has more than `MOST_NESTED` nested lists and objects. Python's own
-            limit depends on its version.
+        ValueError: if the text is not JSON, or lists and objects are nested more than `MAX_NESTING` levels deep.
+            (Python's own limit depends on its version.)
 
     Example:
         >>> parse_json('{"num_key_value_heads": 4}')
@@ -300,9 +300,9 @@ def parse_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ValueError(f"Lists and objects must not be nested so deeply ({error}).") from error
+        raise ValueError(f"Lists and objects must not be nested this deeply ({error}).") from error
     containers = [value]
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_NESTING):
         children = (
             container.values() if isinstance(container, dict) else container
             for container in containers
@@ -311,14 +311,14 @@ def parse_json(text: str | bytes) -> Any:
         containers = [child for values in children for child in values if isinstance(child, dict | list)]
         if not containers:
             return value
-    raise ValueError(f"Lists and objects must not be nested more than {MOST_NESTED} levels deep.")
+    raise ValueError(f"Lists and objects must not be nested more than {MAX_NESTING} levels deep.")
 
 
 def atomic_write(path: str | Path, content: str | bytes) -> None:
-    """Write a file atomically: readers see either the old content or the new one.
+    """Write a file atomically, so that readers see either the old or the new content.
 
     Raises:
-        OSError: if the file cannot be written. The old file is unchanged, and no temporary file is left.
+        OSError: if the file cannot be written. The old file is left unchanged, and the temporary file is removed.
     """
     path = Path(path)
     temporary = path.with_name(f".tmp-{path.name}")
@@ -330,23 +330,21 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
         raise OSError(f"{path} cannot be written ({type(error).__name__}: {error}).") from error
 
 
-def write_problem(error: Exception) -> str:
-    """Return the text that explains a failed write in an error message.
+def describe_write_error(error: Exception) -> str:
+    """Return the explanation of a failed write for an error message.
 
-    The zip writer of torch raises a RuntimeError if the disk is full ("unexpected pos 64 vs 0", "file write failed",
-    "iostream error"). This function replaces such a message by one that mentions the disk.
+    The zip writer in torch raises a RuntimeError if the disk is full ("unexpected pos 64 vs 0", "file write failed",
+    "iostream error"). This function replaces such a message with one that mentions the disk.
     """
     if isinstance(error, RuntimeError) and TORCH_WRITE_ERROR.search(str(error)):
-        return (
-            "(only a part of the file was written: the disk is probably full or a quota is used up; free some space)"
-        )
+        return "(only part of the file was written: the disk is probably full or a quota is used up; free some space)"
     return f"({type(error).__name__}: {error})"
 
 
 def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | None = None) -> Path:
     """Check that an output folder can be created, and return its absolute path without links.
 
-    The folder must not exist or must be empty, and it must not be inside `source`.
+    The folder must be new or empty, and it must not be inside `source`.
 
     Raises:
         OSError: if the folder cannot be created or is not empty.
@@ -354,17 +352,17 @@ def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | 
     """
     path = Path(os.path.realpath(os.path.expanduser(output_dir)))
     if (path.exists() or path.is_symlink()) and any(path.iterdir()):
-        raise FileExistsError(f"The output folder {str(path)!r} is not empty. Give a new folder, or empty this one.")
+        raise FileExistsError(f"The output folder {str(path)!r} is not empty. Choose a new folder, or empty this one.")
     parent = _find_existing_ancestor(path)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(
             f"The output folder {str(path)!r} cannot be created, because {str(parent)!r} is not a writable folder. "
-            "Give another folder."
+            "Choose another folder."
         )
     if source is not None and Path(source).resolve() in path.parents:
         raise ValueError(
             f"The output folder {str(path)!r} must not be inside the original model {str(source)!r}. "
-            "Give another folder."
+            "Choose another folder."
         )
     return path
 
@@ -376,12 +374,12 @@ def check_disk_space(output_dir: Path, needed: int) -> None:
     if free < needed:
         raise OSError(
             f"{str(output_dir)!r} needs {needed / 2**20:,.0f} MiB of disk space, but only {free / 2**20:,.0f} MiB are "
-            "free. Free some space, or give a folder on another disk."
+            "free. Free some space, or choose a folder on another disk."
         )
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Create a folder and its parents, and return the created folders, the innermost first.
+    """Create a folder and its parents, and return the created folders, starting with the innermost.
 
     Raises:
         OSError: if a folder cannot be created.
@@ -396,7 +394,7 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty_folders(folders: Iterable[Path]) -> None:
-    """Remove the empty ones of the folders that `make_folders` created, after the work has failed."""
+    """Remove the folders that `make_folders` created and that are still empty, after an error."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
@@ -406,10 +404,10 @@ def remove_empty_folders(folders: Iterable[Path]) -> None:
 def staged_folder(output_dir: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `output_dir` at the end of the `with` block.
 
-    After an error, Ctrl-C or SIGTERM, the temporary folder is removed. A new `output_dir` is filled under a temporary
-    name in the same parent folder and renamed. An existing empty `output_dir` is not replaced, because it may be a
-    mount point, a working directory, or the only writable folder. In this case a hidden folder inside it is filled,
-    and its files are moved up at the end.
+    The temporary folder is removed after an error, Ctrl-C or SIGTERM. A new `output_dir` is written under a temporary
+    name in the same parent folder and then renamed. An existing empty `output_dir` is not replaced, because it may be
+    a mount point, a working directory, or the only writable folder. In this case, the files are written to a hidden
+    folder inside it and moved up at the end.
 
     Raises:
         FileExistsError: if another process created `output_dir`, or files in it, in the meantime.
@@ -422,7 +420,7 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
         stage = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}.partial-", dir=parent))
         umask = os.umask(0)
         os.umask(umask)
-        stage.chmod(0o777 & ~umask)  # mkdtemp creates a private folder, but the result must be an ordinary one
+        stage.chmod(0o777 & ~umask)  # mkdtemp creates a private folder, but the result must have default permissions
         with _unwind_on_sigterm():
             yield stage
             if exists:
@@ -438,7 +436,7 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def _unwind_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM, which batch schedulers send, unwind the stack as Ctrl-C does, unless it has another handler."""
+    """Let SIGTERM, which batch schedulers send, unwind the stack like Ctrl-C, unless SIGTERM has another handler."""
     default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not default or threading.current_thread() is not threading.main_thread():
         yield
@@ -462,22 +460,22 @@ def _rename_to(stage: Path, folder: Path) -> None:
     except OSError as error:
         if folder.exists():
             raise FileExistsError(
-                f"Another process created {str(folder)!r} in the meantime. Give a new folder."
+                f"Another process created {str(folder)!r} in the meantime. Choose a new folder."
             ) from error
         raise
 
 
 def _move_up(stage: Path, folder: Path) -> None:
-    """Move all files of `stage` into `folder`, its otherwise empty parent, or none of them if one cannot be moved."""
+    """Move all files from `stage` to its otherwise empty parent `folder`, or none if a file cannot be moved."""
     if any(path != stage for path in folder.iterdir()):
         raise FileExistsError(
-            f"Another process wrote files into the output folder {str(folder)!r} in the meantime. Give a new folder."
+            f"Another process wrote files into the output folder {str(folder)!r} in the meantime. Choose a new folder."
         )
     paths = sorted(stage.iterdir(), key=lambda path: (path.name == CONFIG_NAME, path.name))
     config = folder / CONFIG_NAME
     if paths and paths[-1].name == CONFIG_NAME:
-        # Without a config.json, a class would load the weights with default settings. Therefore config.json is moved
-        # last, and contains a notice until then.
+        # Without config.json, a class would load the weights with default settings. Therefore, config.json is moved
+        # last. Until then, it contains a notice.
         atomic_write(
             config, PLACEHOLDER_PREFIX + b"the run that wrote it was killed. Empty this folder and repeat the run.\n"
         )
@@ -495,7 +493,7 @@ def _move_up(stage: Path, folder: Path) -> None:
 
 
 def is_placeholder_config(config: Path) -> bool:
-    """Return whether a config.json contains the notice that replaces it while a model is written."""
+    """Return whether a config.json contains only the notice that replaces it while a model is written."""
     if not config.is_file():
         return False
     with open(config, "rb") as file:
@@ -503,7 +501,7 @@ def is_placeholder_config(config: Path) -> bool:
 
 
 def is_generated_card(path: Path) -> bool:
-    """Return whether a file is a model card that this package generated, even if it was edited later."""
+    """Return whether a file is a model card generated by this package, even if it was edited later."""
     return path.is_file() and GENERATED_CARD in path.read_text(encoding="utf-8", errors="replace")
 
 
@@ -514,24 +512,22 @@ def _find_existing_ancestor(path: Path) -> Path:
     return path
 
 
-def write_picture(path: Path, draw: Callable[[], Any], **options: Any) -> None:
-    """Write a figure as a PNG file, or log a warning if it cannot be drawn.
+def save_plot(path: Path, plot: Callable[[], Any], **options: Any) -> None:
+    """Save a plot as a PNG file, or log a warning if it cannot be rendered.
 
     Args:
         path: the file.
-        draw: a function that returns a figure of matplotlib.
-        options: keyword arguments of `savefig`.
+        plot: a function that returns a Matplotlib figure.
+        options: keyword arguments for `savefig`.
 
     Raises:
         OSError: if the file cannot be written.
     """
     image = io.BytesIO()
     try:
-        draw().savefig(image, format="png", **options)
-    except Exception as error:  # errors of matplotlib's parsers and fonts, or a lack of memory
+        plot().savefig(image, format="png", **options)
+    except Exception as error:  # from Matplotlib's parsers or fonts, or because of a lack of memory
         reason = " ".join(str(error).split())[:200]
-        logger.warning(
-            "%s could not be drawn (%s: %s). All other files were written.", path, type(error).__name__, reason
-        )
+        logger.warning("Could not save %s (%s: %s). All other files were written.", path, type(error).__name__, reason)
         return
     atomic_write(path, image.getvalue())

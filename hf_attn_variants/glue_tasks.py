@@ -1,4 +1,4 @@
-"""The nine GLUE tasks and the AX diagnostic set (arXiv:1804.07461): columns, labels, metrics, file names."""
+"""The nine GLUE tasks and the AX diagnostic set (arXiv:1804.07461), with their columns, labels, metrics and files."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,23 +6,23 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class GlueTask:
-    """Columns, labels, metrics and file names of a GLUE task.
+    """A GLUE task with its columns, labels, metrics and file names.
 
     Attributes:
         name: the name on the Hub, which is also the value of `--task_name`.
         folder: the name of the folder in the official release.
-        text_columns: one or two text columns. For each column, the names that TSV files and the Hub use.
+        text_columns: for each of the one or two text columns, the names used in TSV files and on the Hub.
         label_columns: the names of the label column.
-        labels: class names in the order of the class ids on the Hub. None for STS-B, a regression from 0 to 5.
-        metrics: official metrics, by their names in `training.glue.metrics`.
+        labels: the class names in the order of the class ids on the Hub. None for STS-B, which has scores from 0 to 5.
+        metrics: the official metrics, named as in `training.glue.metrics`.
         main_metric: the metric that selects the best model.
-        eval_splits: for each dev split on the Hub, the name of its TSV file. The first one selects the best model.
-        test_splits: the same for the test splits.
+        eval_splits: the TSV file of each dev split on the Hub. The first split selects the best model.
+        test_splits: the TSV file of each test split on the Hub.
         submits_names: whether a submission contains class names instead of ids.
-        headerless: column names of files without a header, by the number of columns.
-        headerless_test: the same for test files.
-        may_have_broken_rows: whether the official file has rows that a line break cuts. These rows are counted and
-            left out.
+        headerless: the column names for files without a header, by the number of columns.
+        headerless_test: the column names for test files without a header, by the number of columns.
+        may_have_broken_rows: whether the official file contains rows that are split by a line break. These rows are
+            counted and skipped.
     """
 
     name: str
@@ -44,8 +44,8 @@ class GlueTask:
         """True if the label is a score instead of a class."""
         return self.labels is None
 
-    def submission_file(self, split: str) -> str:
-        """Return the file name of a split in a GLUE submission."""
+    def get_submission_file(self, split: str) -> str:
+        """Return the file name for a split in a GLUE submission."""
         kind = {"matched": "-m", "mismatched": "-mm"}.get(split.partition("_")[2], "")
         return f"{self.folder}{kind}.tsv"
 
@@ -171,10 +171,10 @@ TASKS: dict[str, GlueTask] = {task.name: task for task in _TASKS}
 
 
 def get_task(name: str) -> GlueTask:
-    """Return the task with a Hub name ("stsb") or an official name ("STS-B"), ignoring the case.
+    """Return the task with the given Hub name ("stsb") or official name ("STS-B"), ignoring case.
 
     Raises:
-        ValueError: if there is no such task, or the task has no training data.
+        ValueError: if the task does not exist or has no training data.
 
     Example:
         >>> get_task("STS-B").name
@@ -183,16 +183,16 @@ def get_task(name: str) -> GlueTask:
     task = TASKS.get(name.lower().replace("-", "").replace("_", ""))
     if task is None or not task.eval_splits:
         trained = ", ".join(name for name, task in TASKS.items() if task.eval_splits)
-        hint = " The labels of ax are predicted after a training on mnli." if task is not None else ""
+        hint = " To predict the labels of ax, train on mnli." if task is not None else ""
         raise ValueError(f"--task_name must be one of {trained}, got {name!r}.{hint}")
     return task
 
 
 def parse_label(task: GlueTask, text: str) -> int | float:
-    """Return the value of a label, which may be a class name, a class id or a score.
+    """Parse a label, which may be a class name, a class id or a score.
 
     Raises:
-        ValueError: if the text is not a label of the task. The caller adds the file and the row.
+        ValueError: if the text is not a label of the task. The caller adds the file and row to the message.
     """
     if task.labels is None:
         try:
@@ -213,7 +213,7 @@ def parse_label(task: GlueTask, text: str) -> int | float:
 
 
 def format_prediction(task: GlueTask, value: float) -> str:
-    """Format a prediction for a GLUE submission: a score with three decimals, a class name or a class id."""
+    """Format a prediction for a GLUE submission as a score with three decimals, a class name or a class id."""
     if task.labels is None:
         return f"{min(5.0, max(0.0, float(value))):.3f}"
     return task.labels[int(value)] if task.submits_names else str(int(value))

@@ -1,8 +1,8 @@
-"""Replacement of the model in a folder by a new one.
+"""Crash-safe replacement of the model in a folder, and the history of a model.
 
-After a kill at any moment, the folder contains the old model, the new model, or a config.json that no class can load.
-Without a config.json, a class would load the weights with default settings. Therefore config.json contains a notice
-while files are moved. Until the replacement is complete, hidden folders contain the files that must still be moved.
+If the process is killed at any moment, the folder contains the old model, the new model, or a config.json that cannot
+be loaded. Without config.json, a class would load the weights with default settings. Therefore, config.json contains a
+notice while files are moved. Until the replacement is complete, the files to move remain in hidden folders.
 """
 
 import json
@@ -22,8 +22,8 @@ from .files import (
     HISTORY_NAME,
     INDEX_NAME,
     PICKLE_INDEX_NAME,
-    PICTURES,
     PLACEHOLDER_PREFIX,
+    PLOT_FILES,
     REPORT_NAME,
     RESULTS_NAME,
     SENTENCE_MODULES_NAME,
@@ -34,45 +34,50 @@ from .files import (
     load_json,
 )
 
-# Hidden folders: for writing the new model, for the complete new model, for the old model, and for files to delete.
-STAGE, NEW, OLD, GONE = ".tmp-model", ".new-model", ".old-model", ".tmp-replaced-model"
-PARTIAL = ".*.partial-*"  # the names of the folders of `files.staged_folder`
+# Hidden folders for the new model while it is written, the complete new model, the old model, and files to delete.
+STAGE_FOLDER, NEW_FOLDER, OLD_FOLDER, DISCARDED_FOLDER = (
+    ".tmp-model",
+    ".new-model",
+    ".old-model",
+    ".tmp-replaced-model",
+)
+STAGED_FOLDER_PATTERN = ".*.partial-*"  # the temporary folders created by `files.staged_folder`
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.*")
 PICKLES = ("pytorch_model.bin", "pytorch_model-*.bin", PICKLE_INDEX_NAME)
 WEIGHT_FILE_PATTERNS = (WEIGHTS_NAME, "model-*-of-*.safetensors", INDEX_NAME, *PICKLES, *ADAPTER_FILES)
 _VOCABULARIES = ("tokenizer.*", "tokenizer_config.json", "vocab.*", "merges.txt", "*.spm", "*piece*.model")
 TOKENIZER_PATTERNS = (*_VOCABULARIES, "special_tokens_map.json", "added_tokens.json")
 OTHER_PATTERNS = ("generation_config.json", "*processor_config.json", "chat_template*", "*sentence_*.json")
-# Files that describe one set of weights, and files that would change the model of the new weights.
-RESULTS = (RESULTS_NAME, *PICTURES, *(f"predictions_*.{end}" for end in ("tsv", "json", "jsonl", "txt")))
-WEIGHTS_PATTERNS = (*WEIGHT_FILE_PATTERNS, *RESULTS)
+# Files that describe only one set of weights, and files that would change how the new weights are used.
+RESULT_PATTERNS = (RESULTS_NAME, *PLOT_FILES, *(f"predictions_*.{end}" for end in ("tsv", "json", "jsonl", "txt")))
+WEIGHTS_PATTERNS = (*WEIGHT_FILE_PATTERNS, *RESULT_PATTERNS)
 MODEL_PATTERNS = (CARD_NAME, SENTENCE_MODULES_NAME, HISTORY_NAME, REPORT_NAME, *TOKENIZER_PATTERNS, *OTHER_PATTERNS)
-# A tokenizer can be loaded without a model. Therefore its settings are removed first and added last.
-ENDS = ("tokenizer.json", "tokenizer_config.json")
-# The content of config.json while a model is replaced.
-NOTICE = PLACEHOLDER_PREFIX + (
-    b"a run was killed while it replaced the one here. Move the files in .old-model/ (if it does not exist, "
-    b"in .new-model/) up into this folder, or repeat the run with --overwrite_output_dir.\n"
+# A tokenizer can be loaded without a model. Therefore, its settings are removed first and added last.
+MOVED_LAST = ("tokenizer.json", "tokenizer_config.json")
+# The content of config.json while the model is being replaced.
+REPLACEMENT_NOTICE = PLACEHOLDER_PREFIX + (
+    b"a run was killed while it replaced the model in this folder. Move the files in .old-model/ "
+    b"(if it does not exist, in .new-model/) up into this folder, or repeat the run with --overwrite_output_dir.\n"
 )
 
 
 def replace_model(stage: Path, folder: Path, is_continuation: bool) -> None:
-    """Replace the model in a folder by the model in `stage`, a hidden folder inside it.
+    """Replace the model in a folder with the model in `stage`, a hidden folder inside it.
 
     Args:
-        stage: `folder / STAGE` with a complete model.
-        folder: the folder of the old and the new model.
-        is_continuation: whether the new model was made from the old one, or by the same run. In this case, files that
-            do not belong to the weights are kept unless the new model has a file with the same name.
+        stage: `folder / STAGE_FOLDER`, which contains the complete new model.
+        folder: the folder that contains the old model and will contain the new one.
+        is_continuation: whether the new model was created from the old one or by the same run. In this case, files
+            that do not belong to the weights are kept, unless the new model has a file with the same name.
 
     Raises:
-        OSError: if a file cannot be moved. The message says how to complete or undo the replacement.
+        OSError: if a file cannot be moved. The message explains how to complete or undo the replacement.
     """
-    new, old, config = folder / NEW, folder / OLD, folder / CONFIG_NAME
-    # Without a model in the folder, a README.md may describe something else.
+    new, old, config = folder / NEW_FOLDER, folder / OLD_FOLDER, folder / CONFIG_NAME
+    # If the folder does not contain a model, its README.md may describe something else.
     was_model = any(path.exists() for path in (config, new, old))
     try:
-        _discard(new)  # it may be left from a killed run
+        _discard_folder(new)  # a killed run may have left it
         os.replace(stage, new)
         names = {path.name for path in new.iterdir()} - {CONFIG_NAME}
         patterns = (*WEIGHTS_PATTERNS, *(() if is_continuation or not was_model else MODEL_PATTERNS))
@@ -83,74 +88,78 @@ def replace_model(stage: Path, folder: Path, is_continuation: bool) -> None:
         old.mkdir(exist_ok=True)
         if config.exists() and not is_placeholder_config(config):
             atomic_write(old / CONFIG_NAME, config.read_bytes())
-            atomic_write(config, NOTICE)
+            atomic_write(config, REPLACEMENT_NOTICE)
         for name in reversed(_sort_names(replaced)):
             _move(folder / name, old / name)
-        os.replace(old, _remove(folder / GONE))  # from here on, only the new model can be restored
+        os.replace(old, _remove_folder(folder / DISCARDED_FOLDER))  # from here on, the old model cannot be restored
         for name in _sort_names(names):
             _move(new / name, folder / name)
         os.replace(new / CONFIG_NAME, config)
         new.rmdir()
-        shutil.rmtree(folder / GONE, ignore_errors=True)
+        shutil.rmtree(folder / DISCARDED_FOLDER, ignore_errors=True)
     except OSError as error:
-        advice = unfinished_model_advice(folder)
+        advice = describe_unfinished_model(folder)
         if advice is None:  # no file was moved
             for path in (new, old):
                 shutil.rmtree(path, ignore_errors=True)
         raise OSError(
-            f"The new model could not replace the old one in {folder} ({type(error).__name__}: {error}). "
+            f"Cannot replace the model in {folder} ({type(error).__name__}: {error}). "
             f"{advice or 'The old model is unchanged.'}"
         ) from error
 
 
-def unfinished_model_advice(folder: Path) -> str | None:
-    """Return how to repair a folder in which a killed run did not finish writing or replacing a model, or None."""
+def describe_unfinished_model(folder: Path) -> str | None:
+    """Return an explanation of how to repair a folder that a killed run left incomplete, or None if it is complete."""
     is_notice = is_placeholder_config(folder / CONFIG_NAME)
     if (folder / CONFIG_NAME).exists() and not is_notice:
         return None
-    moves = {OLD: "restores the old model", NEW: "completes the replacement"}
+    moves = {OLD_FOLDER: "restores the old model", NEW_FOLDER: "completes the replacement"}
     for name, what in moves.items():
         if (folder / name / CONFIG_NAME).is_file():
             quoted = shlex.quote(str(folder))
             return (
-                f"A run was killed while it replaced the model there. `mv {quoted}/{name}/* {quoted}/` {what}. "
+                f"A run was killed while it replaced this model. `mv {quoted}/{name}/* {quoted}/` {what}. "
                 "Alternatively, repeat the run with --overwrite_output_dir."
             )
-    if is_notice or (folder / STAGE).is_dir() or any(path.is_dir() for path in folder.glob(PARTIAL)):
+    if (
+        is_notice
+        or (folder / STAGE_FOLDER).is_dir()
+        or any(path.is_dir() for path in folder.glob(STAGED_FOLDER_PATTERN))
+    ):
         return (
-            "The command that wrote it was killed before the model was complete. Repeat it (a training with "
-            "--resume_from_checkpoint latest or --overwrite_output_dir, other commands into an empty folder)."
+            "The command was killed before the model was complete. Repeat it: a training command with "
+            "--resume_from_checkpoint latest or --overwrite_output_dir, any other command with an empty folder."
         )
     return None
 
 
 def _sort_names(names: Iterable[str]) -> list[str]:
-    return sorted(names, key=lambda name: (ENDS.index(name) + 1 if name in ENDS else 0, name))
+    return sorted(names, key=lambda name: (MOVED_LAST.index(name) + 1 if name in MOVED_LAST else 0, name))
 
 
 def _move(path: Path, target: Path) -> None:
     if target.is_dir() and not target.is_symlink():
-        shutil.rmtree(target)  # left from a killed run
+        shutil.rmtree(target)  # left by a killed run
     os.replace(path, target)
 
 
-def _discard(path: Path) -> None:
-    # The folder is renamed before it is deleted, because a partly deleted one would contain neither model.
+def _discard_folder(path: Path) -> None:
+    # The folder is renamed before it is deleted, because a partly deleted folder would contain neither model.
     if path.is_dir():
-        os.replace(path, _remove(path.with_name(GONE)))
-        shutil.rmtree(path.with_name(GONE))
+        os.replace(path, _remove_folder(path.with_name(DISCARDED_FOLDER)))
+        shutil.rmtree(path.with_name(DISCARDED_FOLDER))
 
 
-def _remove(path: Path) -> Path:
+def _remove_folder(path: Path) -> Path:
     """Remove a folder if it exists, and return its path."""
     shutil.rmtree(path, ignore_errors=True)
     return path
 
 
-# The file that each step writes. If a folder has both files, the conversion came first.
+# The file that each step writes. If a folder contains both files, the conversion was the first step.
 STEP_FILES = {"conversion": REPORT_NAME, "training": RESULTS_NAME}
-FORMAT = 1
-# The fields of these files that model cards show, in addition to the scores and arguments of a training.
+HISTORY_FORMAT = 1
+# The fields of these files that model cards show, in addition to training scores and arguments.
 REPORT_FIELDS = {
     "conversion": """source source_revision method seed dtype architecture heads talking_heads parameters
     kv_cache_bytes_per_token calibration quality versions seconds""".split(),
@@ -159,52 +168,52 @@ REPORT_FIELDS = {
 }
 SCORE_PREFIXES = ("eval_", "initial_eval_", "test_")
 METADATA = ("license", "license_name", "license_link", "base_model", "tags", "language")
-# These fields belong together: a README.md with a license replaces all three.
+# These fields belong together, so a README.md with a license replaces all three.
 LICENSE_FIELDS = METADATA[:3]
 
 
 @dataclass
 class ModelHistory:
-    """Steps and metadata of a model.
+    """The steps that created a model, and its metadata.
 
     Args:
-        steps: the steps in their order. Each has a "kind" ("conversion" or "training") and the `REPORT_FIELDS` of its
-            report.
-        metadata: the license, languages, base model and tags in the README.md of the original model.
-        problems: sentences about files, or parts of files, that could not be read.
-        has_all_terms: whether the README.md could be read, if there is one.
+        steps: the steps in chronological order. Each has a "kind" ("conversion" or "training") and the `REPORT_FIELDS`
+            of its report.
+        metadata: the license, languages, base model and tags from the README.md of the original model.
+        problems: messages about files or parts of files that could not be read.
+        has_readable_card: whether README.md could be read or does not exist.
     """
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    has_all_terms: bool = True
+    has_readable_card: bool = True
 
 
 def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
     """Return the history of the model in a folder. Files that cannot be read are listed in `problems`.
 
     Args:
-        folder: the model folder. The report of a step that model_history.json contains is not counted twice.
-        with_training: whether all_results.json counts as a step. It does not if the training is resumed.
+        folder: the model folder. A report whose step is already in model_history.json is not counted twice.
+        with_training: whether all_results.json counts as a step. It does not if training is resumed.
 
     Example:
         >>> [step["kind"] for step in read_history(Path("runs/stsb")).steps]
         ['conversion', 'training']
     """
     history = ModelHistory()
-    stored = _read_or_note(folder / HISTORY_NAME, history.problems)
+    stored = _read_or_record_problem(folder / HISTORY_NAME, history.problems)
     earlier = stored.get("steps", [])
     for number, step in enumerate(earlier if isinstance(earlier, list) else [None], 1):
         kind = step.get("kind") if isinstance(step, dict) else None
         if kind in (*STEP_FILES,):
             history.steps.append(_select_fields(kind, step))
         else:
-            history.problems.append(f"{folder / HISTORY_NAME}: this version does not know the kind of step {number}.")
+            history.problems.append(f"{folder / HISTORY_NAME}: step {number} is of a kind unknown to this version.")
     for kind, name in STEP_FILES.items():
         if kind == "training" and not with_training:
             continue
-        report = _read_or_note(folder / name, history.problems)
+        report = _read_or_record_problem(folder / name, history.problems)
         if report and (step := _select_fields(kind, report)) not in history.steps:
             history.steps.append(step)
     history.metadata = _select_metadata(stored.get("metadata"))
@@ -212,20 +221,20 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
         front_matter = _select_metadata(read_front_matter(folder / CARD_NAME))
     except ValueError as error:
         history.problems.append(str(error))
-        history.has_all_terms, front_matter = False, {}
+        history.has_readable_card, front_matter = False, {}
     if "license" in front_matter:
         history.metadata = {name: value for name, value in history.metadata.items() if name not in LICENSE_FIELDS}
     history.metadata |= front_matter
     return history
 
 
-def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: bool = False) -> ModelHistory:
-    """Return the history of the checkpoint that a run starts from. Errors are listed in its `problems`.
+def read_source_history(model_name_or_path: str | os.PathLike | None, is_resumed: bool = False) -> ModelHistory:
+    """Return the history of the checkpoint that a run starts from. Errors are collected in `problems`.
 
     Args:
-        model_name_or_path: a folder or a Hub id. Only the files with the history are downloaded. None means a new
-            model.
-        is_resumed: whether a run in this folder is resumed, so that the folder may contain its results.
+        model_name_or_path: a folder or Hub id, of which only the files with the history are downloaded. None means a
+            new model.
+        is_resumed: whether a run in this folder is resumed, in which case the folder may contain its results.
     """
     if model_name_or_path is None:
         return ModelHistory()
@@ -238,25 +247,25 @@ def source_history(model_name_or_path: str | os.PathLike | None, is_resumed: boo
     history, missing = ModelHistory(), list[str]()
     for name in (CARD_NAME, HISTORY_NAME, *STEP_FILES.values()):
         try:
-            # After a first failure, only the cache is used, because each request could wait for a timeout.
+            # After the first failure, only the cache is used, because each request could wait for a timeout.
             path = hf_hub_download(str(model_name_or_path), name, local_files_only=bool(missing))
             history = read_history(Path(path).parent)
-        except Exception as error:  # the Hub, the connection and the disk raise many types of errors
+        except Exception as error:  # the Hub client, the network and the disk raise many types of errors
             if not isinstance(error, EntryNotFoundError) or isinstance(error, LocalEntryNotFoundError):
                 missing.append(name)
     if missing:
-        history.problems.append(f"{', '.join(missing)} of {model_name_or_path} could not be downloaded from the Hub.")
+        history.problems.append(f"Could not download {', '.join(missing)} of {model_name_or_path} from the Hub.")
     return history
 
 
 def write_history(folder: Path, history: ModelHistory) -> None:
-    """Write model_history.json atomically. An empty history is not written.
+    """Write model_history.json atomically, unless the history is empty.
 
     Raises:
-        OSError: if the file cannot be written. An old file is unchanged.
+        OSError: if the file cannot be written. An existing file is left unchanged.
     """
     if history.steps or history.metadata:
-        content = {"format": FORMAT, "steps": history.steps, "metadata": history.metadata}
+        content = {"format": HISTORY_FORMAT, "steps": history.steps, "metadata": history.metadata}
         atomic_write(folder / HISTORY_NAME, json.dumps(content, indent=2) + "\n")
 
 
@@ -289,10 +298,10 @@ def read_front_matter(path: Path) -> dict[str, Any]:
     try:
         return ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, AttributeError, OSError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"The metadata of {path} cannot be read: {' '.join(str(error).split())}.") from error
+        raise ValueError(f"Cannot read the metadata of {path}: {' '.join(str(error).split())}.") from error
 
 
-def _read_or_note(path: Path, problems: list[str]) -> dict[str, Any]:
+def _read_or_record_problem(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         return read_json(path) or {}
     except (ValueError, OSError) as error:
@@ -310,19 +319,19 @@ def _select_fields(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
         arguments = arguments if isinstance(arguments, dict) else {}
         fields["arguments"] = {name: _join_lines(value) for name, value in arguments.items() if value is not None}
     elif "source" in fields and "source_revision" not in fields:
-        fields["source"] = PurePath(str(fields["source"])).name  # the path of a local folder is private
+        fields["source"] = PurePath(str(fields["source"])).name  # the path of a local folder may be private
     return {"kind": kind, **fields}
 
 
 def _select_metadata(front_matter: Any) -> dict[str, Any]:
-    """Return the metadata of a README.md that also apply to models made from this model, if their types are valid."""
+    """Return the metadata that also apply to models created from this model, without values of invalid types."""
     front_matter = front_matter if isinstance(front_matter, dict) else {}
-    metadata = {name: _clean_names(front_matter[name]) for name in METADATA if name in front_matter}
+    metadata = {name: _to_names(front_matter[name]) for name in METADATA if name in front_matter}
     return {name: value for name, value in metadata.items() if value is not None}
 
 
-def _clean_names(value: Any) -> str | list[str] | None:
-    """Return a text or a list of texts, or None for other values. YAML reads the language "no" as False."""
+def _to_names(value: Any) -> str | list[str] | None:
+    """Return a string or a list of strings, or None for other values. YAML parses the language "no" as False."""
     if isinstance(value, list):
         names = ["no" if item is False else _join_lines(item) for item in value]
         return names if all(isinstance(name, str) for name in names) else None

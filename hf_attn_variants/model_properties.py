@@ -1,4 +1,4 @@
-"""Properties of a loaded model: the meaning of its logits, its decoder input, languages, and instance attributes."""
+"""Properties of loaded models, such as the kind of logits, the decoder input and the languages."""
 
 import copy
 import inspect
@@ -16,7 +16,7 @@ from transformers.utils import find_labels
 
 
 class LogitsKind(Enum):
-    """Meaning of the logits of a model. It decides how they are compared with the logits of a teacher."""
+    """The meaning of the logits of a model, which determines how they are compared with the logits of a teacher."""
 
     CLASSES = "one distribution over classes"
     LABELS = "a probability for each label"
@@ -24,11 +24,11 @@ class LogitsKind(Enum):
     SCORES = "scores"
 
 
-def logits_kind(model: PreTrainedModel) -> LogitsKind:
-    """Return the meaning of a model's logits by its class and `problem_type`, as the losses of Transformers do."""
+def get_logits_kind(model: PreTrainedModel) -> LogitsKind:
+    """Return the kind of a model's logits, based on its class and `problem_type` like the losses in Transformers."""
     name, config = type(model).__name__, model.config
     if name.endswith("ForPreTraining") and config.model_type.endswith("electra"):
-        return LogitsKind.TOKENS  # the probability that the token was replaced: logits of shape [b, n]
+        return LogitsKind.TOKENS  # logits [b, n] for the probability that each token was replaced
     if not name.endswith("ForSequenceClassification"):
         return LogitsKind.CLASSES
     problem = getattr(config, "problem_type", None)
@@ -39,25 +39,25 @@ def logits_kind(model: PreTrainedModel) -> LogitsKind:
 
 
 class DecoderInput(Enum):
-    """Input of a decoder."""
+    """The input of a decoder."""
 
     OWN_TARGETS = "targets, which the model can also generate"
-    TARGETS = "targets that must be given, because the model cannot generate"
-    SOURCE = "the text of the encoder, for a model that classifies or answers questions"
+    TARGETS = "targets that must be provided, because the model cannot generate them"
+    SOURCE = "the input of the encoder, for a model that classifies or answers questions"
     NOTHING = "nothing, because the model has only an encoder or only a decoder"
 
     @property
     def is_target(self) -> bool:
-        """True if the decoder reads another text than the encoder."""
+        """True if the decoder reads a different text than the encoder."""
         return self in (DecoderInput.OWN_TARGETS, DecoderInput.TARGETS)
 
 
-def decoder_input(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> DecoderInput:
-    """Return the input of the decoder of a model.
+def get_decoder_input(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> DecoderInput:
+    """Return the type of input that the decoder of a model reads.
 
     Args:
-        model_class: a class of Transformers or of this package.
-        config: its configuration. `is_encoder_decoder` may also be true for a class with only an encoder.
+        model_class: a model class from Transformers or this package.
+        config: the configuration. `is_encoder_decoder` may also be true for a class with only an encoder.
     """
     takes_both = "decoder_input_ids" in inspect.signature(model_class.forward).parameters
     if not takes_both or not getattr(config, "is_encoder_decoder", False):
@@ -67,13 +67,13 @@ def decoder_input(model_class: type[PreTrainedModel], config: PreTrainedConfig) 
     return DecoderInput.OWN_TARGETS if model_class.can_generate() else DecoderInput.SOURCE
 
 
-# Whisper's `generate` always causes this warning of Transformers, whatever its arguments are.
-INNER_CALL = "Passing `generation_config` together with generation-related"
+# Whisper's `generate` always causes this Transformers warning, regardless of its arguments.
+IGNORED_WARNING = "Passing `generation_config` together with generation-related"
 
 
 @contextmanager
 def ignore_saved_length_limits(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Ignore the length limits that are saved with a model, so that only the arguments of a call limit its outputs.
+    """Ignore the length limits saved with a model, so that only the arguments of `generate` limit the output length.
 
     Example:
         >>> with ignore_saved_length_limits(model):
@@ -84,7 +84,7 @@ def ignore_saved_length_limits(model: PreTrainedModel) -> Iterator[PreTrainedMod
     model.generation_config.max_length = model.generation_config.max_new_tokens = None
 
     def is_other_message(record: logging.LogRecord) -> bool:
-        return INNER_CALL not in str(record.msg)
+        return IGNORED_WARNING not in str(record.msg)
 
     logger = logging.getLogger("transformers.generation.utils")
     logger.addFilter(is_other_message)
@@ -95,26 +95,26 @@ def ignore_saved_length_limits(model: PreTrainedModel) -> Iterator[PreTrainedMod
         model.generation_config = original
 
 
-# The number of languages that a message lists.
+# The maximum number of languages that a message lists.
 SHOWN_LANGUAGES = 8
 
 
 @dataclass(frozen=True)
 class TargetStart:
-    """First tokens of the target texts in a language.
+    """The tokens with which target texts in a language begin.
 
     Attributes:
         decoder_start_token_id: the first token that the decoder reads. It is the language token if texts end with this
-            token (the first version of mBART).
-        forced_bos_token_id: the token with which generation must begin: the language token if texts begin with it, or
-            None.
+            token, as in the first version of mBART.
+        forced_bos_token_id: the token with which generation must begin. It is the language token if texts begin with
+            it, and None otherwise.
     """
 
     decoder_start_token_id: int | None
     forced_bos_token_id: int | None
 
     def apply_to(self, model: PreTrainedModel) -> None:
-        """Set the tokens in the configuration and the generation configuration of a model, which are saved with it."""
+        """Set the tokens in the configuration and the generation configuration, which are saved with the model."""
         model.config.decoder_start_token_id = self.decoder_start_token_id
         if model.can_generate():
             model.generation_config.decoder_start_token_id = self.decoder_start_token_id
@@ -128,21 +128,21 @@ def set_languages(
     target: str | None,
     forced_bos_token: str | None = None,
 ) -> TargetStart | None:
-    """Set the source and target languages of a tokenizer, as Transformers' `run_translation.py` does.
+    """Set the source and target languages of a tokenizer, like the Transformers script `run_translation.py`.
 
-    The languages are also set in the arguments with which the tokenizer is saved.
+    The languages are also stored in the arguments that are saved with the tokenizer.
 
     Args:
         tokenizer: the tokenizer of the model.
         config: the configuration of the model.
-        source: the source language in the tokenizer's notation ("en_XX", "en", "eng_Latn"). None means the
-            language that the tokenizer was saved with.
+        source: the source language in the tokenizer's notation ("en_XX", "en", "eng_Latn"). If None, the
+            language saved with the tokenizer is used.
         target: the target language, in the same notation.
-        forced_bos_token: the language with which generation must begin. None means the target language if texts
-            begin with it.
+        forced_bos_token: the language token with which generation must begin. If None, it is the target language if
+            texts begin with it.
 
     Returns:
-        The first tokens of the targets, or None for a tokenizer without languages.
+        The first tokens of the target texts, or None for a tokenizer without languages.
 
     Raises:
         ValueError: if a language is unknown or missing.
@@ -152,28 +152,28 @@ def set_languages(
     if not (hasattr(tokenizer, "src_lang") and hasattr(tokenizer, "tgt_lang")):
         return None
     known = _get_language_tokens(tokenizer)
-    if tokenizer.tgt_lang is not None:  # without a target language, the source language is only a default (English)
+    if tokenizer.tgt_lang is not None:  # otherwise, the source language is only a default (English)
         source, target = source or tokenizer.src_lang, target or tokenizer.tgt_lang
     if source is None or target is None:
         raise ValueError(
-            f"--source_lang and --target_lang are required, because a {name} is multilingual. "
+            f"--source_lang and --target_lang are required because {name} is multilingual. "
             f"Use two of {_format_languages(known)}."
         )
     for flag, value in {**languages, "source_lang": source, "target_lang": target}.items():
         if value is not None and value not in known:
             raise ValueError(
-                f"--{flag} must be a language of the {name}, got {value!r}. Use one of {_format_languages(known)}."
+                f"--{flag} must be a language of {name}, got {value!r}. Use one of {_format_languages(known)}."
             )
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
     tokenizer.init_kwargs |= {"src_lang": source, "tgt_lang": target}  # these arguments are saved
     language, (first, *_, last) = known[target], tokenizer(text_target="")["input_ids"]
     if language >= config.vocab_size:
         raise ValueError(
-            f"The model must have a token for {target}. The {name} gives it the id {language}, but the model has only "
-            f"{config.vocab_size} tokens."
+            f"The model must have an embedding for {target}. Its token id in {name} is {language}, but the "
+            f"model has only {config.vocab_size} tokens."
         )
     start = config.decoder_start_token_id
-    if last == language or start is None:  # the rule of mBART
+    if last == language or start is None:  # as in mBART
         start = last
     forced_language = target if first == language else None
     if forced_bos_token is not None:
@@ -182,10 +182,10 @@ def set_languages(
 
 
 def _get_language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the token id of each language, by the tokenizer's name of the language."""
+    """Return the token id of each language, by its name in the tokenizer."""
     if (codes := getattr(tokenizer, "lang_code_to_id", None)) is not None:
         return dict(codes)
-    # NLLB's languages are special tokens. The names of its other special tokens begin with an angle bracket.
+    # In NLLB, languages are special tokens. The names of the other special tokens begin with an angle bracket.
     names = [token for token in tokenizer.all_special_tokens if not token.startswith("<")]
     numbers: Any = tokenizer.convert_tokens_to_ids(names)
     return dict(zip(names, numbers, strict=True))
@@ -199,13 +199,13 @@ def _format_languages(known: dict[str, int]) -> str:
 
 
 class WeakModuleAttribute:
-    """Attribute of a module that holds a weak reference to this module.
+    """A module attribute that holds a weak reference to the module.
 
-    With a strong reference, the module would be part of a reference cycle. It would keep its (GPU) memory until Python
-    collects such cycles.
+    With a strong reference, the module would be part of a reference cycle and keep its (GPU) memory until the garbage
+    collector finds the cycle.
 
     Args:
-        module: the module that gets the attribute.
+        module: the module that has the attribute.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -224,11 +224,11 @@ class WeakModuleAttribute:
 
 
 class InstanceMethod(WeakModuleAttribute):
-    """Function that replaces a method of one module instance.
+    """A function that replaces a method of one module instance.
 
     Args:
-        function: the function. Its first argument is the module.
-        module: the module that gets the attribute.
+        function: the function, whose first argument is the module.
+        module: the module that has the attribute.
 
     Example:
         >>> layer.forward = InstanceMethod(lambda module, x: 2 * module.weight @ x, layer)

@@ -1,4 +1,4 @@
-"""Progress bars on stderr. They are updated live in a terminal or notebook, and now and then in a log file."""
+"""Progress bars on stderr, with frequent updates in terminals and notebooks and rare updates in log files."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
-# Seconds between two updates of a bar, on a screen and in a log file.
-LIVE, LOGGED = 0.1, 20.0
+# Seconds between two updates of a progress bar, in a terminal or notebook and in a log file.
+INTERACTIVE_INTERVAL, LOG_FILE_INTERVAL = 0.1, 20.0
 
 
-def is_watched() -> bool:
-    """Return whether somebody can see live progress bars, because stderr is a terminal or this is a notebook."""
+def is_interactive() -> bool:
+    """Return whether the user can see live progress bars, because stderr is a terminal or this is a notebook."""
     # In a notebook, a bar is a widget, and stderr is not a terminal.
     return sys.stderr.isatty() or any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 
 
 def progress_bar(*args: Any, disable: bool = False, **kwargs: Any) -> tqdm:
-    """Return a progress bar of tqdm, which is disabled if the progress bars of Transformers are disabled.
+    """Return a tqdm progress bar, which is disabled if the progress bars in Transformers are disabled.
 
     Args:
-        args: positional arguments of tqdm.
-        disable: whether to show no bar.
-        kwargs: keyword arguments of tqdm.
+        args: positional arguments for tqdm.
+        disable: whether to disable the progress bar.
+        kwargs: keyword arguments for tqdm.
     """
-    interval = LIVE if is_watched() else LOGGED
+    interval = INTERACTIVE_INTERVAL if is_interactive() else LOG_FILE_INTERVAL
     is_shown = not disable and transformers_logging.is_progress_bar_enabled()
-    # tqdm draws a bar again if it was not updated for `maxinterval` seconds.
+    # tqdm refreshes a bar that was not updated for `maxinterval` seconds.
     intervals = {"mininterval": interval, "maxinterval": max(interval, 10.0)}
     return tqdm(*args, disable=not is_shown, dynamic_ncols=True, **intervals, **kwargs)
 
 
 @contextmanager
-def no_progress_bars(wanted: bool = True) -> Iterator[None]:
-    """Disable the progress bars of this package, Transformers and datasets in a `with` block, if `wanted` is true."""
-    if not wanted:
+def disable_progress_bars(disable: bool = True) -> Iterator[None]:
+    """Disable the progress bars of this package, Transformers and Datasets in a `with` block if `disable` is true."""
+    if not disable:
         yield
         return
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        with _no_bars_of_datasets():
+        with _disable_datasets_progress_bars():
             yield
     finally:
         if was_enabled:
@@ -53,11 +53,11 @@ def no_progress_bars(wanted: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def _no_bars_of_datasets() -> Iterator[None]:
-    if importlib.util.find_spec("datasets") is None:  # it belongs to the extra `train`
+def _disable_datasets_progress_bars() -> Iterator[None]:
+    if importlib.util.find_spec("datasets") is None:  # it is part of the `train` extra
         yield
         return
-    import datasets  # imported here, because it takes a second
+    import datasets  # imported here, because the import takes a second
 
     was_enabled = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()

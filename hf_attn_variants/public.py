@@ -1,4 +1,4 @@
-"""Public classes of the package. Importing this module registers them with the Auto classes of Transformers."""
+"""Public classes of the package. Importing this module registers them with the Transformers Auto classes."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from .modeling.architectures.modeling_attn_variant_whisper import *
 from .modeling.variant_names import ATTN_VARIANTS_VERSION as __version__
 from .registration import register
 
-# `__all__` is hidden from type checkers: they cannot evaluate it and would treat the models as private.
+# `__all__` is hidden from type checkers, which cannot evaluate it and would treat the models as private.
 if not TYPE_CHECKING:
     __all__ = [*sorted(name for name in globals() if name.startswith("AttnVariant")), "__version__"]
 

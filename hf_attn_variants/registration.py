@@ -1,4 +1,4 @@
-"""Supported architectures and their registration with the Auto classes of Transformers."""
+"""Supported architectures and their registration with the Transformers Auto classes."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -9,12 +9,12 @@ from .modeling.architectures.configuration_attn_variants import CONFIG_CLASSES
 from .modeling.fields.variant_config import AttnVariantConfigMixin
 from .modeling.mechanisms.sinusoidal_positions import has_sinusoids
 
-if TYPE_CHECKING:  # this import would build all attention functions
+if TYPE_CHECKING:  # importing this module would build all attention functions
     from .modeling.attention.variant_mixins import AttnVariantModelMixin
 
 __all__ = [
     "ARCHITECTURES",
-    "longest_input",
+    "max_input_length",
     "register",
     "supported_model_types",
     "variant_config_class",
@@ -22,15 +22,15 @@ __all__ = [
 ]
 
 PREFIX = "AttnVariant"
-# Classes that equal those of another model type, and the name of T5's head before Transformers 4.
-SAME_CLASSES = {"MT5": "T5", "XLMRoberta": "Roberta", "Camembert": "Roberta"}
+# Prefixes of classes that are equivalent to classes of another model type, and the former name of the T5 head.
+CLASS_ALIASES = {"MT5": "T5", "XLMRoberta": "Roberta", "Camembert": "Roberta"}
 FORMER_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
 ARCHITECTURES: tuple[type[AttnVariantConfigMixin], ...] = CONFIG_CLASSES
 
 
 def register() -> None:
-    """Register all variants with `AutoConfig`, `AutoModel` and the other Auto classes of Transformers."""
+    """Register all variants with `AutoConfig`, `AutoModel` and the other Transformers Auto classes."""
     for config_class in ARCHITECTURES:
         transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         for auto_class, name in config_class.auto_classes.items():
@@ -39,18 +39,18 @@ def register() -> None:
 
 
 def supported_model_types() -> list[str]:
-    """Return all model types that can be converted or loaded: those of Transformers and those of this package."""
+    """Return all model types from Transformers and this package that can be converted or loaded."""
     return [name for config_class in ARCHITECTURES for name in _list_model_types(config_class)]
 
 
 def supported_architectures() -> list[str]:
-    """Return the names of the classes of Transformers that have a variant, without mT5's."""
+    """Return the names of the Transformers classes that have a variant, except those for mT5."""
     names = (name for config_class in ARCHITECTURES for name in config_class.auto_classes.values())
     return sorted({name.removeprefix(PREFIX) for name in names})
 
 
 def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
-    """Return the configuration class of this package for a `model_type` of Transformers or of this package.
+    """Return the configuration class in this package for a `model_type` from Transformers or this package.
 
     Raises:
         ValueError: if the model type is not supported.
@@ -66,11 +66,11 @@ def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
     raise ValueError(f"Model type {model_type!r} is not supported. Use one of {known}.")
 
 
-def longest_input(config: transformers.PreTrainedConfig) -> int | None:
-    """Return the number of tokens that the position embeddings of a model allow, or None if there is no limit.
+def max_input_length(config: transformers.PreTrainedConfig) -> int | None:
+    """Return the maximum number of input tokens for the position embeddings of a model, or None if there is no limit.
 
     Args:
-        config: a configuration of Transformers or of this package.
+        config: a configuration from Transformers or this package.
     """
     positions = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", None))
     if has_sinusoids(config):
@@ -83,10 +83,10 @@ def longest_input(config: transformers.PreTrainedConfig) -> int | None:
 
 
 def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
-    """Return the class of this package for a class name of Transformers or of this package.
+    """Return the model class in this package for a class name from Transformers or this package.
 
     Args:
-        architecture: the class name, for example "BertForMaskedLM" or "MT5EncoderModel".
+        architecture: the class name, such as "BertForMaskedLM" or "MT5EncoderModel".
 
     Raises:
         ValueError: if the class is not supported.
@@ -97,7 +97,7 @@ def variant_model_class(architecture: str) -> "type[AttnVariantModelMixin]":
     """
     name = architecture.removeprefix(PREFIX)
     name = FORMER_NAMES.get(name, name)
-    for other, base in SAME_CLASSES.items():
+    for other, base in CLASS_ALIASES.items():
         if name.startswith(other):
             name = base + name.removeprefix(other)
     for config_class in ARCHITECTURES:

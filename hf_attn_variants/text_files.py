@@ -1,4 +1,4 @@
-"""Reading examples from text files: lines, parallel lines, and columns of tables (CSV, TSV, JSON, JSON lines)."""
+"""Reading examples from lines, parallel files, and tables (CSV, TSV, JSON, JSON Lines)."""
 
 import csv
 import itertools
@@ -12,37 +12,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .command_line import nearest_name
-from .files import is_blank, is_unicode, lines_of, parse_json, suffix_of, whole_lines
+from .command_line import closest_name
+from .files import get_suffix, is_blank, is_unicode, iterate_lines, iterate_lines_with_ends, parse_json
 
 logger = logging.getLogger(__name__)
 
-MAX_FIELD = 2**27  # characters in a CSV cell. A longer cell is a sign of a quote that does not end.
+MAX_CELL_LENGTH = 2**27  # characters in a CSV cell; a longer cell probably contains an unclosed quote
 TABLE_SUFFIXES = (".csv", ".tsv", ".json", ".jsonl")
-# Separators that programs write instead of a comma. Excel writes a semicolon if the comma is the decimal separator.
+# Separators that programs use instead of a comma. Excel uses a semicolon if the comma is the decimal separator.
 OTHER_SEPARATORS = ";\t|"
-# A cell with a space before its opening quote, so that the csv module reads the quote as text.
+# A cell with a space before the opening quote, which makes the csv module read the quote as text.
 SPACED_QUOTES = re.compile(r'\s+"')
-# The first line of a JSON list or object. The header of a CSV table can begin with a brace or bracket, too.
-JSON_BEGINNING = re.compile(r'\s*(\[\s*)?(\{\s*("|$)|\[\s*$)|\s*\[\s*$')
-# Advice for each error of the csv module, by a part of its message.
+# The first line of a JSON list or object. (The header of a CSV table can also begin with a brace or bracket.)
+JSON_START = re.compile(r'\s*(\[\s*)?(\{\s*("|$)|\[\s*$)|\s*\[\s*$')
+# Advice for each error from the csv module, by a substring of its message.
 CSV_ADVICE = {
-    "unexpected end of data": "A quote begins in this row and does not end. Close it.",
+    "unexpected end of data": "A quote begins in this row but does not end. Close it.",
     "expected after": 'Text follows a quoted cell. Write a quote inside a cell as "", not as \\".',
     "new-line character": "A carriage return without a line feed does not end a row. Write \\n or \\r\\n.",
 }
 
 
 class TableRow(NamedTuple):
-    """A row of a table and its location.
+    """A table row and its location.
 
     Attributes:
-        place: the location of the row: "table.csv, line 4, row 3", or "table.json, row 3" in a JSON list.
+        place: the location of the row, such as "table.csv, line 4, row 3", or "table.json, row 3" in a JSON list.
         values: the values by column.
-        names_place: the location of the column names: "table.csv, line 1, the header". For a JSON object, the `place`.
+        names_place: the location of the column names, such as "table.csv, line 1, the header". For a JSON object, it
+            is the same as `place`.
         line: the number of the first line of the row. None in a JSON list.
         file: the file, or the name of another source.
-        number: the number of the row in it, counted from 1.
+        number: the number of the row in the file, counted from 1.
     """
 
     place: str
@@ -53,11 +54,11 @@ class TableRow(NamedTuple):
     number: int = 1
 
 
-def row_place(file: Any, line: int | None, row: int) -> str:
-    """Return the location of a row for messages: its file, its line (if known), and its number, counted from 1.
+def describe_row_location(file: Any, line: int | None, row: int) -> str:
+    """Describe the location of a row in messages by its file, its line (if known), and its number, counted from 1.
 
     Example:
-        >>> row_place("train.csv", 4, 3)
+        >>> describe_row_location("train.csv", 4, 3)
         'train.csv, line 4, row 3'
     """
     return f"{file}, {'' if line is None else f'line {line}, '}row {row}"
@@ -66,24 +67,24 @@ def row_place(file: Any, line: int | None, row: int) -> str:
 def read_records(path: Path) -> Iterator[TableRow]:
     """Yield the rows of a table.
 
-    If the header of a .csv file has no comma, the separator is the semicolon, tab or | in the header. This is logged.
+    If the header of a .csv file does not contain a comma, the separator is detected from the header and logged.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not a table, a row does not match the header or does not end, or a column name
-            occurs twice.
+        ValueError: if the file is not a table, a row does not match the header or contains an unclosed quote, or a
+            column name occurs twice.
     """
-    suffix = suffix_of(path)
+    suffix = get_suffix(path)
     if suffix not in TABLE_SUFFIXES:
-        raise ValueError(f"{path}: a table must be one of {', '.join(TABLE_SUFFIXES)}, plain or with .gz.")
+        raise ValueError(f"{path}: a table must be one of {', '.join(TABLE_SUFFIXES)}, optionally with .gz.")
     yield from _read_delimited(path, suffix == ".tsv") if suffix in (".csv", ".tsv") else _read_json_rows(path)
 
 
 def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
-    csv.field_size_limit(MAX_FIELD)
-    lines = whole_lines(path)
+    csv.field_size_limit(MAX_CELL_LENGTH)
+    lines = iterate_lines_with_ends(path)
     begin = _read_to_first_text(lines)
-    if begin and JSON_BEGINNING.match(begin[-1]):
+    if begin and JSON_START.match(begin[-1]):
         raise ValueError(f"{path} must be a table with a header, but it contains JSON. Rename it to .json or .jsonl.")
     separator = "\t" if tabs else _detect_separator(path, begin)
     options: dict[str, Any] = {"quoting": csv.QUOTE_NONE} if tabs else {}
@@ -93,7 +94,7 @@ def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
     number, has_warned = 0, False
     while True:
         line = reader.line_num + 1
-        place = row_place(path, line, number + 1) if header else f"{path}, line {line}, the header"
+        place = describe_row_location(path, line, number + 1) if header else f"{path}, line {line}, the header"
         try:
             cells = next(reader, None)
         except csv.Error as error:
@@ -112,21 +113,21 @@ def _read_delimited(path: Path, tabs: bool) -> Iterator[TableRow]:
         spaced = None if tabs or has_warned else next((cell for cell in cells if SPACED_QUOTES.match(cell)), None)
         if spaced is not None:
             has_warned = True
-            message = "%s: there is a space before the quote in %.60r. Therefore the quote is read as text."
+            message = "%s: there is a space before the quote in %.60r. Therefore, the quote is read as text."
             logger.warning(message, place, spaced)
         if len(cells) != len(header):
             what = "a comma" if separator == "," else f"the separator {separator!r}"
             rule = "A tab always separates cells." if tabs else f"Put a cell that contains {what} in quotes."
             names = " ".join(", ".join(header).split())[:200]
             raise ValueError(
-                f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}, the "
-                f"last one {cells[-1][:60]!r}. {rule}"
+                f"{place}: the row must have {len(header)} cells like the header ({names}), got {len(cells)}. The "
+                f"last cell is {cells[-1][:60]!r}. {rule}"
             )
         yield TableRow(place, dict(zip(header, cells, strict=True)), names_place, line, str(path), number)
 
 
 def _read_to_first_text(lines: Iterator[str]) -> list[str]:
-    """Return the lines up to the first one that is not blank, including this line."""
+    """Return the lines up to and including the first line that is not blank."""
     read = []
     for line in lines:
         read.append(line)
@@ -142,22 +143,23 @@ def _detect_separator(path: Path, begin: list[str]) -> str:
     if "," in unquoted or most_frequent not in unquoted:
         return ","
     logger.info(
-        "%s, line %d, the header: it contains no comma, so %r separates the columns.", path, len(begin), most_frequent
+        "%s, line %d: the header contains no comma. %r is used as the separator.", path, len(begin), most_frequent
     )
     return most_frequent
 
 
 def _read_json_rows(path: Path) -> Iterator[TableRow]:
     for number, (line, value) in enumerate(_iterate_json_values(path), start=1):
-        place = row_place(path, line, number)
+        place = describe_row_location(path, line, number)
         if not isinstance(value, dict):
             raise ValueError(f"{place}: a row must be a JSON object, got {type(value).__name__}.")
         yield TableRow(place, value, place, line, str(path), number)
 
 
 def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
-    # Yields the values of a JSON list (without lines), or of a file with one value per line (with their lines).
-    rest, begin = enumerate(lines_of(path), start=1), []
+    # Yields the values in a JSON list (without line numbers), or in a file with one value per line (with line
+    # numbers).
+    rest, begin = enumerate(iterate_lines(path), start=1), []
     for number, line in rest:
         begin.append((number, line))
         if not is_blank(line):
@@ -180,7 +182,7 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
                 f"{path}, line {number}, column {error.colno}: the file must be a JSON list or have one JSON object "
                 f"per line ({error.msg})."
             ) from error
-        except ValueError as error:  # for example, a number with thousands of digits
+        except ValueError as error:  # such as a number with thousands of digits
             raise ValueError(f"{path}, line {number}: {error}") from error
 
 
@@ -190,12 +192,12 @@ def _find_repeated(names: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Rows of texts and their locations. The numbers have gaps if rows were left out.
+    """Rows of texts with their locations. If rows were skipped, the row numbers have gaps.
 
     Attributes:
-        texts: the texts of each row.
-        files: the file of each row. For parallel files, the source file.
-        numbers: the number of each row in its file, counted from 1. For text files, the line number.
+        texts: the texts in each row.
+        files: the file that contains each row. For parallel files, it is the source file.
+        numbers: the number of each row in its file, counted from 1. For text files, it is the line number.
     """
 
     texts: list[tuple[str, ...]]
@@ -207,44 +209,44 @@ class PlacedRows:
 
 
 def read_lines(paths: Sequence[str | os.PathLike], keep_blank: bool = False) -> list[str]:
-    """Return the lines of text files (UTF-8, plain or .gz) in the order of the files.
+    """Return the lines of one or more text files (UTF-8, plain or .gz).
 
     Args:
         paths: the files.
-        keep_blank: whether to return blank lines, too.
+        keep_blank: whether to include blank lines.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if a file is not text, or all its lines are blank.
+        ValueError: if a file is not text, or contains only blank lines.
     """
     texts: list[str] = []
     for path in map(Path, paths):
-        lines = [line for line in lines_of(path) if keep_blank or not is_blank(line)]
+        lines = [line for line in iterate_lines(path) if keep_blank or not is_blank(line)]
         if all(map(is_blank, lines)):
-            raise ValueError(f"{path} is empty. It must have at least one line of text.")
+            raise ValueError(f"{path} is empty. It must contain at least one line of text.")
         texts += lines
     return texts
 
 
 def read_pairs(source_file: str | os.PathLike, target_file: str | os.PathLike) -> PlacedRows:
-    """Return the pairs of lines of two parallel files. Pairs with a blank line are left out.
+    """Return the line pairs from two parallel files, without pairs that contain a blank line.
 
-    Line i of one file belongs to line i of the other file.
+    Line i in one file corresponds to line i in the other file.
 
     Raises:
         OSError: if a file cannot be read.
         ValueError: if a file is not text, the files have different numbers of lines, or no pair is left.
     """
-    sources, targets = (list(lines_of(Path(path))) for path in (source_file, target_file))
+    sources, targets = (list(iterate_lines(Path(path))) for path in (source_file, target_file))
     if len(sources) != len(targets):
         raise ValueError(
             f"{source_file} and {target_file} must have the same number of lines, got {len(sources)} and "
             f"{len(targets)}."
         )
     pairs: list[tuple[str, ...]] = list(zip(sources, targets, strict=True))
-    indices = filled_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")
+    indices = find_complete_rows(f"{source_file} and {target_file}", "line", pairs, lambda i: f"line {i + 1}")
     if not indices:
-        raise ValueError(f"{source_file} and {target_file} are empty. They must have at least one pair of lines.")
+        raise ValueError(f"{source_file} and {target_file} are empty. They must contain at least one pair of lines.")
     return PlacedRows([pairs[i] for i in indices], [str(source_file)] * len(indices), [i + 1 for i in indices])
 
 
@@ -255,120 +257,122 @@ def read_columns(
     keep_blank: bool = False,
     unused: str | None = None,
 ) -> PlacedRows:
-    """Return the text columns of tables. Rows with a blank text are left out.
+    """Return the text columns of tables, without rows that contain a blank text.
 
     Args:
         paths: .csv or .tsv files with a header, .json files (a list of objects, or one object per line) or .jsonl
-            files, each also as .gz. Quotes in a .tsv file are text, as in GLUE.
-        columns: the names of the columns, in the form that `column_value` accepts.
-        flag: the flag, or flags, that set the names of the columns. An error about a missing column mentions it.
-        keep_blank: whether to return rows with a blank text, too.
-        unused: a column in which the first row has no text. No row may have a text in it, because it would be dropped.
+            files, optionally with .gz. Quotes in a .tsv file are read as text, as in GLUE.
+        columns: the names of the columns, in the format that `get_column_value` accepts.
+        flag: the flag or flags that set the column names. An error about a missing column mentions them.
+        keep_blank: whether to include rows with a blank text.
+        unused: a column that is ignored because it is empty in the first row. A text in another row is an error.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if a file is not a table or has no row, a column is missing, or a value is not text. The message
-            names the location.
+        ValueError: if a file is not a table or does not contain any rows, a column is missing, or a value is not text.
+            The message contains the location.
     """
     rows = PlacedRows([], [], [])
     for path in map(Path, paths):
         all_texts, lines = [], []
         for record in read_records(path):
             values = record.values
-            check_unused(values, unused, record.place)
-            texts = tuple(column_value(values, name) for name in columns)
+            check_unused_column(values, unused, record.place)
+            texts = tuple(get_column_value(values, name) for name in columns)
             for name, text in zip(columns, texts, strict=True):
                 if text is None and name not in column_names(values):
-                    raise missing_column(record.names_place, values, name, flag)
+                    raise make_missing_column_error(record.names_place, values, name, flag)
                 if not isinstance(text, str):
                     raise ValueError(f"{record.place}: column {name!r} must contain text, got {text!r:.60}.")
                 if not is_unicode(text):
                     raise ValueError(
-                        f"{record.place}: column {name!r} must contain Unicode text, but it contains half a surrogate "
-                        "pair."
+                        f"{record.place}: column {name!r} must contain Unicode text, but it contains half a "
+                        "surrogate pair."
                     )
             all_texts.append(texts)
             lines.append(record.line)
         if all(is_blank(text) for texts in all_texts for text in texts):
-            raise ValueError(f"{path} is empty. It must have at least one row of text.")
+            raise ValueError(f"{path} is empty. It must contain at least one row of text.")
         if keep_blank:
             indices = [*range(len(all_texts))]
         else:
-            indices = filled_rows(str(path), "row", all_texts, _make_place_function(path, lines))
+            indices = find_complete_rows(str(path), "row", all_texts, _make_location_function(path, lines))
         if not indices:
-            raise ValueError(f"{path}: at least one row must have a text in each of the columns {', '.join(columns)}.")
+            raise ValueError(f"{path}: at least one row must contain text in each column of {', '.join(columns)}.")
         rows.texts.extend(all_texts[i] for i in indices)
         rows.files.extend(str(path) for _ in indices)
         rows.numbers.extend(i + 1 for i in indices)
     return rows
 
 
-def check_unused(row: dict[str, Any], column: str | None, place: str) -> None:
-    """Raise ValueError if a row has a text in a column that is not used because the first row has no text in it."""
-    if column is not None and isinstance(text := column_value(row, column), str) and not is_blank(text):
+def check_unused_column(row: dict[str, Any], column: str | None, place: str) -> None:
+    """Raise ValueError if a row contains text in a column that is ignored because it is empty in the first row."""
+    if column is not None and isinstance(text := get_column_value(row, column), str) and not is_blank(text):
         raise ValueError(
-            f"{place}: column {column!r} has a text here, but not in the first row. Fill this column in all rows "
-            "or in none."
+            f"{place}: column {column!r} contains text in this row, but not in the first row. Fill this column in all "
+            "rows or in none."
         )
 
 
-def _make_place_function(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
-    return lambda i: row_place(path, lines[i], i + 1)
+def _make_location_function(path: Path, lines: Sequence[int | None]) -> Callable[[int], str]:
+    return lambda i: describe_row_location(path, lines[i], i + 1)
 
 
-def filled_rows(place: str, what: str, rows: list[tuple[str, ...]], place_of: Callable[[int], str]) -> list[int]:
-    """Return the indices of the rows without a blank text, and log a warning about the other rows.
+def find_complete_rows(
+    place: str, what: str, rows: list[tuple[str, ...]], describe_location: Callable[[int], str]
+) -> list[int]:
+    """Return the indices of the rows without a blank text, and log a warning about all other rows.
 
     Args:
-        place: the file or files of the rows.
-        what: the word for a row in the warning.
-        rows: the texts of each row.
-        place_of: a function that returns the location of a row from its index.
+        place: the file or files that contain the rows.
+        what: the word for a row in the warning, such as "line".
+        rows: the texts in each row.
+        describe_location: a function that returns the location of the row with a given index.
     """
     is_blank_row = [any(map(is_blank, texts)) for texts in rows]
     if left_out := [i for i, has_blank in enumerate(is_blank_row) if has_blank]:
-        message = "%s: %d of %d %ss are left out, because they contain a blank text. The first one is %s."
-        logger.warning(message, place, len(left_out), len(rows), what, place_of(left_out[0]))
+        message = "%s: Skipping %d of %d %ss because they contain a blank text. The first one is %s."
+        logger.warning(message, place, len(left_out), len(rows), what, describe_location(left_out[0]))
     return [i for i, has_blank in enumerate(is_blank_row) if not has_blank]
 
 
-def missing_column(place: str, record: dict[str, Any], column: str, flag: str | None) -> ValueError:
-    """Return the error about a missing column. It suggests a similar column if there is one.
+def make_missing_column_error(place: str, record: dict[str, Any], column: str, flag: str | None) -> ValueError:
+    """Return an error about a missing column, which suggests a similar column if there is one.
 
     Args:
         place: the location of the column names.
         record: the values of a row.
         column: the name of the missing column.
-        flag: the flag, or flags, that set this name.
+        flag: the flag or flags that set this name.
     """
     names = column_names(record)
     listed = " ".join(", ".join(names).split()) or "none"
     stripped = {name.strip(): name for name in names}
-    nearest = nearest_name(column.strip(), stripped)
-    advice = f" Name another column with {flag}." if flag else ""
+    nearest = closest_name(column.strip(), stripped)
+    advice = f" Choose another column with {flag}." if flag else ""
     if nearest is not None:
         advice = f" Did you mean {stripped[nearest]!r}?"
-    return ValueError(f"{place}: there is no column {column!r}; its columns are {listed}.{advice}")
+    return ValueError(f"{place}: there is no column {column!r}. The columns are {listed}.{advice}")
 
 
 def has_texts(rows: Iterable[dict[str, Any]], column: str) -> bool:
-    """Return whether a column contains texts: the first row has one, which may be blank, and not all are blank."""
-    values = (column_value(row, column) for row in rows)
+    """Return whether a column contains text. The first value must be a string, and at least one must not be blank."""
+    values = (get_column_value(row, column) for row in rows)
     first = next(values, None)
     if not isinstance(first, str):
         return False
     return any(isinstance(text, str) and not is_blank(text) for text in itertools.chain([first], values))
 
 
-def column_value(record: dict[str, Any], name: str) -> Any:
-    """Return the value of a row in a column, or None if the row does not have it.
+def get_column_value(record: dict[str, Any], name: str) -> Any:
+    """Return the value in a column of a row, or None if the row does not have this column.
 
     Args:
         record: the values of the row.
         name: the name of the column. A dot selects a value in a nested object.
 
     Example:
-        >>> column_value({"translation": {"en": "a dog"}}, "translation.en")
+        >>> get_column_value({"translation": {"en": "a dog"}}, "translation.en")
         'a dog'
     """
     if name in record:
@@ -380,43 +384,45 @@ def column_value(record: dict[str, Any], name: str) -> Any:
 
 
 def has_column(record: dict[str, Any], name: str) -> bool:
-    """Return whether a row has a column. A nested column with the value null counts as missing."""
-    return name in record or column_value(record, name) is not None
+    """Return whether a row has a column. A nested column whose value is null counts as missing."""
+    return name in record or get_column_value(record, name) is not None
 
 
 def column_names(record: dict[str, Any]) -> list[str]:
-    """Return the names of the columns of a row, in the form that `column_value` accepts."""
+    """Return the column names of a row, in the format that `get_column_value` accepts."""
     nested = [f"{key}.{inner}" for key, value in record.items() if isinstance(value, dict) for inner in value]
     return nested + [str(key) for key, value in record.items() if not isinstance(value, dict)]
 
 
-def text_columns(paths: Sequence[str | os.PathLike], columns: Sequence[str] | None, flag: str) -> tuple[str, ...]:
-    """Return the names of the text columns for an encoder, or an empty tuple if the files contain lines of text.
+def resolve_text_columns(
+    paths: Sequence[str | os.PathLike], columns: Sequence[str] | None, flag: str
+) -> tuple[str, ...]:
+    """Return the text columns for an encoder, or an empty tuple if the files contain lines of text.
 
     Args:
         paths: tables, or files with lines of text.
-        columns: the values of `flag`: one column, or two columns of text pairs. None means the column "text".
-        flag: the flag that the errors mention.
+        columns: one column, or two columns with text pairs. If None, the column "text" is used.
+        flag: the flag that sets `columns`, which the error messages mention.
 
     Raises:
-        ValueError: if the files are of different kinds, there are more than two columns, or columns are given for
-            lines of text.
+        ValueError: if only some of the files are tables, there are more than two columns, or columns are set for lines
+            of text.
     """
     tables = [path for path in paths if is_table(path)]
     if not tables:
         if columns is not None:
             raise ValueError(
-                f"{flag} is only for tables ({', '.join(TABLE_SUFFIXES)}), got {paths[0]}. Give a table instead."
+                f"{flag} is only supported for tables ({', '.join(TABLE_SUFFIXES)}), got {paths[0]}. Use a table."
             )
         return ()
     if len(tables) < len(paths):
         other = next(path for path in paths if path not in tables)
-        raise ValueError(f"All files must be tables, or none. {tables[0]} is a table, {other} is not.")
+        raise ValueError(f"Either all files or none must be tables. {tables[0]} is a table, but {other} is not.")
     if columns is not None and len(columns) > 2:
-        raise ValueError(f"{flag} must name one or two columns, got {len(columns)}.")
+        raise ValueError(f"{flag} must contain one or two columns, got {len(columns)}.")
     return tuple(columns or ("text",))
 
 
 def is_table(path: str | os.PathLike) -> bool:
-    """Return whether a file name has the suffix of a table (.csv, .tsv, .json or .jsonl, also followed by .gz)."""
-    return suffix_of(Path(path)) in TABLE_SUFFIXES
+    """Return whether a file name has a table suffix (.csv, .tsv, .json or .jsonl, optionally followed by .gz)."""
+    return get_suffix(Path(path)) in TABLE_SUFFIXES

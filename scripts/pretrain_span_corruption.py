@@ -1,4 +1,4 @@
-"""Pretrain a T5 with span corruption. Usage: `python scripts/pretrain_span_corruption.py --help`."""
+"""Pretrain a T5 model with span corruption. Usage: `python scripts/pretrain_span_corruption.py --help`."""
 
 import sys
 

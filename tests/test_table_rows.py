@@ -30,7 +30,7 @@ MANY = "".join(f"{i},row {i}\n" for i in range(100))
         ),
         ("a.csv", "source,target\nA dog,Ein Hund\nA cat\n", "line 3, row 2: .* 2 cells .* got 1"),
         ("a.csv", "source,target\n,a,b,c\n", "line 2, row 1: .* got 4"),
-        ("a.tsv", "source\ttarget\nA\tB\tC\n", "line 2, row 1: .* got 3, .* A tab always separates"),
+        ("a.tsv", "source\ttarget\nA\tB\tC\n", "line 2, row 1: .* got 3. .* A tab always separates"),
         ("a.tsv", 'source\ttarget\n"A\tx"\tB\n', "line 2, row 1: .* got 3"),
         (
             "a.csv",
@@ -52,7 +52,7 @@ MANY = "".join(f"{i},row {i}\n" for i in range(100))
         (
             "a.jsonl",
             '{"source": "a", "target": "b"}\n\n{"source": "a"}\n',
-            "line 3, row 2: there is no column 'target'; its columns are source",
+            "line 3, row 2: there is no column 'target'. The columns are source",
         ),
         ("a.csv.gz", "source,target\n", "not a complete gzip"),
     ],
@@ -80,10 +80,10 @@ def test_csv_without_commas_uses_the_separator_of_its_header(tmp_path, caplog, s
     quoted = "\n" + "".join(separator.join('"' + cell.replace('"', '""') + '"' for cell in row) + "\n" for row in rows)
     with caplog.at_level(logging.INFO, "hf_attn_variants"):
         assert columns(tmp_path, "a.csv", quoted, rows[0]) == [tuple(row) for row in rows[1:]]
-    assert f"a.csv, line 2, the header: it contains no comma, so {separator!r} separates" in caplog.text
+    assert f"a.csv, line 2: the header contains no comma. {separator!r} is used as the separator" in caplog.text
     plain = "".join(separator.join(row) + "\n" for row in [["Customer Comment", "Happy?"], ["a, b", "yes"]])
     assert columns(tmp_path, "b.csv", plain, ("Happy?", "Customer Comment")) == [("yes", "a, b")]
-    with pytest.raises(ValueError, match=r"line 3, row 2: .* 2 cells .* got 1, .* separator"):
+    with pytest.raises(ValueError, match=r"line 3, row 2: .* 2 cells .* got 1. .* separator"):
         columns(tmp_path, "b.csv", plain + "c\n", ("Happy?",))
 
 
@@ -104,23 +104,23 @@ def test_quotes_after_a_space_give_a_warning(tmp_path, caplog):
 
 
 def test_misspelled_column_error_suggests_the_column(tmp_path):
-    with pytest.raises(ValueError, match=r"a.csv, line 1, the header: .*'Hapy'; .* Did you mean 'Happy\?'\?$"):
+    with pytest.raises(ValueError, match=r"a.csv, line 1, the header: .*'Hapy'. .* Did you mean 'Happy\?'\?$"):
         columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("Hapy",), flag="--label_column")
-    with pytest.raises(ValueError, match=r"'zzz'; its columns are text, Happy\?\. .*--label_column"):
+    with pytest.raises(ValueError, match=r"'zzz'. The columns are text, Happy\?\. .*--label_column"):
         columns(tmp_path, "a.csv", "text,Happy?\na,b\n", ("zzz",), flag="--label_column")
 
 
 def test_skipped_rows_are_counted(tmp_path, caplog):
     assert columns(tmp_path, "a.csv", "source,target\na,b\nc,\n,\n") == [("a", "b")]
-    assert "a.csv: 2 of 3 rows are left out" in caplog.text
+    assert "a.csv: Skipping 2 of 3 rows" in caplog.text
     assert f"The first one is {tmp_path}/a.csv, line 3, row 2" in caplog.text
     (tmp_path / "s.txt").write_text("a\nb\n")
     (tmp_path / "t.txt").write_text("\nb\n")
     assert read_pairs(tmp_path / "s.txt", tmp_path / "t.txt").texts == [("b", "b")]
-    assert "1 of 2 lines are left out" in caplog.text and "The first one is line 1" in caplog.text
+    assert "Skipping 1 of 2 lines" in caplog.text and "The first one is line 1" in caplog.text
     (tmp_path / "both.txt").write_text("a\n\nb\n")
     assert read_pairs(tmp_path / "both.txt", tmp_path / "both.txt").texts == [("a", "a"), ("b", "b")]
-    assert "1 of 3 lines are left out" in caplog.text and "The first one is line 2" in caplog.text
+    assert "Skipping 1 of 3 lines" in caplog.text and "The first one is line 2" in caplog.text
 
 
 def conll(tmp_path, text, **options):

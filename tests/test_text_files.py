@@ -89,9 +89,9 @@ def test_tables_return_the_requested_columns(write, name, text):
     path = write(name, text)
     assert read_columns([path], ("en", "de")).texts == [("a, b", "x"), ("c", "z")]
     place = "line 1, the header" if name.endswith(("csv", "tsv")) else "row 1"
-    with pytest.raises(ValueError, match=f"{place}: there is no column 'fr'; its columns are en, de"):
+    with pytest.raises(ValueError, match=f"{place}: there is no column 'fr'. The columns are en, de"):
         read_columns([path], ("en", "fr"))
-    with pytest.raises(ValueError, match=r"its columns are en, de. .*--text_columns"):
+    with pytest.raises(ValueError, match=r"The columns are en, de. .*--text_columns"):
         read_columns([path], ("en", "fr"), "--text_columns")
 
 
@@ -99,20 +99,20 @@ def test_rows_with_one_blank_side_give_a_warning(write, caplog):
     path = write("a.jsonl", '{"s": "\\u00a0", "t": ""}\n{"s": "", "t": " "}\n{"s": "one", "t": "two"}\n')
     assert read_columns([path], ("s", "t")).texts == [("one", "two")]
     assert (
-        "2 of 3 rows are left out, because they contain a blank text. The first one is" in caplog.text
+        "Skipping 2 of 3 rows because they contain a blank text. The first one is" in caplog.text
         and "row 1" in caplog.text
     )
 
 
 def test_table_with_only_half_blank_rows_raises_an_error(write):
-    with pytest.raises(ValueError, match=r"a.csv: at least one row must have a text in each of the columns s, t"):
+    with pytest.raises(ValueError, match=r"a.csv: at least one row must contain text in each column of s, t"):
         read_columns([write("a.csv", "s,t\none,\ntwo,\n")], ("s", "t"))
 
 
 def test_dotted_name_selects_a_nested_column(write):
     path = write("rows.jsonl", '{"pair": {"en": "a", "de": "x"}, "c.d": "flat"}\n')
     assert read_columns([path], ("pair.de", "c.d")).texts == [("x", "flat")]
-    with pytest.raises(ValueError, match=r"no column 'pair.fr'; its columns are pair.en, pair.de, c.d"):
+    with pytest.raises(ValueError, match=r"no column 'pair.fr'. The columns are pair.en, pair.de, c.d"):
         read_columns([path], ("pair.en", "pair.fr"))
 
 

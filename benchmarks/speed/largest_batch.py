@@ -29,10 +29,10 @@ from hf_attn_variants.serving.engines import (
     Engine,
     Load,
     build_model,
-    ctranslate2_problem,
+    get_ctranslate2_unsupported_reason,
     random_inputs,
 )
-from hf_attn_variants.serving.peak_memory import ExportedModel, peak_bytes, write_ctranslate2_folder
+from hf_attn_variants.serving.peak_memory import ExportedModel, measure_peak_bytes, write_ctranslate2_folder
 
 # A batch is known to one part in this.
 CLOSE = 30
@@ -95,7 +95,7 @@ def contestants(config: Mapping[str, Any], latents: Mapping[str, int]) -> list[t
         (config, Engine("share_memory", shared=True)),
         (converted.to_dict(), Engine(variant_name(converted))),
     ]
-    if ctranslate2_problem(config) is None:
+    if get_ctranslate2_unsupported_reason(config) is None:
         found.append((config, Engine(CTRANSLATE2, ctranslate2=True)))
     return found
 
@@ -115,7 +115,7 @@ def peak_of(
     load = Load(batch, args.source_length, args.max_new_tokens, args.num_beams)
     if exported is not None:
         exported = replace(exported, inputs=random_inputs(config, load)["input_ids"].tolist())
-    peak = peak_bytes(config, engine, load, args.num_threads, exported)
+    peak = measure_peak_bytes(config, engine, load, args.num_threads, exported)
     if peak is None:
         raise SystemExit("this system does not say a process's peak memory (/proc/self/clear_refs)")
     print(f"{engine.name}: {batch} texts take {peak / 2**20:,.0f} MiB", flush=True)

@@ -1,4 +1,4 @@
-"""Reading of tables of questions with choices as splits of rows."""
+"""Reading tables of multiple-choice questions and converting them to splits."""
 
 import contextlib
 import itertools
@@ -10,12 +10,12 @@ from typing import Any
 from choice_settings import ANSWER_FORMATS
 
 from hf_attn_variants.files import is_blank, parse_json
-from hf_attn_variants.text_files import column_names, column_value, has_column, missing_column
+from hf_attn_variants.text_files import column_names, get_column_value, has_column, make_missing_column_error
 from hf_attn_variants.training.classification.data import ClassificationSplit, make_rows, read_cell
 from hf_attn_variants.training.engine import tables
 from hf_attn_variants.training.engine.tables import SplitRows, TableRow, get_label_name, get_text
 
-# Common names of columns. Columns with these names need no flag. Choices may also be in ending0, ending1, and so on.
+# Common column names. Columns with these names do not need a flag. Choices may also be in ending0, ending1, and so on.
 COMMON_NAMES = {
     "context_column": ("article", "context", "passage", "premise", "sent1"),
     "question_column": ("question", "sent2"),
@@ -26,14 +26,14 @@ COMMON_NAMES = {
 
 @dataclass
 class ChoiceRow:
-    """A question of a table.
+    """A multiple-choice question from a table.
 
     Attributes:
-        record: The row of the table.
+        record: The table row.
         context: The context, or None if the table has no column for it.
         question: The question, or None if the table has no column for it.
         choices: The choices.
-        answer: The content of the answer column as text, or None if the answer is unknown.
+        answer: The content of the answer column, or None if the answer is unknown.
     """
 
     record: TableRow
@@ -44,16 +44,18 @@ class ChoiceRow:
 
 
 def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dict[str, Any]]:
-    """Read the tables or the `datasets` source of the settings.
+    """Read the tables or the `datasets` source specified in the settings.
 
     Returns:
-        The splits (some of "train", "validation" and "test"), and the columns and `answer_format` by setting. The
-        columns of a split are `text1` (the context, or the question if there is no context), `text2` (a list: each
-        choice after its question), `choices`, `question`, `index`, `file` and, if the answers are known, `label`.
+        The available splits ("train", "validation" and "test"), and a dictionary with the columns and `answer_format`.
+        The columns of a split are `text1` (the context, or the question if there is no context), `text2` (a list with
+        the question followed by each choice), `choices`, `question`, `index`, `file` and, if the answers are known,
+        `label`.
 
     Raises:
         OSError: If a file or the dataset cannot be read.
-        ValueError: If a column is missing or ambiguous, or if a row is invalid. The message names the row.
+        ValueError: If a column is missing or ambiguous, or if a row is not valid. The message contains the location of
+            the row.
     """
     sources = tables.read_splits(settings)
     first = next(iter(sources.values())).first
@@ -70,7 +72,7 @@ def load_choice_data(settings: Any) -> tuple[dict[str, ClassificationSplit], dic
 
 
 def _find_columns(first: TableRow, settings: Any) -> dict[str, Any]:
-    """Return the column of each setting, from the settings and from common names."""
+    """Return the column for each setting, either from the settings or by its common names."""
     names_in_table = column_names(first.values)
     columns = {flag: getattr(settings, flag) for flag in COMMON_NAMES}
     taken = {*columns.values(), *(columns["choices_columns"] or ())}
@@ -80,7 +82,10 @@ def _find_columns(first: TableRow, settings: Any) -> dict[str, Any]:
             numbered = [_find_numbered_columns(stem, names_in_table) for stem in ("ending", "choice", "option")]
             candidates = [(name,) for name in candidates] + [group for group in numbered if len(group) > 1]
         if columns[flag] is None and len(candidates) > 1:
-            raise ValueError(f"{first.names_place}: --{flag} must be set, got {' and '.join(map(str, candidates))}.")
+            raise ValueError(
+                f"{first.names_place}: --{flag} must be set because the table contains "
+                f"{' and '.join(map(str, candidates))}."
+            )
         columns[flag] = columns[flag] or (candidates[0] if candidates else None)
     if not columns["choices_columns"] or not (columns["context_column"] or columns["question_column"]):
         raise ValueError(
@@ -91,35 +96,35 @@ def _find_columns(first: TableRow, settings: Any) -> dict[str, Any]:
 
 
 def _find_numbered_columns(stem: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return columns such as ending0, ending1, ..., which count from 0 or 1 without a gap."""
+    """Return columns such as ending0, ending1, ..., numbered from 0 or 1 without gaps."""
     numbers = itertools.count(0 if f"{stem}0" in names else 1)
     return tuple(itertools.takewhile(lambda name: name in names, (f"{stem}{i}" for i in numbers)))
 
 
 def _read_rows(name: str, source: SplitRows, columns: dict[str, Any]) -> list[ChoiceRow]:
-    """Read the questions of a split."""
+    """Read the questions in a split."""
     answer_column = tables.resolve_label_column(name, source, columns["answer_column"], "--answer_column")
     names, rows = source.class_names(answer_column), []
     texts = {flag: columns[flag] for flag in ("context_column", "question_column")}
     for record in source.records:
         context, question = (texts[flag] and get_text(record, texts[flag], f"--{flag}") for flag in texts)
-        value = column_value(record.values, answer_column) if answer_column else None
+        value = get_column_value(record.values, answer_column) if answer_column else None
         value = value if names is None else get_label_name(value, names)
         answer = read_cell(value, None, f"{record.place}, column {answer_column!r}")
         rows.append(ChoiceRow(record, context, question, _get_choices(record, columns["choices_columns"]), answer))
     answers = {row.answer for row in rows}
-    # On the Hub, all rows of a test split have the same answer if the answers are not public.
+    # If the answers of a test split are not public, all its rows on the Hub have the same answer.
     if name == "test" and len(answers) == 1 and answers <= tables.UNKNOWN_LABELS:
         rows = [replace(row, answer=None) for row in rows]
     return rows
 
 
 def _get_choices(record: TableRow, columns: Sequence[str]) -> list[str]:
-    """Return the choices of a row. The last ones of several columns may be blank."""
+    """Return the choices in a row. If each choice has a column, the last columns may be blank."""
     for column in columns:
         if not has_column(record.values, column):
-            raise missing_column(record.names_place, record.values, column, "--choices_columns")
-    values: Any = [column_value(record.values, column) for column in columns]
+            raise make_missing_column_error(record.names_place, record.values, column, "--choices_columns")
+    values: Any = [get_column_value(record.values, column) for column in columns]
     if len(columns) == 1:
         [values] = values
         if isinstance(values, str):
@@ -130,14 +135,14 @@ def _get_choices(record: TableRow, columns: Sequence[str]) -> list[str]:
             values.pop()
     if not isinstance(values, list) or len(values) < 2 or not all(isinstance(v, str) and v.strip() for v in values):
         raise ValueError(
-            f"{record.place}: {', '.join(columns)} must have at least 2 choices, none of them blank, got "
-            f"{values!r:.80}. Give one column per choice, or one column with a list in JSON."
+            f"{record.place}: {', '.join(columns)} must contain at least 2 choices, none of them blank, got "
+            f"{values!r:.80}. Use one column per choice, or one column with a JSON list."
         )
     return values
 
 
 def find_choice(answer: Any, choices: Sequence[str], answer_format: str) -> int | None:
-    """Return the index of the choice that an answer names, or None if it names no choice or two equal ones."""
+    """Return the index of the choice that matches an answer, or None if there is no match or several."""
     place = -1
     if answer_format == "text":
         texts = [choice.strip() for choice in choices]
@@ -150,17 +155,17 @@ def find_choice(answer: Any, choices: Sequence[str], answer_format: str) -> int 
 
 
 def format_answer(place: int, choices: Sequence[str], answer_format: str) -> Any:
-    """Return the answer for the choice at an index, in the format of the table."""
+    """Return the answer for the choice at an index, in the answer format of the table."""
     if answer_format == "text":
         return choices[place]
     return chr(ord("A") + place) if answer_format == "letter" else place + int(answer_format[-1])
 
 
 def find_answer_format(rows: Sequence[ChoiceRow]) -> str:
-    """Return the only format in which the answers of all rows name a choice.
+    """Return the only format in which the answers in all rows match a choice.
 
     Raises:
-        ValueError: If no format fits, or more than one.
+        ValueError: If no format or more than one format matches.
     """
     places = {
         name: [find_choice(row.answer, row.choices, name) for row in rows if row.answer] for name in ANSWER_FORMATS
@@ -169,17 +174,17 @@ def find_answer_format(rows: Sequence[ChoiceRow]) -> str:
     if len(fitting) != 1:
         answers = ", ".join(dict.fromkeys(str(row.answer) for row in rows[:10]))
         raise ValueError(
-            f"{rows[0].record.place}: --answer_format must be set, because the answers ({answers:.60}) fit "
+            f"{rows[0].record.place}: --answer_format must be set because the answers ({answers:.60}) match "
             f"{' and '.join(fitting) or 'none'} of {', '.join(ANSWER_FORMATS)}."
         )
     return fitting[0]
 
 
 def _make_split(name: str, rows: Sequence[ChoiceRow], answer_format: str, blank: str | None) -> ClassificationSplit:
-    """Return the questions as a split. `blank` is the text that a choice replaces in a question, or None."""
+    """Convert questions to a split. `blank` is the text in a question to replace with the choice, or None."""
     columns: dict[str, list] = {
         "text1": [row.question if row.context is None else row.context for row in rows],
-        "text2": [_format_text(row, blank) for row in rows],
+        "text2": [_join_question_and_choices(row, blank) for row in rows],
         "choices": [row.choices for row in rows],
         "question": [None if row.context is None else row.question for row in rows],
         "index": [row.record.number for row in rows],
@@ -190,8 +195,8 @@ def _make_split(name: str, rows: Sequence[ChoiceRow], answer_format: str, blank:
     return ClassificationSplit(name, make_rows(columns))
 
 
-def _format_text(row: ChoiceRow, blank: str | None) -> list[str]:
-    """Return the question with each choice in its blank, or with each choice after it."""
+def _join_question_and_choices(row: ChoiceRow, blank: str | None) -> list[str]:
+    """Fill each choice into the blank of the question, or append it to the question."""
     if row.context is None or not row.question:
         return row.choices
     if blank and blank in row.question:
@@ -200,11 +205,11 @@ def _format_text(row: ChoiceRow, blank: str | None) -> list[str]:
 
 
 def _get_label(row: ChoiceRow, answer_format: str) -> int:
-    """Return the index of the correct choice, or raise ValueError."""
+    """Return the index of the correct choice. Raises ValueError if the answer does not match a choice."""
     place = find_choice(row.answer, row.choices, answer_format)
     if place is None:
         raise ValueError(
-            f"{row.record.place}: The answer must name one of {len(row.choices)} choices (--answer_format "
+            f"{row.record.place}: The answer must match one of the {len(row.choices)} choices (--answer_format "
             f"{answer_format}), got {row.answer!r:.60}. Correct the answer."
         )
     return place

@@ -1,7 +1,7 @@
-"""Two models for multiple choice: an encoder with a multiple-choice head, and an encoder-decoder that scores texts.
+"""Multiple-choice models: an encoder with a multiple-choice head, and an encoder-decoder that scores texts.
 
-Shapes use these letters: b is the number of questions, c the largest number of choices of a question, n the number of
-tokens of a text, and t the number of tokens of a choice.
+In shapes, b is the number of questions, c the maximum number of choices per question, n the number of tokens per text,
+and t the number of tokens per choice.
 """
 
 import logging
@@ -37,7 +37,7 @@ HEAD = "ForMultipleChoice"
 
 
 class ChoiceHead:
-    """An encoder that reads each choice after its context, with a head that returns a score for it."""
+    """An encoder that reads the context followed by each choice, with a head that scores the choice."""
 
     def __init__(self, settings: Any, config: Any, *unused: Any):
         check_trained_head(settings, config, HEAD, "was trained to choose")
@@ -49,12 +49,15 @@ class ChoiceHead:
 
     def load_model(self) -> PreTrainedModel:
         """Return the model to train."""
-        self.config.num_labels, self.config.problem_type = 1, None  # the checkpoint may be another classifier
+        self.config.num_labels, self.config.problem_type = (
+            1,
+            None,
+        )  # the checkpoint may be a different kind of classifier
         had_head = any(HEAD in name for name in self.config.architectures or [])
         return load_model(self.settings, self.config, AutoModelForMultipleChoice, ignore_mismatched_sizes=not had_head)
 
     def objective(self) -> Objective:
-        """Return the cross-entropy of the correct choice among the choices of its question."""
+        """Return the cross-entropy objective over the choices for each question."""
 
         def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
             return functional.cross_entropy(self.scores(model, batch), batch["labels"], reduction="sum")
@@ -62,7 +65,7 @@ class ChoiceHead:
         return Objective(loss_sum=loss_sum, count=lambda batch: len(batch["labels"]))
 
     def tokenize(self, split: ClassificationSplit) -> Dataset:
-        """Return rows with the columns of the tokenizer (one list per choice), `label` if known, and `length`."""
+        """Return rows with the tokenizer outputs (one list per choice), `label` if known, and `length`."""
         tokenizer, max_length = self.tokenizer, self.settings.max_length
 
         def encode(rows: dict[str, list]) -> dict[str, Any]:
@@ -75,10 +78,10 @@ class ChoiceHead:
         return _tokenize_split(split, encode, "input_ids")
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        """Return the logits of the choices [b, c]. They are minus infinity for choices that a question does not have.
+        """Return the logits of the choices [b, c], with minus infinity for missing choices.
 
-        Each choice is passed as a question with one choice, because the heads of Transformers expect the same number
-        of choices for all questions.
+        Each choice is passed as a question with one choice, because the Transformers heads expect the same number of
+        choices for all questions.
         """
         is_choice = batch["attention_mask"].any(-1)  # [b, c]
         inputs = {name: tensor[is_choice].unsqueeze(1) for name, tensor in batch.items() if name != "labels"}
@@ -87,15 +90,15 @@ class ChoiceHead:
 
 
 class ChoiceLikelihood:
-    """An encoder-decoder that reads a question as one text. It chooses the most probable choice.
+    """An encoder-decoder that reads a question as one text and selects the most probable choice.
 
-    The probability is that of the whole choice and its end token (T0, arXiv 2110.08207).
+    The probability covers all tokens of the choice and the end-of-sequence token (T0, arXiv 2110.08207).
 
     Args:
         settings: The settings of the run.
         config: The configuration of the model.
         accelerator: The accelerator.
-        format_row: Maps a row to the text that the encoder reads.
+        format_row: A function that converts a row to the text that the encoder reads.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class ChoiceLikelihood:
         self.tokenizer, multiple = load_tokenizer(settings, config), settings.pad_to_multiple_of
         if config.decoder_start_token_id is None or hasattr(self.tokenizer, "src_lang"):
             raise ValueError(
-                "--model_name_or_path must be an encoder, or an encoder-decoder for one language such as T5 or BART, "
+                "--model_name_or_path must be an encoder, or a monolingual encoder-decoder such as T5 or BART, "
                 f"got {settings.model_name_or_path} ({config.model_type}). Use another model."
             )
         check_end_token(settings, self.tokenizer)
@@ -117,12 +120,13 @@ class ChoiceLikelihood:
         return load_model(self.settings, self.config, AutoModelForSeq2SeqLM)
 
     def objective(self) -> Objective:
-        """Return the cross-entropy of the tokens of the correct choices."""
+        """Return the cross-entropy objective over the tokens in the correct choices."""
         return make_label_objective(compute_target_logits)
 
     def tokenize(self, split: ClassificationSplit) -> Dataset:
-        """Return rows with the columns of the tokenizer, `choices` (token ids), `label` if known, and `length`."""
-        # `encode` must not refer to `self`: `datasets` hashes all its references, and an accelerator takes seconds.
+        """Return rows with the tokenizer outputs, `choices` (token ids), `label` if known, and `length`."""
+        # `encode` must not refer to `self`, because `datasets` hashes all references, which takes seconds for an
+        # accelerator.
         tokenizer, format_row = self.tokenizer, self.format_row
         options: dict[str, Any] = {"truncation": True, "max_length": self.settings.max_length, "padding": False}
 
@@ -137,7 +141,7 @@ class ChoiceLikelihood:
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
         """Return the log-probabilities of the choices [b, c] in nats, with minus infinity for missing choices."""
-        # The autocast of the prepared model does not cover an encoder that is called by itself.
+        # The autocast of the prepared model does not cover an encoder that is called separately.
         with self.accelerator.autocast():
             return compute_choice_log_probabilities(self.accelerator.unwrap_model(model), batch)
 
@@ -183,10 +187,10 @@ class ChoiceCollator:
 
 
 class LikelihoodCollator:
-    """Collator of rows of `ChoiceWords.tokenize`: the tensors of the tokenizer [b, n] and the inputs of the decoder.
+    """Collator for rows from `ChoiceLikelihood.tokenize`, which adds decoder inputs to the padded tokens [b, n].
 
-    Rows with labels become "labels" and "decoder_input_ids" [b, t] of the correct choices. Other rows become "choices"
-    and "decoder_input_ids" [b, c, t]. Labels and choices are -100 at padding.
+    For rows with labels, the batch contains "labels" and "decoder_input_ids" [b, t] for the correct choices. For other
+    rows, it contains "choices" and "decoder_input_ids" [b, c, t]. Padding in labels and choices is -100.
     """
 
     def __init__(self, tokenizer: Any, decoder_start_token_id: int, pad_to_multiple_of: int | None):
@@ -210,7 +214,7 @@ class LikelihoodCollator:
 
 
 def _group_by_question(values: Any, choices: list[list[str]]) -> list[list[Any]]:
-    """Group values of choices by question."""
+    """Group the values of all choices by question."""
     rest = iter(values)
     return [[next(rest) for _ in question_choices] for question_choices in choices]
 
@@ -218,10 +222,10 @@ def _group_by_question(values: Any, choices: list[list[str]]) -> list[list[Any]]
 def _tokenize_split(
     split: ClassificationSplit, encode: Callable[[dict[str, list]], dict[str, Any]], name: str
 ) -> Dataset:
-    """Return a split as `encode` returns it. Warn about questions with equal token lists in the column `name`."""
+    """Tokenize a split with `encode`, and warn about questions with equal token lists in the column `name`."""
     unused = [column for column in split.data.column_names if column != "label"]
     data = split.data.map(encode, batched=True, remove_columns=unused, desc=f"{split.name} tokens")
     if equal := [i for i, choices in enumerate(data[name]) if len({*map(tuple, choices)}) < len(choices)]:
-        message = "%s: %d of %d questions have choices with the same tokens. The first is %s."
+        message = "%s: %d of %d questions contain choices with the same tokens. The first one is %s."
         logging.getLogger(__name__).warning(message, split.name, len(equal), len(data), split.describe_row(equal[0]))
     return data

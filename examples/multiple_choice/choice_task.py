@@ -1,4 +1,4 @@
-"""Fine-tuning on multiple choice: a base class, which SuperGLUE also uses, and the task for tables of questions."""
+"""Fine-tuning on multiple choice, with a base class that the SuperGLUE example also uses."""
 
 import json
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ NO_TRAINING_QUESTIONS = ClassificationSplit("train", make_rows({}))
 
 
 def format_question(row: dict[str, Any]) -> str:
-    r"""Return a question in the format of UnifiedQA (arXiv 2005.00700): "question \n (A) yes (B) no \n context".
+    r"""Format a question as in UnifiedQA (arXiv 2005.00700): "question \n (A) yes (B) no \n context".
 
-    The separator is a backslash followed by an n. The context is last, so that `max_length` truncates it.
+    The separator is a backslash followed by n. The context comes last, so that truncation to `max_length` shortens it.
     """
     names = [chr(ord("A") + i) if i < 26 else str(i + 1) for i in range(len(row["choices"]))]
     choices = " ".join(f"({name}) {choice}" for name, choice in zip(names, row["choices"], strict=True))
@@ -35,14 +35,14 @@ def format_question(row: dict[str, Any]) -> str:
 
 
 class ChoiceTask(FineTuningTask[Any]):
-    """Training of a model that chooses among texts. The `__init__` of a subclass sets `train` and `dev`.
+    """Base class for models that select one of several texts. Subclasses set `train` and `dev` in `__init__`.
 
     Attributes:
-        choice_model: The model and its scores of choices.
-        format_row: Maps a row to the text that an encoder-decoder reads.
-        train: The training questions. Empty for a run that only evaluates.
-        dev: The dev questions, or None.
-        dev_shares: The log-probabilities of the choices at the last evaluation [questions, choices].
+        choice_model: The model that scores the choices.
+        format_row: A function that converts a row to the text that an encoder-decoder reads.
+        train: The training questions, which are empty if the run only evaluates the model.
+        dev: The dev questions, or None without a dev split.
+        dev_log_probabilities: The log-probabilities of the choices from the last evaluation [questions, choices].
     """
 
     train: ClassificationSplit
@@ -75,17 +75,17 @@ class ChoiceTask(FineTuningTask[Any]):
         return self.dev_set is not None
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of the dev questions."""
-        self.dev_shares = self.compute_log_shares(self.dev_set)
-        return self.compute_scores(self.dev_set, self.dev_shares)
+        """Return the metrics on the dev questions."""
+        self.dev_log_probabilities = self.compute_log_probabilities(self.dev_set)
+        return self.compute_scores(self.dev_set, self.dev_log_probabilities)
 
-    def compute_scores(self, questions: EvalSet, log_shares: np.ndarray) -> dict[str, float]:
-        """Return the accuracy, and the mean loss per question in nats."""
+    def compute_scores(self, questions: EvalSet, log_probabilities: np.ndarray) -> dict[str, float]:
+        """Return the accuracy and the mean loss per question in nats."""
         labels = np.asarray(questions.labels)
-        right = log_shares[np.arange(len(labels)), labels]
-        return {"accuracy": float((log_shares.argmax(-1) == labels).mean()), "loss": float(-right.mean())}
+        right = log_probabilities[np.arange(len(labels)), labels]
+        return {"accuracy": float((log_probabilities.argmax(-1) == labels).mean()), "loss": float(-right.mean())}
 
-    def compute_log_shares(self, questions: EvalSet) -> np.ndarray:
+    def compute_log_probabilities(self, questions: EvalSet) -> np.ndarray:
         """Return the log-probabilities of the choices, with minus infinity for missing choices."""
         most = max(map(len, questions.split.data["text2"]))
 
@@ -97,14 +97,14 @@ class ChoiceTask(FineTuningTask[Any]):
         return log_softmax(logits.astype(np.float64), axis=-1)
 
     def make_eval_set(self, split: ClassificationSplit) -> EvalSet:
-        """Tokenize a split and return it with its batches."""
+        """Tokenize a split and return it together with its batches."""
         data = self._tokenize(split)
         unused = [name for name in ("length", "label") if name in data.column_names]
         batches = self.make_eval_batches(data.remove_columns(unused), data["length"])
         return EvalSet(split, batches, data["label"][:] if "label" in unused else None)
 
     def _tokenize(self, split: ClassificationSplit) -> Any:
-        """Tokenize a split. The main process tokenizes first, and the other processes read its cache."""
+        """Tokenize a split, first in the main process, whose cache the other processes then read."""
         with self.accelerator.main_process_first():
             return self.choice_model.tokenize(split)
 
@@ -120,7 +120,7 @@ class ChoiceTask(FineTuningTask[Any]):
 
 
 class MultipleChoiceFineTuning(ChoiceTask):
-    """Fine-tuning on RACE (arXiv 1704.04683), SWAG (arXiv 1808.05326), or another table of questions."""
+    """Fine-tuning on RACE (arXiv 1704.04683), SWAG (arXiv 1808.05326), or other tables of questions."""
 
     name = "multiple choice"
 
@@ -137,13 +137,13 @@ class MultipleChoiceFineTuning(ChoiceTask):
         return columns | ({"worded": True} if self.config.is_encoder_decoder else {})
 
     def predictions(self) -> dict[str, str]:
-        return {"dev.jsonl": self._format_predictions(self.dev_set, self.dev_shares)}
+        return {"dev.jsonl": self._format_predictions(self.dev_set, self.dev_log_probabilities)}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         if "test" not in self.splits:
             return {}, {}
         test = self.make_eval_set(self.splits["test"])
-        shares = self.compute_log_shares(test)
+        shares = self.compute_log_probabilities(test)
         scores = {} if test.labels is None else self.compute_scores(test, shares)
         results = {f"test_{name}": value for name, value in scores.items()}
         return {"test_samples": len(test.split), **results}, {"test.jsonl": self._format_predictions(test, shares)}
@@ -151,18 +151,18 @@ class MultipleChoiceFineTuning(ChoiceTask):
     def summary(self, results: dict[str, Any]) -> str:
         return super().summary(results) if self.dev else f"{self.name} test ({results['test_samples']} rows); "
 
-    def _format_predictions(self, questions: EvalSet, log_shares: np.ndarray) -> str:
-        """Return one JSON object per question: row, answer if known, prediction, probabilities and texts."""
+    def _format_predictions(self, questions: EvalSet, log_probabilities: np.ndarray) -> str:
+        """Return one JSON object per question with its row, answer (if known), prediction, probabilities and texts."""
         answer_format, lines = self.columns["answer_format"], []
         several = len({*questions.split.data["file"]}) > 1
         for i, row in enumerate(questions.split.data):
-            choices, best = row["choices"], int(log_shares[i].argmax())
+            choices, best = row["choices"], int(log_probabilities[i].argmax())
             record = {"file": row["file"]} if several else {}
             record["row"] = row["index"]
             if questions.labels is not None:
                 record["answer"] = format_answer(questions.labels[i], choices, answer_format)
             record |= {"prediction": format_answer(best, choices, answer_format), "choice": choices[best]}
-            record["probabilities"] = [float(f"{share:.6g}") for share in np.exp(log_shares[i, : len(choices)])]
+            record["probabilities"] = [float(f"{share:.6g}") for share in np.exp(log_probabilities[i, : len(choices)])]
             question = row["question"]
             record |= {"text": row["text1"]} if question is None else {"context": row["text1"], "question": question}
             lines.append(json.dumps({**record, "choices": choices}, ensure_ascii=False) + "\n")

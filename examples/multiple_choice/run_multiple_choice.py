@@ -1,4 +1,4 @@
-"""Fine-tune and evaluate a model on questions with choices: RACE, SWAG, or your own tables."""
+"""Fine-tune and evaluate a model on multiple-choice questions (RACE, SWAG, or your own tables)."""
 
 import logging
 import sys
@@ -9,12 +9,12 @@ from attn_variants import run  # the package is imported later, so that `--help`
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Any:
-    """Parse the command line, or `argv`, as `MultipleChoiceSettings`."""
+    """Parse `argv`, or the process arguments if it is None, into `MultipleChoiceSettings`."""
     return _make_command().parse_args(argv)
 
 
 def main(settings: Any) -> dict[str, Any]:
-    """Train, evaluate and predict. Return the results."""
+    """Train, evaluate and predict, and return the results."""
     return _make_command().main(settings)
 
 

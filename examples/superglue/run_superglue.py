@@ -8,16 +8,18 @@ from typing import Any
 
 from attn_variants import run  # the package is imported later, so that `--help` does not wait for torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "multiple_choice"))  # for COPA, and for T5
+sys.path.append(
+    str(Path(__file__).resolve().parents[1] / "multiple_choice")
+)  # used for COPA and for encoder-decoder models
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Any:
-    """Parse the command line, or `argv`, as `SuperGlueSettings`."""
+    """Parse `argv`, or the process arguments if it is None, into `SuperGlueSettings`."""
     return _make_command().parse_args(argv)
 
 
 def main(settings: Any) -> dict[str, Any]:
-    """Train, evaluate and predict. Return the results."""
+    """Train, evaluate and predict, and return the results."""
     return _make_command().main(settings)
 
 

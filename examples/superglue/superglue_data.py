@@ -1,4 +1,4 @@
-"""Reading of SuperGLUE from its official JSONL files or from the Hub, as texts for encoders and for T5."""
+"""Reading SuperGLUE from the official JSONL files or the Hub, and converting it to texts for encoders and T5."""
 
 import re
 from bisect import bisect_right
@@ -13,26 +13,26 @@ from superglue_tasks import DATASET, SuperGlueTask
 from hf_attn_variants.text_files import read_records
 
 FILES = {"train": "train.jsonl", "validation": "val.jsonl", "test": "test.jsonl"}
-# The diagnostic sets, which are predicted by models of RTE.
+# The diagnostic sets, which models trained on RTE predict.
 DIAGNOSTICS = {"axb": "AX-b", "axg": "AX-g"}
-# The questions of COPA in the wording of its authors.
+# The COPA questions, as worded by its authors.
 COPA_QUESTIONS = {"cause": "What was the cause of this?", "effect": "What happened as a result?"}
-# The passages of ReCoRD end with bullet points. Each follows a line "@highlight".
+# ReCoRD passages end with bullet points, each of which follows a line with "@highlight".
 HIGHLIGHT = re.compile(r"""([.?!"'])?\s*\n@highlight\n""")
-NamedRows = Iterable[tuple[str, Mapping[str, Any]]]  # the description of each row for errors, and the row
+NamedRows = Iterable[tuple[str, Mapping[str, Any]]]  # the location of each row for error messages, and the row
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row of a file. For MultiRC and ReCoRD: a question.
+    """A row from a file or, for MultiRC and ReCoRD, a question.
 
     Attributes:
-        index: The official number. For MultiRC: the numbers of the passage and the question.
-        texts: The texts or pairs of texts for an encoder, one per row, choice, answer or candidate.
-        labels: A class id for each of `texts` (COPA: the correct choice), or None if they are unknown.
-        t5_texts: The texts for T5 (arXiv 1910.10683, appendix D). For COPA and ReCoRD: one text for all choices.
-        choices: For MultiRC: the numbers of the answers. For ReCoRD: the candidates.
-        truths: For ReCoRD: the correct answers.
+        index: The official number or, for MultiRC, the numbers of the passage and the question.
+        texts: The texts or text pairs for an encoder, one per row, choice, answer or candidate.
+        labels: The class id of each text (for COPA, only the correct choice), or None if they are unknown.
+        t5_texts: The texts for T5 (arXiv 1910.10683, appendix D). For COPA and ReCoRD, one text covers all choices.
+        choices: The answer numbers for MultiRC, or the candidates for ReCoRD.
+        truths: The correct answers for ReCoRD.
     """
 
     index: tuple[int, ...]
@@ -48,7 +48,7 @@ def load_examples(settings: Any, task: SuperGlueTask) -> dict[str, list[Example]
 
     Raises:
         OSError: If the train or validation file is missing, or if the Hub cannot be reached.
-        ValueError: If a row is invalid. The message names it.
+        ValueError: If a row is not valid. The message contains its location.
     """
     unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
     limits = {"train": settings.max_train_samples, "validation": settings.max_eval_samples}
@@ -65,7 +65,7 @@ def load_examples(settings: Any, task: SuperGlueTask) -> dict[str, list[Example]
 
 
 def _load_rows(data_dir: str | None, config: str, split: str, file: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Read the rows of a split from the folder or from the Hub."""
+    """Read the rows in a split from the folder or the Hub."""
     if data_dir is not None:
         return [(record.place, record.values) for record in read_records(Path(data_dir, file))]
     data: Any = load_dataset(DATASET, config, split=split)
@@ -73,13 +73,13 @@ def _load_rows(data_dir: str | None, config: str, split: str, file: str) -> list
 
 
 def make_examples(task: SuperGlueTask, rows: NamedRows, has_labels: bool = True) -> list[Example]:
-    """Convert rows of the official files or of the Hub to examples.
+    """Convert rows from the official files or the Hub to examples.
 
     Raises:
-        ValueError: If a row lacks a field, or if its label is not a label of the task. The message names the row.
+        ValueError: If a row lacks a field, or its label is not a label of the task. The message contains its location.
     """
     examples: list[Example] = []
-    answers: dict[tuple[int, int], list[Mapping[str, Any]]] = {}  # the answers of each MultiRC question
+    answers: dict[tuple[int, int], list[Mapping[str, Any]]] = {}  # the answers to each MultiRC question
     for place, row in rows:
         try:
             for flat in _flatten_row(task, row):
@@ -95,13 +95,13 @@ def make_examples(task: SuperGlueTask, rows: NamedRows, has_labels: bool = True)
                     )
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise ValueError(
-                f"{place}: The row must be a row of {task.folder}, got {type(error).__name__}: {error}."
+                f"{place}: The row must be a valid {task.folder} row, got {type(error).__name__}: {error}."
             ) from error
     return examples + [_convert_multirc(index, question_answers) for index, question_answers in answers.items()]
 
 
 def _flatten_row(task: SuperGlueTask, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Convert an official row to rows of the Hub: one per answer of MultiRC, or one per query of ReCoRD."""
+    """Convert an official row to rows as on the Hub, with one row per MultiRC answer or ReCoRD query."""
     passage = row.get("passage")
     if not isinstance(passage, Mapping):
         yield {**row, **row.get("target", {})}
@@ -119,7 +119,7 @@ def _flatten_row(task: SuperGlueTask, row: Mapping[str, Any]) -> Iterator[Mappin
 
 
 def _get_class_id(task: SuperGlueTask, row: Mapping[str, Any]) -> int:
-    """Return the class id of a label, which is a class name in any case, true, false or a class id."""
+    """Return the class id for a label, which may be a class name (ignoring case), a Boolean or a class id."""
     value, names = row["label"], [label.lower() for label in task.labels]
     if isinstance(value, str | bool) and str(value).lower() in names:
         return names.index(str(value).lower())
@@ -129,7 +129,7 @@ def _get_class_id(task: SuperGlueTask, row: Mapping[str, Any]) -> int:
 
 
 def _convert_row(task: SuperGlueTask, row: Mapping[str, Any], labels: tuple[int, ...] | None) -> Example:
-    """Convert a row of a task other than MultiRC and ReCoRD."""
+    """Convert a row for tasks other than MultiRC and ReCoRD."""
     names: Sequence[str] = sorted(task.fields)
     texts: tuple[Any, ...]
     if task.name == "copa":
@@ -149,26 +149,26 @@ def _convert_row(task: SuperGlueTask, row: Mapping[str, Any], labels: tuple[int,
 
 
 def _format_text(task: str, row: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return the text for T5: the task, and fields with their names."""
+    """Return the text for T5, which contains the task name and the fields with their names."""
     return " ".join([task, *(f"{name}: {row[name]}" for name in names)])
 
 
 def _convert_multirc(index: tuple[int, int], answers: list[Mapping[str, Any]]) -> Example:
-    """Convert the answers of a MultiRC question."""
+    """Convert a MultiRC question with its answers."""
     texts = tuple((answer["paragraph"], f"{answer['question']} {answer['answer']}") for answer in answers)
     t5_texts = (_format_text("multirc", answer, ("question", "answer", "paragraph")) for answer in answers)
-    # The paragraphs have HTML tags that number their sentences.
+    # The paragraphs contain HTML tags that number their sentences.
     plain = tuple(re.sub("</?b>", "", text.replace("<br>", " ")) for text in t5_texts)
     labels = tuple(answer["labels"][0] for answer in answers) if answers[0]["labels"] else None
     return Example(index, texts, labels, plain, tuple(answer["idx"]["answer"] for answer in answers))
 
 
 def _convert_record(row: Mapping[str, Any], has_labels: bool) -> Example:
-    """Convert a ReCoRD query. Each text has an entity instead of "@placeholder". Bullet points become sentences."""
+    """Convert a ReCoRD query. Entities replace "@placeholder", and bullet points become sentences."""
     names, query = tuple(dict.fromkeys(row["entities"])), row["query"]
     truths = tuple(dict.fromkeys(row["answers"])) if has_labels else ()
     if "@placeholder" not in query or not names or not all(names):
-        raise ValueError("the query must have @placeholder, and the passage must have entities")
+        raise ValueError("the query must contain @placeholder, and the passage must contain entities")
     passage = HIGHLIGHT.sub(lambda match: f"{match[1] or '.'} ", row["passage"])
     texts = tuple((passage, query.replace("@placeholder", name)) for name in names)
     fields = {"query": query, "entities": ", ".join(names), "passage": passage}
@@ -177,7 +177,7 @@ def _convert_record(row: Mapping[str, Any], has_labels: bool) -> Example:
 
 
 def _mark_word(row: Mapping[str, Any], side: str) -> str:
-    """Return a sentence of WiC with asterisks around the word."""
+    """Return a WiC sentence with asterisks around the word."""
     sentence, start, end = (row[f"{name}{side}"] for name in ("sentence", "start", "end"))
     if not 0 <= start < end <= len(sentence):
         raise ValueError(f"start{side} {start} and end{side} {end} must be inside the sentence")
@@ -185,7 +185,7 @@ def _mark_word(row: Mapping[str, Any], side: str) -> str:
 
 
 def _mark_spans(row: Mapping[str, Any]) -> str:
-    """Return a text of WSC with asterisks around the noun and hash signs around the pronoun."""
+    """Return a WSC text with asterisks around the noun and hash signs around the pronoun."""
     text, marks = row["text"], []
     for side, mark in (("1", "*"), ("2", "#")):
         start, end = _find_span(text, row[f"span{side}_index"], row[f"span{side}_text"])
@@ -196,7 +196,7 @@ def _mark_spans(row: Mapping[str, Any]) -> str:
 
 
 def _find_span(text: str, number: int, span: str) -> tuple[int, int]:
-    """Return the occurrence of a span that is nearest to a word number, because some official numbers are wrong."""
+    """Return the occurrence of a span closest to the given word number, because some official numbers are wrong."""
     pattern = r"\s+".join(map(re.escape, span.strip().rstrip('.,"').split()))
     matches = [match.span() for match in re.finditer(rf"(?<!\w){pattern}(?!\w)", text, re.IGNORECASE)]
     if not matches or not pattern:

@@ -1,4 +1,4 @@
-"""The official metrics of SuperGLUE (arXiv 1905.00537, section 3.1), from 0 to 1, and the files of a submission."""
+"""The official metrics of SuperGLUE (arXiv 1905.00537, section 3.1), from 0 to 1, and the submission files."""
 
 import json
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from hf_attn_variants.training.squad.data import score_answer
 def compute_superglue_metrics(
     task: SuperGlueTask, examples: Sequence[Example], logits: np.ndarray
 ) -> dict[str, float]:
-    """Compute the metrics of a task. `combined_score` is the mean of two metrics.
+    """Compute the metrics for a task.
 
-    `f1_macro` is the mean F1 of the classes that are true or predicted, and `f1a` the F1 over all answers.
-    `exact_match` of MultiRC is the share of questions with only correct answers. `f1` and `exact_match` of ReCoRD are
-    the metrics of SQuAD.
+    `f1_macro` is the mean F1 over the classes that occur in the labels or predictions. `f1a` is the F1 over all
+    answers. For MultiRC, `exact_match` is the share of questions for which all answers are classified correctly. For
+    ReCoRD, `f1` and `exact_match` are the SQuAD metrics. `combined_score` is the mean of two metrics.
 
     Args:
         task: The task.
         examples: The examples with their labels.
-        logits: The logits of all texts of the examples [texts, labels]. For COPA: [questions, choices].
+        logits: The logits for all texts in the examples [texts, labels] or, for COPA, [questions, choices].
     """
     if task.name == "record":
         texts = choose_candidates(examples, logits)
@@ -47,7 +47,7 @@ def compute_superglue_metrics(
 
 
 def compute_diagnostic_scores(name: str, examples: Sequence[Example], predicted: np.ndarray) -> dict[str, float]:
-    """Compute the metrics of AX-b (Matthews correlation) or AX-g (accuracy and gender parity).
+    """Compute the metrics for AX-b (Matthews correlation) or AX-g (accuracy and gender parity).
 
     Consecutive rows of AX-g form pairs that differ in the gender of a pronoun. The gender parity is the share of pairs
     with equal predictions.
@@ -65,18 +65,18 @@ def compute_diagnostic_scores(name: str, examples: Sequence[Example], predicted:
 
 
 def choose_candidates(examples: Sequence[Example], logits: np.ndarray) -> list[str]:
-    """Return the most probable candidate of each ReCoRD query, from the logits [candidates, 2]."""
+    """Return the most probable candidate for each ReCoRD query, based on the logits [candidates, 2]."""
     likely = _split_by_example(examples, logits[:, 1] - logits[:, 0])
     return [example.choices[int(values.argmax())] for example, values in zip(examples, likely, strict=True)]
 
 
 def _split_by_example(examples: Sequence[Example], values: np.ndarray) -> list[np.ndarray]:
-    """Split the values of texts by example."""
+    """Split the values for all texts by example."""
     return np.split(values, np.cumsum([len(example.texts) for example in examples])[:-1])
 
 
 def format_submission(task: SuperGlueTask, examples: Sequence[Example], logits: np.ndarray) -> str:
-    """Return the content of a submission file with one JSON object per line. The arguments are as above."""
+    """Return the content of a submission file with one JSON object per line, as in `compute_superglue_metrics`."""
     if task.name == "multirc":
         passages: dict[int, list[dict[str, Any]]] = {}
         for example, predicted in zip(examples, _split_by_example(examples, logits.argmax(-1)), strict=True):

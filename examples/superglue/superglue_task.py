@@ -1,4 +1,4 @@
-"""Fine-tuning on SuperGLUE with a classifier of texts, or with a model that chooses (COPA, and all tasks of T5)."""
+"""Fine-tuning on SuperGLUE with a text classifier, or with a multiple-choice model (for COPA and encoder-decoders)."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -22,15 +22,15 @@ from hf_attn_variants.training.engine.models import load_config
 
 
 def get_task_class(settings: Any) -> type[Any]:
-    """Return the task class for a SuperGLUE task and a model."""
+    """Return the task class for the SuperGLUE task and the model in the settings."""
     chooses = get_superglue_task(settings.task_name).name == "copa" or load_config(settings).is_encoder_decoder
     return SuperGlueChoice if chooses else SuperGlueClassification
 
 
 class _SuperGlue(FineTuningTask[Any]):
-    """Base class of both task classes.
+    """Base class for both task classes.
 
-    `dev_logits` and the result of `compute_split_logits` have the format that `compute_superglue_metrics` expects.
+    `dev_logits` and the result of `compute_split_logits` are in the format that `compute_superglue_metrics` expects.
     """
 
     config: Any
@@ -45,7 +45,7 @@ class _SuperGlue(FineTuningTask[Any]):
 
     @abstractmethod
     def compute_split_logits(self, name: str) -> np.ndarray:
-        """Return the logits of a split."""
+        """Return the logits for a split."""
 
     def results(self) -> dict[str, Any]:
         names = {"dataset_type": DATASET, "dataset_name": self.name, "dataset_config": self.task.name}
@@ -68,10 +68,10 @@ class _SuperGlue(FineTuningTask[Any]):
 
 
 class SuperGlueClassification(_SuperGlue, SequenceClassification[Any]):
-    """Fine-tuning of a classifier of texts or pairs. Each answer of MultiRC and each candidate of ReCoRD is a pair.
+    """Fine-tuning of a classifier for texts or pairs. Each MultiRC answer and each ReCoRD candidate is a pair.
 
-    The baselines of the paper mark the words of WiC and WSC by their hidden states. Here, symbols in the text mark
-    them.
+    For WiC and WSC, the baselines in the paper use the hidden states of the relevant words. Here, the words are marked
+    with symbols in the text.
     """
 
     def __init__(self, settings: Any, accelerator: Accelerator):
@@ -82,7 +82,7 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any]):
         self.dev_splits = [self._load_rows("validation")]
 
     def _load_rows(self, name: str) -> ClassificationSplit:
-        """Return a split as texts with labels."""
+        """Convert a split to texts with labels."""
         examples = self.examples[name]
         texts = zip(*(text for example in examples for text in example.texts), strict=True)
         columns: dict[str, list] = {f"text{i}": list(column) for i, column in enumerate(texts, start=1)}
@@ -106,13 +106,13 @@ class SuperGlueClassification(_SuperGlue, SequenceClassification[Any]):
 class SuperGlueChoice(_SuperGlue, ChoiceTask):
     """Fine-tuning on COPA for encoders, and on every task for encoder-decoders.
 
-    Encoder-decoders read the texts of T5. The most probable answer counts. The loss is the negative logarithm of the
-    share of the correct answers in the probability of all answers.
+    Encoder-decoders read texts in the T5 format and predict the most probable answer. The loss is the negative
+    logarithm of the probability of the correct answers, relative to the probability of all answers.
     """
 
     @staticmethod
     def format_row(row: dict[str, Any]) -> str:
-        """Return the text of a row, which already has the format of T5."""
+        """Return the text in a row, which is already in the T5 format."""
         return row["text1"]
 
     def __init__(self, settings: Any, accelerator: Accelerator):
@@ -121,10 +121,10 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
         self.dev = self._make_questions("validation")
 
     def _make_questions(self, name: str) -> ClassificationSplit:
-        """Return a split as questions.
+        """Convert a split to questions.
 
-        A training question of ReCoRD is repeated for each of its correct answers. The label of a dev question is the
-        list of its correct answers.
+        A ReCoRD training question is repeated for each of its correct answers. The label of a dev question is the list
+        of its correct answers.
         """
         rows = [
             (text, choices, example.index[-1], label)
@@ -137,7 +137,7 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
         return ClassificationSplit(name, make_rows({k: v for k, v in columns.items() if v[0] is not None}))
 
     def _iterate_choices(self, example: Example) -> Iterator[tuple[str, list[str], list[int]]]:
-        """Yield the texts of an example for the model, each with its choices and the indices of the correct ones."""
+        """Yield the texts in an example for the model, each with its choices and the indices of correct choices."""
         labels = example.labels or ()
         if self.task.name == "record":
             yield example.t5_texts[0], list(example.choices), [i for i, label in enumerate(labels) if label]
@@ -147,21 +147,21 @@ class SuperGlueChoice(_SuperGlue, ChoiceTask):
             for i, text in enumerate(example.t5_texts):
                 yield text, list(self.task.labels), list(labels[i : i + 1])
 
-    def compute_scores(self, questions: EvalSet, log_shares: np.ndarray) -> dict[str, float]:
+    def compute_scores(self, questions: EvalSet, log_probabilities: np.ndarray) -> dict[str, float]:
         examples = self.examples["validation"]
-        self.dev_logits = self._to_logits(examples, log_shares)
-        pairs = zip(log_shares, questions.labels, strict=True)
+        self.dev_logits = self._to_logits(examples, log_probabilities)
+        pairs = zip(log_probabilities, questions.labels, strict=True)
         losses = [-np.logaddexp.reduce(shares[right]) for shares, right in pairs if right]
         return {**compute_superglue_metrics(self.task, examples, self.dev_logits), "loss": float(np.mean(losses))}
 
-    def _to_logits(self, examples: Sequence[Example], log_shares: np.ndarray) -> np.ndarray:
-        """Return the logits of the choices. For ReCoRD, return logits [candidates, 2]."""
+    def _to_logits(self, examples: Sequence[Example], log_probabilities: np.ndarray) -> np.ndarray:
+        """Convert log-probabilities to logits of the choices. For ReCoRD, the shape is [candidates, 2]."""
         if self.task.name != "record":
-            return log_shares
-        right = np.concatenate([log_shares[i, : len(example.choices)] for i, example in enumerate(examples)])
+            return log_probabilities
+        right = np.concatenate([log_probabilities[i, : len(example.choices)] for i, example in enumerate(examples)])
         return np.stack([np.zeros_like(right), right], axis=1)
 
     def compute_split_logits(self, name: str) -> np.ndarray:
         return self._to_logits(
-            self.examples[name], self.compute_log_shares(self.make_eval_set(self._make_questions(name)))
+            self.examples[name], self.compute_log_probabilities(self.make_eval_set(self._make_questions(name)))
         )

@@ -1,4 +1,4 @@
-"""The eight SuperGLUE tasks (arXiv 1905.00537), and the settings from which the flags are made."""
+"""The eight SuperGLUE tasks (arXiv 1905.00537), and the settings from which the flags are generated."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,9 +15,9 @@ class SuperGlueTask:
     Attributes:
         name: The name on the Hub.
         folder: The name in the official release.
-        fields: The names of the texts of a row.
-        labels: The class names in the order of the ids of the Hub.
-        submitted: The values of the classes in a submission.
+        fields: The names of the texts in a row.
+        labels: The class names in the order of the class ids on the Hub.
+        submitted: The values that represent the classes in a submission.
         metrics: The names of the metrics.
     """
 
@@ -30,7 +30,7 @@ class SuperGlueTask:
 
     @property
     def main_metric(self) -> str:
-        """The metric of the leaderboard, which is the mean of two metrics."""
+        """The leaderboard metric, which is the mean of all metrics."""
         return "combined_score" if len(self.metrics) > 1 else self.metrics[0]
 
 
@@ -50,10 +50,10 @@ TASKS = {task.name: task for task in ALL_TASKS}
 
 
 def get_superglue_task(name: str) -> SuperGlueTask:
-    """Return the task with a name. Ignore the case.
+    """Return the task with the given name, ignoring case.
 
     Raises:
-        ValueError: If there is no such task.
+        ValueError: If the task does not exist.
     """
     if name.lower() not in TASKS:
         raise ValueError(f"--task_name must be one of {', '.join(TASKS)}, got {name!r}.")
@@ -62,7 +62,7 @@ def get_superglue_task(name: str) -> SuperGlueTask:
 
 @dataclass(frozen=True, kw_only=True)
 class SuperGlueSettings(FineTuningSettings):
-    """The task and its files. The maximum numbers of samples count the questions of MultiRC and ReCoRD."""
+    """Settings for the task and its files. For MultiRC and ReCoRD, the sample limits apply to questions."""
 
     title: ClassVar[str] = "task"
 
@@ -71,7 +71,7 @@ class SuperGlueSettings(FineTuningSettings):
     skip_predict: bool = option("Do not predict the test split.", False)
 
     def check(self) -> None:
-        """Check the settings, in addition to the checks of all tasks."""
+        """Check the settings, in addition to the checks for all tasks."""
         super().check()
         task = get_superglue_task(self.task_name)
         check_metric(self.metric_for_best_model, ("loss", *dict.fromkeys((*task.metrics, task.main_metric))))

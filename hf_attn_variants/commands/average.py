@@ -1,4 +1,4 @@
-"""Command `attn-variants average`."""
+"""The `attn-variants average` command."""
 
 import argparse
 import json
@@ -12,29 +12,29 @@ EXAMPLE = """\
 example:
   attn-variants average runs/glue-* --output_file glue.json
 
-The command reads all_results.json in each folder. The score of a task is the mean of its official metrics (of both dev
-sets for MNLI). The average of a model is the mean over the tasks. Scores range from 0 to 100. They are means over
-seeds, with the standard deviation if there are several seeds. Runs belong to the same model if they started from the
-same --model_name_or_path. Runs of one model on one task must have the same settings, except for the seed."""
+The command reads all_results.json in each folder. The score for a task is the mean of its official metrics (for MNLI,
+over both dev sets). The average for a model is the mean over all tasks. Scores range from 0 to 100 and are averaged
+over seeds, with the standard deviation if there are several seeds. Runs belong to the same model if they started from
+the same --model_name_or_path. Runs of the same model on the same task may only differ in the seed."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the command."""
+    """Parse the command-line arguments."""
     parser = CommandParser(
         prog="attn-variants average",
-        description="Print a table of GLUE scores: the mean of each task over seeds, and the average over tasks.",
+        description="Print a table of GLUE scores, averaged over seeds for each task and over all tasks.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="output folders of runs")
-    parser.add_argument("--output_file", metavar="JSON", help="write the scores of all models and seeds to this file")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="output folders of training runs")
+    parser.add_argument("--output_file", metavar="JSON", help="file for the scores of all models and seeds")
     return parser.parse_args(argv)
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the table and return the scores, which are also written to --output_file.
+    """Print the table, write the scores to --output_file if it is set, and return them.
 
     Raises:
-        ValueError: if there are no results, or two results for the same task, model and seed.
+        ValueError: if there are no results, or several results for the same task, model and seed.
         OSError: if a file cannot be read or written.
     """
     from ..files import atomic_write
@@ -58,9 +58,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     print_table("GLUE, dev sets", ["model", *tasks, "average"], rows)
     print()
     if any(model.missing for model in models):
-        print_text("(k of n): only k of n tasks have runs. Compare such averages only for the same tasks.")
+        print_text(
+            "(k of n): the average over only k of n tasks. Compare such averages only if they cover the same tasks."
+        )
     for folder, reason in left_out.items():
-        print_text(f"Left out: {folder}: {reason}")
+        print_text(f"Skipped {folder}: {reason}")
     return results
 
 

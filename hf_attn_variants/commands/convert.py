@@ -1,4 +1,4 @@
-"""Command `attn-variants convert`, also run by `scripts/convert_checkpoint.py`."""
+"""The `attn-variants convert` command, which `scripts/convert_checkpoint.py` also runs."""
 
 import argparse
 from collections.abc import Sequence
@@ -27,30 +27,31 @@ from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS, describe_field
 from ..training.engine.settings import parse_json_flag
 
-# Copies of constants in `conversion`, whose modules take seconds to import. A test compares them.
-METHODS = ("aligned", "calibrated", "first", "mean", "random")
+# Copies of constants in `conversion`, because importing its modules takes seconds. A test compares them.
+METHOD_NAMES = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
 
-# The fields whose flags come first in the help.
+# The fields whose flags are listed first in the help.
 MAIN_FIELDS = ("num_key_value_heads", "kv_lora_rank", "cross_kv_lora_rank", "talking_heads")
 USAGE = """%(prog)s CHECKPOINT --output_dir FOLDER [--num_key_value_heads N]
        [--kv_lora_rank N] [--cross_kv_lora_rank N] [--talking_heads KIND]
        [--calibration_file FILE] [options]"""
 EXAMPLE = """\
-examples (a BERT, calibrated on lines of text; a BERT that was fine-tuned for
-question answering, calibrated on its text pairs):
+examples (a BERT model calibrated on lines of text, and a BERT model fine-tuned
+for question answering and calibrated on its text pairs):
   %(prog)s google-bert/bert-base-uncased \\
       --num_key_value_heads 4 --calibration_file wikipedia.txt \\
       --output_dir bert-base-gqa4
   %(prog)s runs/squad --num_key_value_heads 4 \\
       --calibration_file pairs.jsonl --calibration_columns question context \\
       --max_length 256 --output_dir squad-gqa4
-a T5 whose decoder caches 128 numbers per source token:
+a T5 model whose decoder caches 128 values per source token:
   %(prog)s runs/translation \\
       --cross_kv_lora_rank 128 --calibration_file train.en \\
       --calibration_target_file train.de --output_dir translation-r128
-a Whisper that caches 128 numbers per audio position, calibrated on recordings:
+a Whisper model that caches 128 values per audio position, calibrated on
+recordings:
   %(prog)s openai/whisper-tiny \\
       --cross_kv_lora_rank 128 --calibration_audio_dir recordings \\
       --output_dir whisper-tiny-r128
@@ -70,16 +71,16 @@ CALIBRATION_OPTIONS = (
     "fit_steps",
 )
 
-# Options that become fields of a `Calibration`.
+# Options that become fields of `Calibration`.
 AUDIO_OPTIONS = ("calibration_audio_dir", "calibration_size", "max_length", "fit_steps")
 TEXT_SETTINGS = ("source_lang", "target_lang", "max_length", "calibration_passages", "fit_steps")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the command.
+    """Parse the command-line arguments.
 
     Raises:
-        OSError: if the output folder cannot be created. It is checked before imports that take seconds.
+        OSError: if the output folder cannot be created. The check runs before slow imports.
     """
     parser = make_parser()
     args = parse_with_checkpoint(parser, argv)
@@ -88,47 +89,53 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command. `parse_args` parses the arguments with it."""
+    """Return the argument parser that `parse_args` uses."""
     parser = CommandParser(
         prog=program_name("convert_checkpoint.py"),
         usage=USAGE,
         description="Convert a checkpoint with multi-head attention to grouped-query, multi-query, latent, sparse, "
-        "linear or talking-heads attention, with little memory. A checkpoint with grouped heads or latents can be "
-        f"converted further, or back to multi-head attention without loss. Checkpoints: {MODEL_NAMES}.",
+        "linear or talking-heads attention without loading the whole model. Checkpoints with grouped heads or latents "
+        "can "
+        f"be converted further, or back to multi-head attention without loss. Supported models: {MODEL_NAMES}.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
-    parser.add_argument("--output_dir", required=True, help="a new or empty folder")
+    parser.add_argument("--output_dir", required=True, help="new or empty output folder")
     _add_field_arguments(parser, None, main=True)
     parser.add_argument(
         "--method",
-        choices=METHODS,
-        help="method for merging heads (default: calibrated with --calibration_file, otherwise mean; heads of a "
-        "decoder are averaged only if you give the method)",
+        choices=METHOD_NAMES,
+        help="method for merging heads (default: calibrated with --calibration_file, otherwise mean, which must be "
+        "set "
+        "explicitly for the heads of a decoder)",
     )
     _add_calibration_group(parser)
-    heads = parser.add_argument_group("heads, latents and cache", "settings for single places or layers, and limits")
+    heads = parser.add_argument_group(
+        "heads, latents and cache", "settings for individual places or layers, and cache limits"
+    )
     _add_variant_arguments(heads)
-    patterns = parser.add_argument_group("windows", "tokens that a token attends to, and number of positions")
+    patterns = parser.add_argument_group("windows", "range of tokens that a token attends to, and number of positions")
     _add_field_arguments(patterns, "pattern")
     _add_position_arguments(patterns)
-    kernels = parser.add_argument_group("kernels", "linear attention, which --calibration_file fits to text")
+    kernels = parser.add_argument_group("kernels", "linear attention, fitted to the text in --calibration_file")
     _add_field_arguments(kernels, "kernel")
     files = parser.add_argument_group("loading and saving")
     files.add_argument(
-        "--dtype", choices=DTYPES, help="type of the floating-point tensors (default: as in the checkpoint)"
+        "--dtype", choices=DTYPE_NAMES, help="data type of the floating-point tensors (default: as in the checkpoint)"
     )
-    files.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: %(default)s)")
-    files.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin (with weights_only=True)")
-    files.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    files.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    files.add_argument(
+        "--allow_pickle", action="store_true", help="allow reading pytorch_model.bin (with weights_only=True)"
+    )
+    files.add_argument("--revision", help="branch, tag or commit on the Hub")
     files.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    files.add_argument("--disable_tqdm", action="store_true", help="show no progress bars")
+    files.add_argument("--disable_tqdm", action="store_true", help="disable the progress bars")
     return parser
 
 
 def _add_calibration_group(parser: argparse.ArgumentParser) -> None:
     calibration = parser.add_argument_group(
-        "calibration", "text or audio to which the calibrated methods fit the new attention"
+        "calibration", "text or audio on which the calibrated methods fit the new attention"
     )
     add_calibration_arguments(calibration)
     add_audio_argument(calibration)
@@ -141,11 +148,11 @@ def _add_calibration_group(parser: argparse.ArgumentParser) -> None:
     calibration.add_argument(
         "--strict",
         action="store_true",
-        help="fail with status 1 if the conversion is not within tolerance on held-out examples, and write only the "
-        "report instead of the folder",
+        help="exit with status 1 if the conversion is not within tolerance on held-out examples, and write the report "
+        "instead of the model",
     )
     calibration.add_argument(
-        "--attention_errors", action="store_true", help="also print the error of each attention by itself"
+        "--attention_errors", action="store_true", help="also print the error of each attention module"
     )
 
 
@@ -156,25 +163,27 @@ def _add_variant_arguments(parser: argparse._ActionsContainer) -> None:
         type=int,
         nargs=2,
         metavar=("SOURCE", "GENERATED"),
-        help="encoder-decoders: limits for the cache of the decoder, in bytes per source token and bytes per "
-        "generated token over all layers. The ranks with the smallest error are chosen, for self-attention per layer",
+        help="for encoder-decoder models: limits for the decoder cache over all layers, in bytes per source token and "
+        "bytes "
+        "per generated token. The ranks with the smallest error are chosen, for self-attention separately per layer",
     )
     parser.add_argument(
         "--keep_matching_layers",
         type=int,
         metavar="N",
-        help="encoders: do not convert the N token-matching layers, whose heads attend most to other occurrences of "
-        "the same word. Use it for models that are fine-tuned on text pairs",
+        help="for encoders: do not convert the N token-matching layers, whose heads attend most to other occurrences "
+        "of "
+        "the same word (recommended for models fine-tuned on text pairs)",
     )
 
 
 def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, main: bool | None = None) -> None:
-    """Add a flag for each field of variants that a conversion can set.
+    """Add a flag for each variant field that a conversion can set.
 
     Args:
-        group: the group of the flags.
-        kind: "pattern" or "kernel" for the fields of this kind. None means all other fields.
-        main: whether to add only the flags of `MAIN_FIELDS`, or only the other flags. None means both.
+        group: the argument group.
+        kind: "pattern" or "kernel" for the fields of this kind. If None, all other fields are added.
+        main: whether to add only the flags in `MAIN_FIELDS`, or only the other flags. If None, both are added.
     """
     for row in FIELDS:
         row_kind = next((fact for fact in ("pattern", "kernel") if fact in row.facts), None)
@@ -201,13 +210,14 @@ def _add_position_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--max_position_embeddings",
         type=int,
-        help="BERT and similar models: number of positions of the variant, and model_max_length of its tokenizer",
+        help="for BERT and similar models: number of positions in the variant, and model_max_length of its tokenizer",
     )
     group.add_argument(
         "--position_extension",
         choices=POSITION_EXTENSIONS,
-        help="method for adding learned positions: tiled repeats them, which does not change the outputs for short "
-        "texts, and interpolated stretches them (default: tiled)",
+        help="method for adding learned positions. tiled repeats them, which does not change the outputs for short "
+        "texts. "
+        "interpolated stretches them (default: tiled)",
     )
 
 
@@ -215,51 +225,56 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
     """Add the flags for calibration text and fitting.
 
     Args:
-        group: the group of the flags.
-        fit_steps: the default of --fit_steps that the help shows.
+        group: the argument group.
+        fit_steps: the default for --fit_steps that the help shows.
     """
     group.add_argument(
         "--calibration_file",
-        help="examples of the kind of text that the model is used for: one per line, or a table (.csv, .tsv, .json, "
-        ".jsonl); also .gz",
+        help="file with examples of the kind of text that the model is used for: one per line, or a table (.csv, "
+        ".tsv, "
+        ".json or .jsonl), optionally with .gz",
     )
     group.add_argument(
         "--calibration_columns",
         nargs="+",
         metavar="COLUMN",
-        help="column of the table with texts, or two columns for models that read text pairs (default: text)",
+        help="table column with texts, or two columns for models that read text pairs (default: text)",
     )
     group.add_argument(
         "--calibration_target_file",
-        help="encoder-decoders: target of each line (default: the greedy outputs of the model)",
+        help="for encoder-decoder models: file with the target for each line (default: the greedy outputs of the "
+        "model)",
     )
-    group.add_argument("--calibration_target_column", help="encoder-decoders: column of the table with targets")
+    group.add_argument("--calibration_target_column", help="for encoder-decoder models: table column with targets")
     group.add_argument(
         "--calibration_size",
         type=int,
-        help=f"number of examples that are drawn from the file with --seed (default: {CALIBRATION_SIZE})",
+        help=f"number of examples to draw from the file at random (default: {CALIBRATION_SIZE})",
     )
     for side in ("source", "target"):
         group.add_argument(
-            f"--{side}_lang", help=f"mBART, M2M100, NLLB: {side} language, in the notation of the tokenizer"
+            f"--{side}_lang", help=f"for mBART, M2M100 and NLLB: {side} language, named as in the tokenizer"
         )
     group.add_argument(
         "--max_length",
         type=int,
-        help="number of tokens after which examples are cut (default: the length of the longest example, up to the "
-        f"number of positions of the model or, without this limit, {LONGEST}; {PASSAGE_LENGTH} for passages)",
+        help="maximum number of tokens, to which examples are truncated (default: the length of the longest example, "
+        "up to "
+        f"the number of positions in the model or, if unlimited, {LONGEST}; {PASSAGE_LENGTH} for passages)",
     )
     group.add_argument(
         "--calibration_passages",
         action=argparse.BooleanOptionalAction,
-        help="encoders: join half of the examples with the following ones to passages of at least 16 tokens. "
-        "Otherwise heads are not fitted to long texts (default: yes, for single texts)",
+        help="for encoders: join half of the examples with the following ones to passages of at least 16 tokens, so "
+        "that "
+        "the heads are also fitted to long texts (default: yes, for single texts)",
     )
     group.add_argument(
         "--fit_steps",
         type=int,
-        help="method calibrated: steps of Adam per attention after the closed form. 0 uses only the closed form "
-        f"(default: {fit_steps})",
+        help="for the calibrated method: number of Adam steps per attention module after the closed form. 0 uses only "
+        "the "
+        f"closed form (default: {fit_steps})",
     )
 
 
@@ -268,8 +283,9 @@ def add_audio_argument(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--calibration_audio_dir",
         metavar="FOLDER",
-        help="Whisper: folder with recordings of the kind that the model is used for (PCM wav, and flac, mp3 and ogg "
-        "with the package soundfile), also in subfolders. Only the first window of each recording (30 s) is used. The "
+        help="for Whisper: folder with recordings of the kind that the model is used for, optionally in subfolders "
+        "(PCM wav, "
+        "or flac, mp3 and ogg if soundfile is installed). Only the first window of each recording (30 s) is used. The "
         "decoder reads the greedy output of the model. The defaults are --calibration_size "
         f"{AUDIO_CALIBRATION_SIZE} and --max_length {MAX_AUDIO_LENGTH}",
     )
@@ -279,39 +295,34 @@ def main(args: argparse.Namespace) -> Any:
     """Convert the checkpoint, print a summary and return the `ConversionReport`.
 
     Raises:
-        ValueError: if the arguments or the checkpoint are not valid, see `convert_checkpoint`.
+        ValueError: if the arguments or the checkpoint are not valid (see `convert_checkpoint`).
         OSError: if a file cannot be read or written.
     """
     from ..conversion.conversions import convert_checkpoint
     from ..hub.card import write_card
-    from ..progress import no_progress_bars
+    from ..progress import disable_progress_bars
 
-    options = _conversion_options(args)
-    with no_progress_bars(args.disable_tqdm):
+    options = _get_conversion_options(args)
+    with disable_progress_bars(args.disable_tqdm):
         report = convert_checkpoint(**options)
     print(report.summary(args.attention_errors))
     if write_card(Path(args.output_dir).expanduser()):
-        print(f"{CARD_NAME} is the model card. `attn-variants push` updates it with the name of the repository.")
+        print(f"{CARD_NAME} is the model card. `attn-variants push` adds the name of the repository to it.")
     print("To load the model, use from_pretrained(..., trust_remote_code=True), or import hf_attn_variants first.")
     return report
 
 
 def check_convertible(args: argparse.Namespace) -> None:
-    """Run the checks of `main` that need no weights.
-
-    Raises:
-        ValueError: as `main` does.
-        OSError: as `main` does.
-    """
+    """Run the checks from `main` that do not need the weights. Raises the same errors as `main`."""
     from ..conversion.conversions import check_conversion
 
-    options = _conversion_options(args)
+    options = _get_conversion_options(args)
     options.pop("output_dir")
     check_conversion(**options)
 
 
-def _conversion_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `convert_checkpoint`, including the calibration examples."""
+def _get_conversion_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments for `convert_checkpoint`, including the calibration examples."""
     if args.quick:
         _set_quick_defaults(args)
     options = vars(args).copy()
@@ -321,12 +332,12 @@ def _conversion_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _set_quick_defaults(args: argparse.Namespace) -> None:
-    """Set fewer examples and no fitting steps, unless the command line sets these values."""
+    """Reduce the number of examples and disable the fitting steps, unless the command line sets these values."""
     from ..conversion.conversions import METHODS
 
     is_audio = args.calibration_audio_dir is not None
     if not is_audio and args.calibration_file is None:
-        raise ValueError("--quick requires a calibration. Give --calibration_file or --calibration_audio_dir.")
+        raise ValueError("--quick requires calibration. Set --calibration_file or --calibration_audio_dir.")
     if args.calibration_size is None:
         args.calibration_size = QUICK_AUDIO_SIZE if is_audio else QUICK_SIZE
     if args.fit_steps is None and (
@@ -336,10 +347,10 @@ def _set_quick_defaults(args: argparse.Namespace) -> None:
 
 
 def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
-    """Read the calibration text or list the recordings, draw the examples and return them.
+    """Draw the calibration examples from the text or recordings that the command line specifies.
 
     Returns:
-        The calibration, or None if the command line gives no text and no audio.
+        The calibration, or None if the command line does not specify text or audio.
 
     Raises:
         ValueError: if options cannot be combined.
@@ -353,15 +364,17 @@ def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
     method = None if args.method is None else METHODS[args.method]()
     if option_names and method is not None and not isinstance(method, CalibratedMethod):
         raise ValueError(
-            f"--{option_names[0]} cannot be combined with --method {args.method}, which uses no text. "
-            "Leave one of them out."
+            f"--{option_names[0]} cannot be combined with --method {args.method}, which does not use text. "
+            "Remove one of them."
         )
     settings = {
         name.removeprefix("calibration_"): getattr(args, name) for name in TEXT_SETTINGS if name in option_names
     }
     if args.calibration_audio_dir is not None:
         if text_options := [name for name in option_names if name not in AUDIO_OPTIONS]:
-            raise ValueError(f"--{text_options[0]} is for text and cannot be combined with --calibration_audio_dir.")
+            raise ValueError(
+                f"--{text_options[0]} applies to text and cannot be combined with --calibration_audio_dir."
+            )
         return read_audio_calibration(
             args.calibration_audio_dir, size=args.calibration_size, seed=args.seed, **settings
         )

@@ -1,4 +1,4 @@
-"""Command `attn-variants export`, also run by `scripts/export_checkpoint.py`."""
+"""The `attn-variants export` command, which `scripts/export_checkpoint.py` also runs."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -6,12 +6,12 @@ from typing import Any
 
 from ..command_line import CommandParser, add_checkpoint_argument, parse_with_checkpoint, program_name
 from ..files import check_output_dir
-from .convert import DTYPES
+from .convert import DTYPE_NAMES
 
-# Options that apply to only one format.
+# Options that are only supported for one export format.
 FORMAT_OPTIONS = {"dtype": "transformers", "opset": "onnx", "quantization": "ctranslate2"}
-# The names of CTranslate2. They are repeated here, because importing its specifications would import torch.
-QUANTIZATIONS = (
+# The names used by CTranslate2. They are repeated here because importing its specifications would import torch.
+CTRANSLATE2_QUANTIZATIONS = (
     "float32",
     "float16",
     "bfloat16",
@@ -22,8 +22,8 @@ QUANTIZATIONS = (
     "int8_bfloat16",
 )
 EXAMPLE = """\
-examples (a folder that Transformers loads without custom code; graphs for ONNX
-Runtime; a model for CTranslate2):
+examples (a folder that Transformers loads without custom code, graphs for ONNX
+Runtime, and a model for CTranslate2):
   %(prog)s t5-gqa2 --to transformers \\
       --output_dir t5-plain
   %(prog)s t5-gqa2 --to onnx --output_dir t5-onnx
@@ -33,37 +33,44 @@ Runtime; a model for CTranslate2):
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the command.
+    """Parse the command-line arguments.
 
     Raises:
-        OSError: if the output folder cannot be created. It is checked before imports that take seconds.
+        OSError: if the output folder cannot be created. The check runs before slow imports.
     """
     parser = CommandParser(
         prog=program_name("export_checkpoint.py"),
         description="Export a variant for use without this package. `--to transformers` writes a plain checkpoint "
-        "with the same outputs and all key/value heads. `--to onnx` writes ONNX graphs with fewer heads and latents "
-        "in the weights and the cache. `--to ctranslate2` writes a model for CTranslate2 with fewer heads in the "
-        "weights and all heads in the cache.",
+        "with the same outputs and all key/value heads. `--to onnx` writes ONNX graphs, whose weights and cache keep "
+        "the fewer heads and the latents. `--to ctranslate2` writes a CTranslate2 model with fewer heads in the "
+        "weights "
+        "and all heads in the cache.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
+    parser.add_argument("--to", required=True, choices=("transformers", "onnx", "ctranslate2"), help="export format")
+    parser.add_argument("--output_dir", required=True, help="new or empty output folder")
     parser.add_argument(
-        "--to", required=True, choices=("transformers", "onnx", "ctranslate2"), help="format of the export"
-    )
-    parser.add_argument("--output_dir", required=True, help="a new or empty folder")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="only for transformers: type of the tensors (default: as in the checkpoint)"
-    )
-    parser.add_argument(
-        "--opset", type=int, help="only for onnx: 18, 20, or 23 with an attention operator (default: 18)"
+        "--dtype",
+        choices=DTYPE_NAMES,
+        help="for transformers: data type of the tensors (default: as in the checkpoint)",
     )
     parser.add_argument(
-        "--quantization", choices=QUANTIZATIONS, help="only for ctranslate2: type of the weights (default: float32)"
+        "--opset",
+        type=int,
+        help="for onnx: opset version, which is 18, 20, or 23 with an attention operator (default: 18)",
     )
-    parser.add_argument("--allow_pickle", action="store_true", help="read pytorch_model.bin (with weights_only=True)")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument(
+        "--quantization",
+        choices=CTRANSLATE2_QUANTIZATIONS,
+        help="for ctranslate2: data type of the weights (default: float32)",
+    )
+    parser.add_argument(
+        "--allow_pickle", action="store_true", help="allow reading pytorch_model.bin (with weights_only=True)"
+    )
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    parser.add_argument("--disable_tqdm", action="store_true", help="show no progress bars")
+    parser.add_argument("--disable_tqdm", action="store_true", help="disable the progress bars")
     args = parse_with_checkpoint(parser, argv)
     for name, export_format in FORMAT_OPTIONS.items():
         if getattr(args, name) is not None and args.to != export_format:
@@ -73,13 +80,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Export the checkpoint, print a summary and return the object that describes the export.
+    """Export the checkpoint, print a summary and return an object that describes the exported model.
 
     Raises:
-        ValueError: if the model cannot be exported, see `export_transformers`, `export_onnx` and `export_ctranslate2`.
+        ValueError: if the model cannot be exported (see `export_transformers`, `export_onnx` and
+            `export_ctranslate2`).
         OSError: if a file cannot be read or written.
     """
-    from ..progress import no_progress_bars
+    from ..progress import disable_progress_bars
 
     options = {name: value for name, value in vars(args).items() if name not in ("to", "disable_tqdm")}
     for name, export_format in FORMAT_OPTIONS.items():
@@ -98,7 +106,7 @@ def main(args: argparse.Namespace) -> Any:
         from ..export.plain import export_transformers
 
         export = export_transformers
-    with no_progress_bars(args.disable_tqdm):
+    with disable_progress_bars(args.disable_tqdm):
         result = export(**options)
     print(result.summary())
     return result

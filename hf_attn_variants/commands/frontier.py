@@ -1,4 +1,4 @@
-"""Command `attn-variants frontier`."""
+"""The `attn-variants frontier` command."""
 
 import argparse
 import importlib.util
@@ -28,14 +28,14 @@ VARIANT_OPTIONS = (
     "encoder_kv_lora_rank",
 )
 
-# The default number of texts and recordings for the measurement.
+# The default number of held-out texts and recordings.
 HELD_OUT_SIZE, HELD_OUT_AUDIO_SIZE = 512, 32
 
 FRONTIER_JSON, FRONTIER_PNG = "frontier.json", "frontier.png"
 
 EXAMPLE = """\
-examples (a T5 for translation with its text pairs; an encoder with lines of
-text; a Whisper with recordings):
+examples (a T5 model for translation with text pairs, an encoder with lines of
+text, and a Whisper model with recordings):
   attn-variants frontier ./t5-en-de --calibration_file train.en.gz \\
       --calibration_target_file train.de.gz --loss 0.02 \\
       --output_dir t5-frontier
@@ -47,19 +47,20 @@ text; a Whisper with recordings):
   attn-variants frontier openai/whisper-base \\
       --calibration_audio_dir recordings --output_dir whisper-frontier
 
-No checkpoint is written. The command converts each attention in memory, only with the closed form unless --fit_steps
-is given. It measures the variants on text (or recordings) of the same file that was not drawn for the calibration. If
-nothing is left, it uses the held-out tenth. If the checkpoint was trained on this text, the losses are larger than on
-new text, which --held_out_file can give. The last line of the output is the command that creates the selected
-variant. Without its `--fit_steps 0`, this command also runs fitting steps, which take longer and reduce the loss."""
+No checkpoint is written. The command converts each attention module in memory, using only the closed form unless
+--fit_steps is set. It measures the variants on text (or recordings) from the same file that was not drawn for
+calibration. If nothing is left, it uses the tenth that is held out. If the checkpoint was trained on this text, the
+measured losses are larger than on new text, which can be specified with --held_out_file. The last line of the output
+is the command that creates the selected variant. If you remove `--fit_steps 0` from it, it also runs fitting steps,
+which take longer but reduce the loss."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the command."""
+    """Parse the command-line arguments."""
     parser = CommandParser(
         prog="attn-variants frontier",
-        description="Measure the cache size and the quality of variants with fewer key/value heads and with latents "
-        "of several ranks, on text or audio. The result is a table, a plot, and the command that creates the selected "
+        description="Measure the cache size and, on text or audio, the quality of variants with fewer key/value heads "
+        "or with latents of several ranks. The result is a table, a plot, and the command that creates the selected "
         "variant.",
         epilog=EXAMPLE,
     )
@@ -67,18 +68,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output_dir",
         required=True,
-        help=f"a new or empty folder for {FRONTIER_PNG} and {FRONTIER_JSON}, or the folder of an interrupted call "
-        "with the same arguments, which is continued",
+        help=f"new or empty folder for {FRONTIER_PNG} and {FRONTIER_JSON}, or the folder of an interrupted run with "
+        "the "
+        "same arguments, which is then continued",
     )
     examples = parser.add_argument_group("text or audio", "examples of the kind that the model is used for")
     add_calibration_arguments(examples, fit_steps=0)
     add_audio_argument(examples)
     _add_measuring_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
-    parser.add_argument("--disable_tqdm", action="store_true", help="show no progress bars")
+    parser.add_argument("--disable_tqdm", action="store_true", help="disable the progress bars")
     parser.set_defaults(method=None, fit_steps=0)
     args = parse_with_checkpoint(parser, argv)
     _check_options(parser, args)
@@ -89,64 +91,74 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss",
         type=float,
-        help="print the command of the smallest variant whose loss exceeds the loss of the checkpoint by at most this "
-        "number (nats per token; for an encoder without a head 1 - cosine of embeddings)",
+        help="maximum increase in loss compared with the checkpoint. Prints the command for the smallest such variant "
+        "(in "
+        "nats per token or, for an encoder without a head, 1 - cosine of the embeddings)",
     )
     parser.add_argument(
-        "--held_out_file", help="text for the measurement, in the format of --calibration_file (default: its rest)"
+        "--held_out_file",
+        help="text to measure on, in the format of --calibration_file (default: the remaining examples in that file)",
     )
-    parser.add_argument("--held_out_target_file", help="encoder-decoders: the target of each line of --held_out_file")
+    parser.add_argument(
+        "--held_out_target_file",
+        help="for encoder-decoder models: file with the target for each line in --held_out_file",
+    )
     parser.add_argument(
         "--held_out_audio_dir",
         metavar="FOLDER",
-        help="recordings for the measurement (default: the rest of --calibration_audio_dir)",
+        help="folder with recordings to measure on (default: the remaining recordings in --calibration_audio_dir)",
     )
     parser.add_argument(
         "--held_out_size",
         type=int,
-        help=f"number of texts or recordings for the measurement (default: {HELD_OUT_SIZE} texts or "
+        help=f"number of texts or recordings to measure on (default: {HELD_OUT_SIZE} texts or "
         f"{HELD_OUT_AUDIO_SIZE} recordings)",
     )
     parser.add_argument(
         "--num_key_value_heads", type=int, nargs="+", help="numbers of key/value heads to try (default: several)"
     )
-    parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks of the self-attention to try")
+    parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks to try for the self-attention")
     parser.add_argument(
-        "--cross_kv_lora_rank", type=int, nargs="+", help="encoder-decoders: ranks of the cross-attention to try"
+        "--cross_kv_lora_rank",
+        type=int,
+        nargs="+",
+        help="for encoder-decoder models: ranks to try for the cross-attention",
     )
     parser.add_argument(
         "--encoder_num_key_value_heads",
         type=int,
         nargs="+",
-        help="encoder-decoders: numbers of key/value heads of the encoder to try",
+        help="for encoder-decoder models: numbers of key/value heads to try for the encoder",
     )
     parser.add_argument(
-        "--encoder_kv_lora_rank", type=int, nargs="+", help="encoder-decoders: ranks of the encoder to try"
+        "--encoder_kv_lora_rank", type=int, nargs="+", help="for encoder-decoder models: ranks to try for the encoder"
     )
     parser.add_argument(
         "--length",
         type=int,
         default=512,
-        help="number of tokens in the cache of a decoder, or in a text of an encoder (default: %(default)s)",
+        help="number of tokens in the cache of a decoder or in the input of an encoder (default: %(default)s)",
     )
     parser.add_argument(
         "--source_length",
         type=int,
-        help="encoder-decoders: number of tokens that the encoder reads (default: --length; Whisper: its window)",
+        help="for encoder-decoder models: number of tokens that the encoder reads (default: --length; for Whisper, "
+        "its "
+        "window)",
     )
 
 
 def _check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exit with an error message if the flags cannot be combined."""
     if args.calibration_file is None and args.calibration_audio_dir is None:
-        parser.error("--calibration_file is required for the measurement (for Whisper: --calibration_audio_dir).")
+        parser.error("--calibration_file is required (for Whisper, --calibration_audio_dir).")
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Measure the variants, write the plot and the JSON file, print the table and return the `Frontier`.
+    """Measure the variants, save the plot and the JSON file, print the table and return the `Frontier`.
 
     Raises:
-        ValueError: if an option does not fit the checkpoint, or a file contains invalid data.
+        ValueError: if an option is not valid for the checkpoint, or a file contains invalid data.
         OSError: if a file cannot be read or written.
     """
     from dataclasses import replace
@@ -154,7 +166,7 @@ def main(args: argparse.Namespace) -> Any:
     from ..errors import INTERRUPTED
     from ..inspection.frontier import SavedFrontier, load_source, measure_frontier, variants_to_try
     from ..model_properties import set_languages
-    from ..progress import no_progress_bars
+    from ..progress import disable_progress_bars
 
     output_dir = Path(args.output_dir).expanduser()
     saved = SavedFrontier(output_dir / FRONTIER_JSON)
@@ -167,7 +179,7 @@ def main(args: argparse.Namespace) -> Any:
         start.apply_to(model)
     known = saved.rows(_make_run_key(args, options, calibration, held_out))
     try:
-        with no_progress_bars(args.disable_tqdm):
+        with disable_progress_bars(args.disable_tqdm):
             frontier = measure_frontier(
                 model,
                 options,
@@ -183,13 +195,13 @@ def main(args: argparse.Namespace) -> Any:
     except KeyboardInterrupt:
         advice = ""
         if saved.path.exists():
-            advice = f" {saved.path} contains the finished measurements, and the same command continues."
+            advice = f" {saved.path} contains the finished measurements. Repeat the command to continue."
         raise KeyboardInterrupt(f"{INTERRUPTED}.{advice}") from None
     chosen = None if args.loss is None else frontier.cheapest(args.loss)
     results = frontier.to_dict() | {
         "chosen": chosen and {"name": chosen.name, "command": _format_convert_command(chosen, args)}
     }
-    is_drawn = _draw(frontier, args.loss, output_dir / FRONTIER_PNG)
+    is_drawn = _save_frontier_plot(frontier, args.loss, output_dir / FRONTIER_PNG)
     saved.finish(results)
     if args.json:
         print(json.dumps(results, indent=2))
@@ -199,28 +211,26 @@ def main(args: argparse.Namespace) -> Any:
     return frontier
 
 
-def _draw(frontier: Any, loss: float | None, path: Path) -> bool:
-    """Write the plot and return True, or return False if matplotlib is not installed."""
+def _save_frontier_plot(frontier: Any, loss: float | None, path: Path) -> bool:
+    """Save the plot and return True, or return False if Matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        logger.warning(
-            "%s is not drawn, because matplotlib is not installed. Run `pip install matplotlib`.", path.name
-        )
+        logger.warning("Skipping %s because matplotlib is not installed. Run `pip install matplotlib`.", path.name)
         return False
-    from ..files import write_picture
+    from ..files import save_plot
     from ..inspection.frontier_plot import draw_frontier
 
-    write_picture(path, lambda: draw_frontier(frontier, loss), dpi=130)
+    save_plot(path, lambda: draw_frontier(frontier, loss), dpi=130)
     return True
 
 
 def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the examples for the calibration and the examples for the measurement (texts or recordings)."""
+    """Read the calibration examples and the held-out examples (texts or recordings)."""
     import sys
 
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
     from ..inspection.frontier import split_text
 
-    calibration: Any = read_calibration_arguments(args)  # it is not None, because `_check_options` requires its flag
+    calibration: Any = read_calibration_arguments(args)  # not None, because `_check_options` requires the flag
     if calibration.audio is not None:
         all_examples = read_audio_calibration(args.held_out_audio_dir or args.calibration_audio_dir, size=sys.maxsize)
         size = HELD_OUT_AUDIO_SIZE if args.held_out_size is None else args.held_out_size
@@ -235,7 +245,7 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _make_run_key(args: argparse.Namespace, options: Any, calibration: Any, held_out: Any) -> dict[str, Any]:
-    """Return all values that the results depend on. A later call reuses saved results if these values are equal."""
+    """Return all values that affect the results. Saved results are reused if these values are equal."""
     from ..inspection.frontier import hash_examples
 
     names = ["model_name_or_path", "revision", "length", "source_length", "seed"]
@@ -250,23 +260,23 @@ def _print_frontier(frontier: Any, chosen: Any, args: argparse.Namespace, files:
 
     size = f"{frontier.length:,} tokens" + (f", source {frontier.source_length:,}" if _has_source(frontier) else "")
     title = f"{frontier.checkpoint} ({frontier.architecture}), {size}; loss: {MEASURES[frontier.measure]}"
-    header, rows = frontier_cells(frontier)
+    header, rows = format_frontier_table(frontier)
     print_table(title, header, rows)
     print_text(
-        f"* on the frontier: no other variant is smaller and has a lower loss. The loss is measured on "
+        f"* on the frontier: no other variant is smaller and also has a lower loss. The loss is measured on "
         f"{frontier.held_out_texts} held-out {'texts' if args.calibration_audio_dir is None else 'recordings'}. The "
-        "column `above` shows the difference from the checkpoint with its standard error."
+        "`above` column shows the difference from the checkpoint and its standard error."
     )
     print(files)
     if chosen is not None:
-        print_text(f"Smallest variant whose loss is at most {args.loss:g} higher: {chosen.name}.")
+        print_text(f"The smallest variant whose loss is at most {args.loss:g} higher is {chosen.name}.")
         print(f"  {_format_convert_command(chosen, args)}")
     elif args.loss is not None:
-        print_text(f"No variant has a loss that is at most {args.loss:g} higher than the loss of the checkpoint.")
+        print_text(f"The loss of all variants exceeds the loss of the checkpoint by more than {args.loss:g}.")
 
 
-def frontier_cells(frontier: Any) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of a `Frontier`."""
+def format_frontier_table(frontier: Any) -> tuple[list[str], list[list[str]]]:
+    """Return the header and rows of the table for a `Frontier`."""
     cache = frontier.source.kv_cache_bytes_per_token
     header = ["variant"]
     if cache is not None:
@@ -290,11 +300,11 @@ def _has_source(frontier: Any) -> bool:
 
 
 def _format_convert_command(row: Any, args: argparse.Namespace) -> str:
-    """Return the command that creates the variant of a row."""
+    """Return the command that creates the variant in a row."""
     words = ["attn-variants", "convert", "--model_name_or_path", args.model_name_or_path]
     for name, value in row.fields.items():
         words += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
-    if row.attention_error != 0:  # otherwise the conversion is exact and needs no calibration
+    if row.attention_error != 0:  # otherwise, the conversion is exact and does not need calibration
         for name in CALIBRATION_OPTIONS:
             value = getattr(args, name)
             if value is not None:

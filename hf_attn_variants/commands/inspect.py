@@ -1,4 +1,4 @@
-"""Command `attn-variants inspect`."""
+"""The `attn-variants inspect` command."""
 
 import argparse
 import json
@@ -16,59 +16,64 @@ examples:
       --num_beams 4 --memory 4GiB
   attn-variants inspect ./bert-gqa4 --details
 
-The command reads only config.json. A row with * is the unchanged checkpoint. A row with - cannot be reached by a
-conversion, because neither number of heads divides the other, or because heads have parameters of their own."""
+The command reads only config.json. * marks the unchanged checkpoint. - marks variants that the checkpoint cannot be
+converted to, because neither number of heads divides the other, or because each head has its own parameters."""
 
 CACHE_DTYPES = ("float64", "float32", "float16", "bfloat16")
 SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the command."""
+    """Parse the command-line arguments."""
     parser = CommandParser(
         prog="attn-variants inspect",
-        description="Show the parameters, FLOPs and cache of a checkpoint for each possible number of key/value heads "
-        f"and with talking heads, without loading weights. Checkpoints: {MODEL_NAMES}.",
+        description="Show the parameters, FLOPs and cache size of a checkpoint for each possible number of key/value "
+        f"heads and with talking heads, without loading the weights. Supported models: {MODEL_NAMES}.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
-    parser.add_argument("--batch_size", type=int, default=1, help="sequences per batch (default: %(default)s)")
+    parser.add_argument(
+        "--batch_size", type=int, default=1, help="number of sequences per batch (default: %(default)s)"
+    )
     parser.add_argument(
         "--length",
         type=int,
         default=512,
-        help="number of tokens that are attended to: the sequence of an encoder, the cache of a decoder (default: "
-        "%(default)s)",
+        help="number of tokens in the input of an encoder or the cache of a decoder (default: %(default)s)",
     )
     parser.add_argument(
         "--source_length",
         type=int,
-        help="encoder-decoders: number of tokens that the encoder reads (default: --length; Whisper: its window)",
+        help="for encoder-decoder models: number of tokens that the encoder reads (default: --length; for Whisper, "
+        "its "
+        "window)",
     )
     parser.add_argument(
         "--num_beams",
         type=int,
         default=1,
-        help="beams per sequence, for a model with a cache. The first row is then the class of Transformers, which "
-        "stores the encoder keys and values for each beam (default: %(default)s)",
+        help="number of beams per sequence for models with a cache. With several beams, the first row is the "
+        "Transformers "
+        "class, which stores the encoder keys and values for each beam (default: %(default)s)",
     )
     parser.add_argument(
         "--memory",
         type=_parse_memory,
         metavar="SIZE",
-        help="for a model with a cache: show the largest batch that fits into this memory together with the weights "
-        "(for example 4GiB or 800MiB)",
+        help="amount of memory, such as 4GiB or 800MiB. For models with a cache, shows the largest batch that fits "
+        "into "
+        "it together with the weights",
     )
     parser.add_argument(
-        "--dtype", choices=CACHE_DTYPES, help="type of weights and cache (default: as in the checkpoint)"
+        "--dtype", choices=CACHE_DTYPES, help="data type of the weights and the cache (default: as in the checkpoint)"
     )
     parser.add_argument(
         "--details",
         action="store_true",
-        help="also show the attention parameters, the FLOPs per token, and the size of each cache per token",
+        help="also show the number of attention parameters, the FLOPs per token, and the size of each cache per token",
     )
     parser.add_argument("--json", action="store_true", help="print JSON with all values instead of a table")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument("--revision", help="branch, tag or commit on the Hub")
     parser.add_argument("--token", help="Hub token, for private and gated repositories (default: the stored login)")
     return parse_with_checkpoint(parser, argv)
 
@@ -97,7 +102,7 @@ def main(args: argparse.Namespace) -> Any:
     if args.json:
         print(json.dumps(table.to_dict(), indent=2))
         return table
-    header, rows = cost_cells(table, args.details)
+    header, rows = format_cost_table(table, args.details)
     title = f"{table.checkpoint} ({table.architecture}), {table.dtype}, {_format_sizes(table)}"
     cache_columns = (i for i, name in enumerate(header) if "cache" in name)
     print_table(title, header, rows, cut=next(cache_columns, None) if args.details else None)
@@ -106,15 +111,15 @@ def main(args: argparse.Namespace) -> Any:
     return table
 
 
-def cost_cells(table: Any, details: bool = False) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a `CostTable` as text.
+def format_cost_table(table: Any, details: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Return the header and rows of a `CostTable` as strings.
 
-    If the number of beams is larger than one, the first row is the class of Transformers, because its cache is larger.
+    With several beams, the first row is the Transformers class, because its cache is larger.
 
     Args:
         table: the table.
-        details: whether to show all values. Otherwise the columns are the parameters, the cache and the saved cache
-            (for models without a cache, the saved weights).
+        details: whether to include all values. Otherwise, the columns are the parameters, the cache size and the cache
+            saving (for models without a cache, the weight saving).
     """
     current, current_cache = table.current, table.current_kv_cache_bytes
     parts = list(current.flops_per_token) if details else []
@@ -143,7 +148,7 @@ def cost_cells(table: Any, details: bool = False) -> tuple[list[str], list[list[
 
 
 def _make_upstream_row(table: Any) -> Any:
-    """Return the row of the class of Transformers if its cache is larger than the cache of this package, or None."""
+    """Return the row for the Transformers class, or None if its cache is not larger than in this package."""
     if table.upstream_kv_cache_bytes is None:
         return None
     cache, largest = table.upstream_kv_cache_bytes, table.upstream_largest_batch
@@ -160,49 +165,54 @@ def _list_notes(table: Any, details: bool) -> list[str]:
     notes = ["* the unchanged checkpoint"] if any(row.current for row in table.rows) else []
     if not all(row.convertible for row in table.rows):
         notes.append(
-            "- cannot be reached by a conversion: neither number divides the other, or heads have parameters of their "
-            "own"
+            "- not available by conversion: neither number of heads divides the other, or each head has its own "
+            "parameters"
         )
     if details:
         notes.append(
-            "Parameters are those of the model, with tied parameters counted once. Files may contain more or fewer, "
-            "which `convert` counts."
+            "Tied parameters are counted once. The files may contain more or fewer parameters, which `convert` counts."
         )
     if table.upstream_kv_cache_bytes is not None:
         notes.append(
-            "The class of Transformers stores the encoder keys and values for each beam, the class of this package "
-            "only once (except with talking heads in the cross-attention). `share_memory` gives the class of "
-            f"Transformers the cache of {table.current.name} without a conversion."
+            "The Transformers class stores the encoder keys and values for each beam. The class from this package "
+            "stores "
+            "them only once (except with talking heads in the cross-attention). With `share_memory`, the Transformers "
+            f"class has the same cache size as {table.current.name} without conversion."
         )
     if table.memory is not None:
         notes.append(
-            f"largest batch: number of sequences whose cache fits into {_format_bytes(table.memory)} together with "
-            "the weights. Activations need additional memory."
+            f"largest batch: the number of sequences whose cache fits into {_format_bytes(table.memory)} together "
+            "with "
+            "the weights. Activations require additional memory."
         )
         notes += _explain_zero_batch(table)
     if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:
-        notes.append("There is no key/value cache, because memory-side dynamic projections need all past inputs.")
+        notes.append("There is no key/value cache because memory-side dynamic projections require all past inputs.")
     elif table.current.kv_cache_bytes_per_token is None:
-        notes.append("There is no key/value cache. A conversion saves parameters of an encoder, but hardly any time.")
+        notes.append(
+            "There is no key/value cache. Conversion reduces the parameters of an encoder, but hardly its runtime."
+        )
     return notes
 
 
 def _explain_zero_batch(table: Any) -> list[str]:
-    """Return a note that explains why the largest batch is 0 in a row, if there is one."""
+    """Return a note that explains why the largest batch is 0 in some rows, or an empty list if it is never 0."""
     weights = table.weight_bytes(table.current)
     if all(table.weight_bytes(row) > table.memory for row in table.rows):
         return [f"The weights ({_format_bytes(weights)}) do not fit into {_format_bytes(table.memory)}."]
     if any(row.largest_batch == 0 for row in table.rows):
         weights_text = _format_bytes(weights)
-        return [f"0: the weights ({weights_text} unchanged) leave too little memory for the cache of one sequence."]
+        return [f"0: the weights ({weights_text} unchanged) do not leave enough memory for the cache of one sequence."]
     return []
 
 
 def _parse_memory(text: str) -> int:
-    """Return the number of bytes of a text such as "800MiB"."""
+    """Parse a size such as "800MiB" and return the number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"the size must be a number with a unit (4GiB, 800MiB, 4GB), got {text!r}.")
+        raise argparse.ArgumentTypeError(
+            f"the size must be a number with a unit, such as 4GiB, 800MiB or 4GB, got {text!r}."
+        )
     number, unit = match.groups(default="B")
     base = 1024 if "i" in unit else 1000
     return int(float(number) * base ** "BKMGT".index(unit[0]))

@@ -1,4 +1,4 @@
-"""Command `attn-variants push`, also run by `scripts/push_to_hub.py`."""
+"""The `attn-variants push` command, which `scripts/push_to_hub.py` also runs."""
 
 import argparse
 from collections.abc import Sequence
@@ -12,46 +12,53 @@ example (--dry_run only lists the files and prints the model card):
   %(prog)s bert-gqa4 --repo_id me/bert-gqa4 --private \\
       --base_model google-bert/bert-base-uncased --license apache-2.0 --dry_run
 
-All files are pushed in one commit. If nothing has changed, a repeated push makes no commit."""
+All files are pushed in a single commit. If nothing has changed since the last push, no commit is created."""
 
-MOST_TEXT_BYTES = 2**24  # the limit for a card, and for the notes on a card
-# The flags that are fields of `CardOptions`.
+MAX_TEXT_BYTES = 2**24  # the limit for model cards and their notes
+# The flags that correspond to fields of `CardOptions`.
 CARD_FLAGS = ("title", "base_model", "license", "language", "datasets", "pipeline_tag", "notes", "evaluations")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the command."""
+    """Parse the command-line arguments."""
     parser = CommandParser(
         prog=program_name("push_to_hub.py"),
         description="Push a checkpoint folder to the Hub: the model, tokenizer, code files, generation configuration "
-        "and a model card, which is generated from the reports of conversions and trainings.",
+        "and a model card, which is generated from conversion and training reports.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder")
-    parser.add_argument("--repo_id", help="user/name (default: the name of the folder, under your account)")
+    parser.add_argument(
+        "--repo_id", help="repository as user/name (default: the name of the folder, under your account)"
+    )
     visibility = parser.add_mutually_exclusive_group()
     visibility.add_argument("--private", action="store_true", help="create or require a private repository")
     visibility.add_argument("--public", action="store_true", help="create or require a public repository")
-    parser.add_argument("--revision", help="branch, which is created if it does not exist (default: main)")
+    parser.add_argument("--revision", help="branch to push to, which is created if it does not exist (default: main)")
     parser.add_argument(
-        "--commit_message", default="Upload model, tokenizer, code and model card", help="message of the commit"
+        "--commit_message", default="Upload model, tokenizer, code and model card", help="commit message"
     )
-    parser.add_argument("--dry_run", action="store_true", help="list the files, print the card, and push nothing")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="list the files and print the model card without pushing anything"
+    )
     parser.add_argument("--allow_pickle", action="store_true", help="also push pickle files")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
-    card = parser.add_argument_group("model card", "information that is not in the files of the folder")
-    card.add_argument("--card", help="use this Markdown file as the card instead of a generated card")
-    card.add_argument("--save_card", help="also write the card to this file")
-    card.add_argument("--overwrite_card", action="store_true", help="replace a README.md that was edited on the Hub")
-    card.add_argument("--title", help="title (default: the name of the repository)")
-    card.add_argument("--base_model", help="Hub id of the base model")
-    card.add_argument("--license", help="id of the license on the Hub (default: the license of the base model)")
-    card.add_argument("--language", nargs="+", help="language codes (default: the languages of the base model)")
-    card.add_argument("--datasets", nargs="+", help="Hub ids of the training data")
-    card.add_argument("--pipeline_tag", help="task on the Hub (default: the task of the architecture)")
-    card.add_argument("--notes", help='Markdown file for the section "Notes" of the card')
+    card = parser.add_argument_group("model card", "information that the files in the folder do not contain")
+    card.add_argument("--card", help="Markdown file to use as the model card instead of generating one")
+    card.add_argument("--save_card", help="file to which the model card is also written")
     card.add_argument(
-        "--evaluations", help="JSON list of further scores, each with the fields of huggingface_hub.EvalResult"
+        "--overwrite_card", action="store_true", help="replace the README.md on the Hub even if it was edited there"
+    )
+    card.add_argument("--title", help="title of the model card (default: the name of the repository)")
+    card.add_argument("--base_model", help="Hub id of the base model")
+    card.add_argument("--license", help="license id used on the Hub (default: the license of the base model)")
+    card.add_argument("--language", nargs="+", help="language codes (default: the languages of the base model)")
+    card.add_argument("--datasets", nargs="+", help="Hub ids of the training datasets")
+    card.add_argument("--pipeline_tag", help="task shown on the Hub (default: the task of the architecture)")
+    card.add_argument("--notes", help='Markdown file for the "Notes" section of the model card')
+    card.add_argument(
+        "--evaluations",
+        help="JSON file with a list of additional scores, each with the fields of huggingface_hub.EvalResult",
     )
     return parse_with_checkpoint(parser, argv)
 
@@ -63,7 +70,8 @@ def main(args: argparse.Namespace) -> Any:
         The `PushResult`, or the `PushPlan` with --dry_run.
 
     Raises:
-        ValueError: if the folder, the card or the repository is not valid, see `plan_push` and `push_checkpoint`.
+        ValueError: if the folder, the model card or the repository is not valid (see `plan_push` and
+            `push_checkpoint`).
         OSError: if a file cannot be read, or the push fails.
     """
     from huggingface_hub import HfApi
@@ -76,7 +84,7 @@ def main(args: argparse.Namespace) -> Any:
     file_values: dict[str, Any] = {"notes": _read_text(args.notes), "evaluations": evaluations}
     options = CardOptions(**{name: file_values.get(name, getattr(args, name)) for name in CARD_FLAGS})
     folder = Path(args.model_name_or_path).expanduser()
-    if not folder.is_dir():  # checked before any request to the Hub
+    if not folder.is_dir():  # checked before any requests to the Hub
         raise FileNotFoundError(f"The checkpoint folder {args.model_name_or_path!r} does not exist.")
     api = HfApi(token=args.token)
     repo_id = args.repo_id or folder.resolve().name
@@ -92,7 +100,7 @@ def main(args: argparse.Namespace) -> Any:
     private = True if args.private else False if args.public else None
     result = push_checkpoint(plan, private, args.revision, args.commit_message, args.overwrite_card, api)
     for name in result.removed:
-        print(f"Removed {name}, which an earlier push had added")
+        print(f"Removed {name}, which was added by an earlier push")
     print(f"{'Pushed to' if result.changed else 'No changes in'} {result.url}, commit {result.commit}")
     print(
         f'Load the model with from_pretrained("{result.repo_id}", revision="{result.commit}", trust_remote_code=True)'
@@ -106,6 +114,6 @@ def _read_text(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return read_file(Path(path).expanduser(), MOST_TEXT_BYTES).decode("utf-8").strip() + "\n"
+        return read_file(Path(path).expanduser(), MAX_TEXT_BYTES).decode("utf-8").strip() + "\n"
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} must be UTF-8 text ({error}). Save the file as UTF-8.") from error

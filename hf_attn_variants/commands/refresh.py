@@ -1,4 +1,4 @@
-"""Command `attn-variants refresh`."""
+"""The `attn-variants refresh` command."""
 
 import argparse
 import inspect
@@ -11,35 +11,40 @@ from ..command_line import CommandParser, add_checkpoint_argument, parse_with_ch
 from ..files import CARD_NAME, CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 
 EXAMPLE = """\
-examples (write a new folder; also push it to the Hub in one commit):
+examples (writing a new folder, and also pushing it to the Hub in one commit):
   attn-variants refresh bert-gqa4 --output_dir bert-gqa4-new
   attn-variants refresh me/bert-gqa4 --output_dir bert-gqa4 --push_to_hub
 
-The command loads the model with the classes of the installed package and saves it with their code. It then compares
-the outputs of the model before and after on random inputs. It does not run the old code."""
+The command loads the model with the classes in the installed package and saves it together with their code. It then
+compares the outputs before and after saving on random inputs. The old code is not run."""
 RANDOM_TOKENS = 8
-MAX_DIFFERENCE = 1e-4  # relative to the largest output
+_MAX_DIFFERENCE = 1e-4  # relative to the largest output
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the command.
+    """Parse the command-line arguments.
 
     Raises:
         OSError: if the output folder cannot be created.
     """
     parser = CommandParser(
         prog="attn-variants refresh",
-        description="Save a repository of this package with the code of the installed version, so that newer versions "
-        "of Transformers can load it. The weights, the tokenizer and all other files do not change.",
+        description="Update the code in a repository created with this package to the installed version, so that "
+        "newer "
+        "Transformers versions can load the model. The weights, the tokenizer and all other files are left unchanged.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "folder or Hub id of the repository")
-    parser.add_argument("--output_dir", required=True, help="a new or empty folder")
-    parser.add_argument("--revision", help="branch, tag or commit of the Hub id to read")
+    parser.add_argument("--output_dir", required=True, help="new or empty output folder")
+    parser.add_argument("--revision", help="branch, tag or commit to read from the Hub")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
-    push = parser.add_argument_group("push", "push to the main branch of a repository on the Hub, in one commit")
+    push = parser.add_argument_group(
+        "push", "pushing to the main branch of a repository on the Hub in a single commit"
+    )
     push.add_argument("--push_to_hub", action="store_true", help="push the new folder")
-    push.add_argument("--hub_model_id", help="user/name (default: the Hub id, or the name of the new folder)")
+    push.add_argument(
+        "--hub_model_id", help="repository as user/name (default: the original Hub id, or the name of the new folder)"
+    )
     visibility = push.add_mutually_exclusive_group()
     visibility.add_argument("--private", action="store_true", help="create or require a private repository")
     visibility.add_argument("--public", action="store_true", help="create or require a public repository")
@@ -49,10 +54,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> Any:
-    """Refresh the repository and push it if requested. Return the `PushResult`, or the new folder without a push.
+    """Refresh the repository and push it if requested.
+
+    Returns:
+        The `PushResult`, or the path of the new folder if it was not pushed.
 
     Raises:
-        ValueError: if the repository is not one of this package, or the outputs of the model change.
+        ValueError: if the repository was not created with this package, or the outputs of the model change.
         OSError: if a file is missing or cannot be written, or the push fails.
     """
     from ..conversion.checkpoint.source import local_folder, resolve_source
@@ -60,7 +68,7 @@ def main(args: argparse.Namespace) -> Any:
     output, folder = Path(args.output_dir).expanduser(), local_folder(args.model_name_or_path)
     source = resolve_source(args.model_name_or_path, args.revision, args.token)
     difference = _refresh(source, check_output_dir(output, source=source))
-    print(f"Wrote {output}\nThe largest difference between the outputs before and after is {difference:.1g}.")
+    print(f"Wrote {output}\nThe largest difference between the outputs before and after saving is {difference:.1g}.")
     if not args.push_to_hub:
         return output
     from huggingface_hub import HfApi
@@ -78,7 +86,7 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def _refresh(source: Path, output: Path) -> float:
-    """Write the repository with the current code, and return the largest relative difference of the outputs."""
+    """Write the repository with the current code, and return the largest relative difference between the outputs."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     from ..conversion.checkpoint.source import read_config
@@ -91,7 +99,7 @@ def _refresh(source: Path, output: Path) -> float:
     config = read_config(source)
     if not config["model_type"].startswith("attn_variant_") or not config.get("architectures"):
         raise ValueError(
-            f"{source} must be a repository of this package, got model type {config['model_type']!r}. "
+            f"{source} must be a repository created with this package, got model type {config['model_type']!r}. "
             "Convert the checkpoint first."
         )
     model_class = variant_model_class(config["architectures"][0])
@@ -110,8 +118,8 @@ def _refresh(source: Path, output: Path) -> float:
             (stage / CARD_NAME).write_text(refresh_card(text) or text, encoding="utf-8")
         remote = f"{type(model.config).modeling_file}.{model_class.__name__}"
         after = _load_model(get_class_from_dynamic_module(remote, str(stage)), stage)
-        difference = _difference(model, after)
-        if not difference <= MAX_DIFFERENCE:
+        difference = _measure_difference(model, after)
+        if not difference <= _MAX_DIFFERENCE:
             raise ValueError(
                 f"{source}: the outputs differ by {difference:.1g} after the refresh. The new folder was not written."
             )
@@ -126,13 +134,13 @@ def _load_model(model_class: Any, folder: Path) -> Any:
         model, info = model_class.from_pretrained(path, **options)
     if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):
         raise ValueError(
-            f"The weights in {folder} must be those of {model_class.__name__}, but {wrong[0]} is missing or unknown."
+            f"The weights in {folder} must match {model_class.__name__}, but {wrong[0]} is missing or unexpected."
         )
     return model.eval()
 
 
-def _difference(model: Any, other: Any) -> float:
-    """Return the largest difference of two models' outputs on random inputs, relative to the largest output."""
+def _measure_difference(model: Any, other: Any) -> float:
+    """Return the largest difference between two models' outputs on random inputs, relative to the largest output."""
     import torch
 
     config, name, generator = model.config, type(model).__name__, torch.Generator().manual_seed(0)
@@ -141,7 +149,7 @@ def _difference(model: Any, other: Any) -> float:
     words = torch.tensor([token_id for token_id in range(count) if token_id not in special_ids])
     ids = words[torch.randint(len(words), (2, RANDOM_TOKENS), generator=generator)]
     if isinstance(config.eos_token_id, int):
-        ids[:, -1] = config.eos_token_id  # BART classifies with the state of the end token, which must occur once
+        ids[:, -1] = config.eos_token_id  # BART classifies by the end-of-sequence token, which must occur once
     inputs = {"input_ids": ids[None] if name.endswith("ForMultipleChoice") else ids}
     if model.main_input_name == "input_features":
         shape = (2, config.num_mel_bins, 2 * config.max_source_positions)

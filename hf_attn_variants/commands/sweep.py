@@ -1,4 +1,4 @@
-"""Command `attn-variants sweep`."""
+"""The `attn-variants sweep` command."""
 
 import argparse
 import json
@@ -17,25 +17,27 @@ example (use --dry_run instead of --output_dir to print the commands):
   attn-variants sweep sweeps/fewer_heads.yaml \\
       --set DATA=~/data TOKENIZER=vocabulary-256 --output_dir runs/fewer-heads
 
-docs/experiments.md describes the file. Repeat the command to continue a sweep: it skips finished runs, continues an
-interrupted training from its last checkpoint, and repeats failed runs. Several calls can share one folder."""
+docs/experiments.md describes the file format. To continue a sweep, repeat the command. It skips finished runs, resumes
+interrupted training runs from their last checkpoint, and repeats failed runs. Several processes can share a folder."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the command."""
+    """Parse the command-line arguments."""
     parser = CommandParser(
         prog="attn-variants sweep",
         description="Run one training command for several variants and seeds, and compare them in a table and a plot.",
         epilog=EXAMPLE,
     )
-    parser.add_argument("file", metavar="FILE", help="YAML file of the sweep")
-    parser.add_argument("--output_dir", help="folder for runs, table and plot (new, or from an earlier call)")
+    parser.add_argument("file", metavar="FILE", help="YAML file that defines the sweep")
+    parser.add_argument(
+        "--output_dir", help="folder for the runs, the table and the plot (new, or from an earlier call)"
+    )
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="values of variables in the file")
     parser.add_argument("--dry_run", action="store_true", help="print all commands without running them")
-    parser.add_argument("--disable_tqdm", action="store_true", help="show no progress bar")
+    parser.add_argument("--disable_tqdm", action="store_true", help="disable the progress bar")
     args = parser.parse_intermixed_args(argv)
     if args.output_dir is None and not args.dry_run:
-        parser.error("--output_dir is required, except with --dry_run.")
+        parser.error("--output_dir is required unless --dry_run is set.")
     if wrong := [text for text in args.set if "=" not in text.strip("=")]:
         parser.error(f"--set must be NAME=VALUE, got {wrong[0]}.")
     args.set = dict(text.split("=", 1) for text in args.set)
@@ -43,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Check the sweep, run its unfinished runs, write the results and return them.
+    """Check the sweep, execute its unfinished runs, and write and return the results.
 
     Raises:
         ValueError: if the file is not valid, the folder belongs to another sweep, or runs failed.
@@ -52,7 +54,7 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
         TerminatedError: after SIGTERM.
     """
     from ..files import check_output_dir, make_folders
-    from ..progress import no_progress_bars, progress_bar
+    from ..progress import disable_progress_bars, progress_bar
     from ..sweep.plan import plan_runs, read_sweep
     from ..sweep.runner import DEFAULT_METRICS, LOG_NAME, RunFolder, format_markdown
 
@@ -72,7 +74,10 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
     _check_models([folder.run for folder in unfinished if not folder.is_converted])
     make_folders(output_dir)
     results = _write_results(sweep, folders, output_dir)
-    with no_progress_bars(args.disable_tqdm), progress_bar(unfinished, desc="Sweep", unit="run", smoothing=0) as bar:
+    with (
+        disable_progress_bars(args.disable_tqdm),
+        progress_bar(unfinished, desc="Sweep", unit="run", smoothing=0) as bar,
+    ):
         for folder in bar:
             bar.set_postfix_str(folder.run.name)
             folder.execute()
@@ -87,7 +92,7 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _check_models(runs: Sequence[Any]) -> None:
-    """Check the new model or the conversion of each variant, because their runs may start only after hours.
+    """Check the new model or the conversion for each variant, because some runs may only start after hours.
 
     Raises:
         ValueError: if a file does not exist, or a configuration is not valid.
@@ -95,7 +100,7 @@ def _check_models(runs: Sequence[Any]) -> None:
     from ..training.engine.models import check_new_model
     from ..training.engine.settings import NewModelSettings
 
-    for run in {run.contestant: run for run in runs}.values():  # all seeds of a variant have the same model
+    for run in {run.contestant: run for run in runs}.values():  # all seeds of a variant use the same model
         command, *words = run.commands(Path("RUN"))[0]
         settings = load_command(command).parse_args(words)
         try:
@@ -117,16 +122,16 @@ def _print_commands(runs: Sequence[Any], output_dir: Path) -> None:
 
 
 def _write_results(sweep: Any, folders: Sequence[Any], output_dir: Path) -> dict[str, Any]:
-    """Write and return the results of all finished runs, including those of other calls of the sweep."""
-    from ..files import atomic_write, write_picture
+    """Write and return the results of all finished runs, including runs from other processes."""
+    from ..files import atomic_write, save_plot
     from ..sweep.runner import collect_results, format_markdown, plot_sweep
     from ..training.engine.checkpoints import lock_folder
 
-    with lock_folder(str(output_dir)):  # otherwise another call could overwrite newer results
+    with lock_folder(str(output_dir)):  # otherwise, another process could overwrite newer results
         for folder in folders:
             folder.read()
         results = collect_results(sweep, folders)
         atomic_write(output_dir / JSON_FILE, json.dumps(results, indent=2) + "\n")
         atomic_write(output_dir / MARKDOWN_FILE, format_markdown(results))
-        write_picture(output_dir / PNG_FILE, lambda: plot_sweep(results), dpi=120)
+        save_plot(output_dir / PNG_FILE, lambda: plot_sweep(results), dpi=120)
     return results

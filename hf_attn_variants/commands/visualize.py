@@ -1,4 +1,4 @@
-"""Command `attn-variants visualize`, also run by `scripts/visualize_attention.py`."""
+"""The `attn-variants visualize` command, which `scripts/visualize_attention.py` also runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..command_line import CommandParser, add_checkpoint_argument, parse_with_ch
 from ..files import check_output_dir
 
 HTML_FILE = "attention_maps.html"
-MAX_DRAWN_TOKENS = 64  # the labels of more tokens would not be readable
+MAX_PLOTTED_TOKENS = 64  # with more tokens, the labels would not be readable
 
 EXAMPLE = """\
 example:
@@ -23,31 +23,32 @@ example:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the arguments of the command.
+    """Parse the command-line arguments.
 
     Raises:
         OSError: if the output folder cannot be created.
     """
     parser = CommandParser(
         prog=program_name("visualize_attention.py"),
-        description=f"Draw the attention of every head for one text in a web page, {HTML_FILE}. The page shows the "
-        "weights before and after the talking-heads projections, and the projections themselves.",
+        description=f"Plot the attention of each head for a text on a web page, {HTML_FILE}. The page shows the "
+        "attention weights before and after the talking-heads projections, and the projections themselves.",
         epilog=EXAMPLE,
     )
-    add_checkpoint_argument(parser, "folder or Hub id of a variant or of a model of Transformers")
-    parser.add_argument("--text", required=True, help="input of the model")
+    add_checkpoint_argument(parser, "folder or Hub id of a variant or a Transformers model")
+    parser.add_argument("--text", required=True, help="input text")
     parser.add_argument(
-        "--target_text", help="encoder-decoders: input of the decoder (default: the greedy output of the model)"
+        "--target_text",
+        help="for encoder-decoder models: input of the decoder (default: the greedy output of the model)",
     )
-    parser.add_argument("--output_dir", required=True, help="a new or empty folder")
-    parser.add_argument("--tokenizer_name", help="folder or Hub id of the tokenizer (default: that of the checkpoint)")
+    parser.add_argument("--output_dir", required=True, help="new or empty output folder")
+    parser.add_argument("--tokenizer_name", help="folder or Hub id of the tokenizer (default: the checkpoint)")
     parser.add_argument(
-        "--max_length", type=int, default=32, help=f"largest number of tokens, up to {MAX_DRAWN_TOKENS}"
+        "--max_length", type=int, default=32, help=f"maximum number of tokens, at most {MAX_PLOTTED_TOKENS}"
     )
-    parser.add_argument("--layers", type=int, nargs="+", help="layers to draw, counted from 0 (default: all)")
+    parser.add_argument("--layers", type=int, nargs="+", help="layers to plot, counted from 0 (default: all)")
     args = parse_with_checkpoint(parser, argv)
-    if not 3 <= args.max_length <= MAX_DRAWN_TOKENS:
-        parser.error(f"--max_length must be between 3 and {MAX_DRAWN_TOKENS}, got {args.max_length}.")
+    if not 3 <= args.max_length <= MAX_PLOTTED_TOKENS:
+        parser.error(f"--max_length must be between 3 and {MAX_PLOTTED_TOKENS}, got {args.max_length}.")
     check_output_dir(args.output_dir)
     return args
 
@@ -56,7 +57,7 @@ def main(args: argparse.Namespace) -> Path:
     """Write the page and return its path.
 
     Raises:
-        ValueError: if the model cannot be drawn, or a layer does not exist.
+        ValueError: if the model is not supported, or a layer does not exist.
         OSError: if a file cannot be read or written.
     """
     from ..files import staged_folder
@@ -66,14 +67,14 @@ def main(args: argparse.Namespace) -> Path:
     maps = attention_maps(*_load(args), args.text, args.target_text, args.max_length)
     numbers = {attention.layer for attention in maps.attentions}
     if missing := sorted(set(args.layers or ()) - numbers):
-        raise ValueError(f"--layers must be from 0 to {max(numbers)}, got {', '.join(map(str, missing))}.")
+        raise ValueError(f"--layers must be between 0 and {max(numbers)}, got {', '.join(map(str, missing))}.")
     shown = tuple(attention for attention in maps.attentions if attention.layer in (args.layers or numbers))
     with staged_folder(output_dir) as stage:
         page = attention_page(replace(maps, attentions=shown), Path(args.model_name_or_path).name)
         (stage / HTML_FILE).write_text(page, encoding="utf-8")
     if maps.is_cut:
-        print(f"The text was cut to {args.max_length} tokens (--max_length).")
-    print(f"Drew {len(shown)} attentions. Open {output_dir / HTML_FILE} in a browser.")
+        print(f"The text was truncated to {args.max_length} tokens (--max_length).")
+    print(f"Plotted {len(shown)} attention modules. Open {output_dir / HTML_FILE} in a browser.")
     return output_dir / HTML_FILE
 
 
@@ -84,7 +85,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, Any]:
     from ..training.engine.models import check_max_length, load_config, load_model, load_tokenizer
     from ..training.engine.settings import ModelSettings
 
-    logging.set_verbosity_error()  # parts that do not affect the attention, such as a pooler, may be missing
+    logging.set_verbosity_error()  # modules that do not affect the attention, such as the pooler, may be missing
     settings = ModelSettings(model_name_or_path=args.model_name_or_path, tokenizer_name=args.tokenizer_name)
     config = load_config(settings)
     config_class = variant_config_class(config.model_type)

@@ -33,7 +33,7 @@ from ..modeling.ops.variant_attention import AttentionHeads
 if TYPE_CHECKING:
     from .calibration_settings import Calibration
 
-ROLES = ("query", "key", "value", "output")
+PROJECTION_ROLES = ("query", "key", "value", "output")
 # The field of `AttentionTensors` that several attentions can share.
 LATENT = "latent_weight"
 
@@ -200,11 +200,11 @@ class AttentionTensors:
         return cls(**projections, kernel=kernel, kernel_tensors=kernel_tensors)
 
     def pair(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight and the bias of one of `ROLES` or of "latent", which has no bias."""
+        """Return the weight and the bias of one of `PROJECTION_ROLES` or of "latent", which has no bias."""
         return getattr(self, f"{role}_weight"), getattr(self, f"{role}_bias", None)
 
     def project(self, role: str, states: torch.Tensor) -> torch.Tensor:
-        """Return the projection of `states` by one of `ROLES`: [..., in] to [..., out]."""
+        """Return the projection of `states` by one of `PROJECTION_ROLES`: [..., in] to [..., out]."""
         return nn.functional.linear(states, *self.pair(role))
 
     def latent(self, states: torch.Tensor) -> torch.Tensor:

@@ -277,7 +277,7 @@ def convert_checkpoint(
         config, reader = extend_positions(config, stored, fields)
         source = request.source_of(reader, folder)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
-        skipped = (CARD_NAME,) if history.has_all_terms else ()  # the history replaces the old model card
+        skipped = (CARD_NAME,) if history.has_readable_card else ()  # the history replaces the old model card
         new = plan_folder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
         result = request.fit(plan, reader, source)
         quality = _measure_quality(plan, reader, result, folder)

@@ -23,7 +23,7 @@ from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.ops.variant_attention import AttentionHeads
 from ..progress import progress_bar
-from ..registration import longest_input, variant_config_class
+from ..registration import max_input_length, variant_config_class
 from .attention_modules import AttentionModule
 from .calibration_settings import Calibration
 from .checkpoint.tensor_files import TensorEntry, element_size
@@ -279,7 +279,7 @@ def matching_shares(
     config, texts = model.config, calibration.texts[:MAX_TEXTS]
     device = calibration.device or ("cuda" if torch.cuda.is_available() else "cpu")
     encoder = (model.get_encoder() if _get_encoder_prefix(plan) else model.base_model).eval().to(device)
-    length = min(MAX_TOKENS, longest_input(config) or MAX_TOKENS)
+    length = min(MAX_TOKENS, max_input_length(config) or MAX_TOKENS)
     encoded, segments = tokenize_texts(config, tokenizer, texts, length)
     special = torch.tensor(tokenizer.all_special_ids)
     sums: dict[int, Any] = defaultdict(float)

@@ -279,7 +279,7 @@ def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
 # A weight [h*d, D], and its bias [h*d] or None.
 WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 # Maximum number of elements in float64 copies of heads.
-BLOCK_ELEMENTS = 2**20
+_COMPARED_ELEMENTS = 2**20
 
 
 def attention_errors(
@@ -342,7 +342,7 @@ def _summed_error(
 ) -> float | None:
     """Return the relative error over all `heads`. Each uses one of `shared` heads (before, after) on the right."""
     # In blocks of heads, because a float64 copy of all heads would need more memory than the layer.
-    block = max(1, BLOCK_ELEMENTS // (head_dim * max(left[0].shape[1], right[0].shape[1])))
+    block = max(1, _COMPARED_ELEMENTS // (head_dim * max(left[0].shape[1], right[0].shape[1])))
     unchanged = all(new is old for new, old in zip(new_left, left, strict=True))
     difference = reference = 0.0
     for indices in torch.arange(heads).split(block):

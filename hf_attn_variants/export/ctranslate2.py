@@ -21,7 +21,7 @@ from ..conversion.writing import converted_tensors, generation_config, write_cla
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..inspection.costs import used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
-from ..registration import longest_input
+from ..registration import max_input_length
 from .ctranslate2_check import (
     ACTIVATIONS,
     Agreement,
@@ -211,7 +211,7 @@ def _describe_export(
         counts = values_by_layer(model.config, name)
         heads[name] = model.config.query_heads(name), counts if len({*counts}) > 1 else getattr(model.config, name)
     generation, reads_audio = model.generation_config, model.main_input_name == "input_features"
-    arguments = (os.fspath(output_dir), tokens, generation, longest_input(model.config))
+    arguments = (os.fspath(output_dir), tokens, generation, max_input_length(model.config))
     if reads_audio:
         usage = whisper_usage(*arguments)
     else:

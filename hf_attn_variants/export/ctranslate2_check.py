@@ -13,12 +13,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
 from ..conversion.checkpoint.source import learned_tokens
-from ..model_properties import DecoderInput, decoder_input
+from ..model_properties import DecoderInput, get_decoder_input
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_table import get_field_row
 from ..modeling.fields.saving_and_loading import get_effective_fields
 from ..modeling.transformers_internals import get_cache, get_cache_name
-from ..registration import longest_input
+from ..registration import max_input_length
 from .plain import upstream_architecture
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,10 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
         ValueError: If the class, a field or an activation is not supported.
     """
     name, model_type = upstream_architecture(model_class), config.transformers_model_types[0]
-    if model_type not in SUPPORTED_MODEL_TYPES or decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS:
+    if (
+        model_type not in SUPPORTED_MODEL_TYPES
+        or get_decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS
+    ):
         raise ValueError(
             f"{name} cannot be exported to CTranslate2. Supported are encoder-decoders that generate, of the types "
             f"{', '.join(SUPPORTED_MODEL_TYPES)}."
@@ -410,7 +413,7 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
     learned = [token for token in learned if token < config.vocab_size]
     drawn = [torch.randint(len(learned), (length,), generator=generator).tolist() for length in TEXT_LENGTHS]
     texts: Any = [tokenizer.decode([learned[index] for index in indices]) for indices in drawn]
-    limit = longest_input(config)
+    limit = max_input_length(config)
     rows = [tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"] for text in texts]
     longest = max(map(len, rows))
     padding = config.pad_token_id or 0
@@ -421,7 +424,7 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
 
 def max_generated_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
     """Return the largest number of tokens to generate, which the positions of the decoder limit."""
-    limit = longest_input(model.config)
+    limit = max_input_length(model.config)
     return MAX_NEW_TOKENS if limit is None else min(MAX_NEW_TOKENS, limit - len(tokens.prompt))
 
 

@@ -36,7 +36,7 @@ from ..modeling.fields.variant_config import supports_decoder_cache
 from ..modeling.mechanisms.talking_heads import get_dynamic_terms, supports_cache
 from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..progress import progress_bar
-from ..registration import longest_input
+from ..registration import max_input_length
 from .plain import is_independent_of_code, source_model, upstream_architecture, upstream_config
 
 TensorDict = dict[str, torch.Tensor]
@@ -82,7 +82,7 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
             cache of keys and values.
     """
     config, stacks = model.config, {site.get_stack_name(model.config) for site, _, _ in model.named_attentions()}
-    longest = longest_input(config)
+    longest = max_input_length(config)
     limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
     if stacks == {"encoder"}:
         return [_encoder_graph(model, limits)]
@@ -277,7 +277,7 @@ OPSETS = (18, 20, 23)
 # The example sizes for the export and for the comparison.
 EXPORT_SIZES, CHECK_SIZES = Sizes(), Sizes(batch=3, choices=3, source=9, target=5)
 # The largest difference relative to the largest output. Typical differences are about 1e-6.
-MAX_DIFFERENCE = 1e-3
+MAX_RELATIVE_DIFFERENCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -409,7 +409,7 @@ def _largest_difference(graph: Graph, path: Path) -> float:
     pairs = [(torch.from_numpy(output), expected[name]) for name, output in zip(expected, outputs, strict=True)]
     differences = [((one - other).abs().max(), other.abs().max()) for one, other in pairs]
     for name, (difference, largest) in zip(expected, differences, strict=True):
-        if not difference <= MAX_DIFFERENCE * max(1.0, float(largest)):
+        if not difference <= MAX_RELATIVE_DIFFERENCE * max(1.0, float(largest)):
             raise ValueError(
                 f"`{name}` of {path.name} must be the same in ONNX Runtime and torch, but differs by "
                 f"{float(difference):.1e}."

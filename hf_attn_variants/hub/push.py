@@ -20,7 +20,7 @@ from ..files import (
     BEST_MODEL_FILE,
     CARD_NAME,
     HISTORY_NAME,
-    LOGS,
+    LOG_PATTERNS,
     PICKLE_SUFFIXES,
     REPORT_NAME,
     RESULTS_NAME,
@@ -59,7 +59,7 @@ WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
 NOTES = (".txt", ".md", ".rst", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".sh", ".jsonl", ".csv", ".tsv")
 MOST_NOTES_BYTES = 2**20
 WEIGHT_FILE = re.compile(r"[^/]*\.safetensors(\.index\.json)?")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 # Advice for statuses of the Hub whose messages contain none.
 STATUS_ADVICE = {
     401: "Run `hf auth login` with a token that has write access, or give --token.",
@@ -155,7 +155,7 @@ def plan_push(
     files, left_out = list_folder_files(folder, allow_pickle)
     if (folder / CARD_NAME).is_file():
         left_out[CARD_NAME] = "the generated model card replaces it; --card pushes it"
-    warnings = [] if any(name in files for name in TOKENIZER_FILES) else ["The folder contains no tokenizer."]
+    warnings = [] if any(name in files for name in _TOKENIZER_FILES) else ["The folder contains no tokenizer."]
     notes = [
         name
         for name in files
@@ -194,7 +194,7 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
             left_out[first] = "a file of the training"
         elif path.is_file() and name.lower().endswith(PICKLE_SUFFIXES) and not allow_pickle:
             left_out[name] = "a pickle file; --allow_pickle pushes it"
-        elif any(fnmatchcase(path.name.lower(), pattern) for pattern in LOGS):
+        elif any(fnmatchcase(path.name.lower(), pattern) for pattern in LOG_PATTERNS):
             left_out[name] = "a log"
         elif path.is_file() and contains_secret(_read_note(path)):
             left_out[name] = "contains a token, or an address with a password"

@@ -24,7 +24,7 @@ from ..modeling.attention import attention_interface, mechanism_attention
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.variant_config import supports_decoder_cache
-from ..modeling.mechanisms.talking_heads import M2L, M2W, PROJECTIONS, X2L, X2W
+from ..modeling.mechanisms.talking_heads import HEAD_PROJECTIONS, M2L, M2W, X2L, X2W
 from ..modeling.ops.key_ranges import TransientGlobal
 from ..modeling.ops.softmax_attention import attention_with_weights
 from ..modeling.ops.variant_attention import VariantAttention
@@ -244,7 +244,7 @@ def _maps_of_call(
 ) -> AttentionMaps:
     """Return the maps of one call. The last stage holds the weights [1, h_v, n, m] that the model returns."""
     decodes, heads = site.stack == "decoder", core.heads
-    logits_proj, weights_proj = (getattr(core, name, None) for name in PROJECTIONS)
+    logits_proj, weights_proj = (getattr(core, name, None) for name in HEAD_PROJECTIONS)
     if not core.projection_names:
         last = ("weights", "attention weights", "head", heads.key)
     elif weights_proj is None:

@@ -41,8 +41,8 @@ from ..files import atomic_write, check_output_dir, load_json, make_folders
 from ..modeling.attention.attention_sites import AttentionSite
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.variant_config import supports_decoder_cache
-from ..progress import is_watched, progress_bar
-from ..registration import longest_input, variant_model_class
+from ..progress import is_interactive, progress_bar
+from ..registration import max_input_length, variant_model_class
 from .costs import (
     has_latents,
     kv_cache_bytes_per_token,
@@ -515,11 +515,11 @@ def measure_frontier(
         for number, fields in enumerate(order, start=1):
             name = _name(type(source), attentions.config(fields), fields)
             conversions += not attentions.is_converted(fields)
-            bar.set_description(f"trying {name}", refresh=is_watched())
+            bar.set_description(f"trying {name}", refresh=is_interactive())
             rows.append(measurer.row(attentions.model(fields), dict(fields), attentions.attention_error(fields)))
             report(frontier := Frontier(*header, length, source_length, _sorted_rows(rows)), len(order) - number)
             bar.update()
-            bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_watched())
+            bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_interactive())
     return frontier
 
 
@@ -541,7 +541,7 @@ def _settings(calibration: Calibration, seed: int) -> dict[str, Any]:
 
 def _lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
     """Return `length` and `source_length`, limited to the number of positions of the model."""
-    positions = longest_input(config)
+    positions = max_input_length(config)
     limit = sys.maxsize if positions is None else positions
     if calibration.audio is not None:  # an audio encoder always reads all positions
         return min(length, limit), config.max_source_positions if source_length is None else source_length
@@ -644,7 +644,7 @@ def _timer(
     Each estimate times the model and the base model in turn, so that other work of the machine affects both.
     """
     decodes = source.can_generate() and source.config.is_encoder_decoder
-    positions, read = longest_input(source.config), source_length if decodes else length
+    positions, read = max_input_length(source.config), source_length if decodes else length
     read = read if positions is None else min(read, positions)
     source_milliseconds = [row.milliseconds for row in known[:1]]
 

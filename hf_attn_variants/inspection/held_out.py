@@ -28,7 +28,7 @@ from ..conversion.calibration.batches import (
 )
 from ..conversion.calibration.examples import make_audio_batch, read_features
 from ..conversion.calibration_settings import Calibration
-from ..model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
+from ..model_properties import DecoderInput, LogitsKind, get_decoder_input, get_logits_kind, ignore_saved_length_limits
 from ..progress import progress_bar
 from .scores import mean_pooled
 
@@ -180,7 +180,7 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
     held = HeldOutText(
         measure,
         [_batch(model, tokenizer, text, rows, measure) for rows in chunks],
-        gives_labels=logits_kind(model) is LogitsKind.LABELS,
+        gives_labels=get_logits_kind(model) is LogitsKind.LABELS,
     )
     if measure in COMPARED_MEASURES:
         held.source = list(_source_answers(model, held))
@@ -214,7 +214,7 @@ def _measure(model: PreTrainedModel) -> str:
         ValueError: If the loss of the model cannot be measured on plain text.
     """
     name = type(model).__name__
-    reads = decoder_input(type(model), model.config)
+    reads = get_decoder_input(type(model), model.config)
     if reads is DecoderInput.OWN_TARGETS:
         return "transcripts" if model.main_input_name == "input_features" else "targets"
     # Multiple choice, the discriminator of ELECTRA, and an encoder-decoder without a head.
@@ -224,7 +224,7 @@ def _measure(model: PreTrainedModel) -> str:
         return "masked words"
     if name.endswith(("LMHeadModel", "ForCausalLM")):
         return "next words"
-    if logits_kind(model) is LogitsKind.SCORES:
+    if get_logits_kind(model) is LogitsKind.SCORES:
         return "scores"
     return "predictions" if "For" in name.removeprefix("AttnVariant") else "embeddings"
 

@@ -22,7 +22,7 @@ from ..modeling.mechanisms.head_sharing import HeadSharing
 from ..modeling.mechanisms.kernels.kernel_table import get_kernel_class
 from ..modeling.mechanisms.patterns.window_pattern import SlidingWindow
 from ..progress import progress_bar
-from ..registration import longest_input, variant_model_class
+from ..registration import max_input_length, variant_model_class
 from .costs import (
     check_sizes,
     has_latents,
@@ -475,7 +475,7 @@ def timed_length(requested: int | None, config: Any, auto_class: str) -> int:
     Raises:
         ValueError: If the model does not have or does not read this number of positions.
     """
-    positions = source_window(config) if auto_class in AUDIO_AUTO_CLASSES else longest_input(config)
+    positions = source_window(config) if auto_class in AUDIO_AUTO_CLASSES else max_input_length(config)
     default = positions if auto_class in AUDIO_AUTO_CLASSES else DEFAULT_LENGTH
     length: Any = default if requested is None else requested
     if positions is not None and length > positions:

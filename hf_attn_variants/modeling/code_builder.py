@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 __all__ = ["build_code", "get_file_names"]
 
-FOLDER = Path(__file__).parent
+MODELING_FOLDER = Path(__file__).parent
 # Each file in this folder contains the classes of one architecture or family and is not joined with others.
 NOT_JOINED = "architectures"
 # Modules next to this file are joined into a file with this name, and modules in a folder into a file with the folder
 # name.
-BASE = "base"
+_BASE_GROUP = "base"
 NAMES = "variant_names"
 DIGEST_LENGTH = 12
 LINE_LENGTH = 119
@@ -160,7 +160,11 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
 
 def get_file_names() -> set[str]:
     """Return the names of all code files that a repository may contain."""
-    return {f"{_file_of(path)}.py" for path in FOLDER.rglob("*.py") if path.stem not in ("__init__", "code_builder")}
+    return {
+        f"{_file_of(path)}.py"
+        for path in MODELING_FOLDER.rglob("*.py")
+        if path.stem not in ("__init__", "code_builder")
+    }
 
 
 def _is_included(needed_by: tuple[str, ...], mechanisms: frozenset[str] | None) -> bool:
@@ -168,13 +172,13 @@ def _is_included(needed_by: tuple[str, ...], mechanisms: frozenset[str] | None) 
 
 
 def _file_of(path: Path) -> str:
-    folder = path.relative_to(FOLDER).parts[0] if path.parent != FOLDER else BASE
+    folder = path.relative_to(MODELING_FOLDER).parts[0] if path.parent != MODELING_FOLDER else _BASE_GROUP
     return path.stem if folder == NOT_JOINED else f"attn_variants_{folder}"
 
 
 @cache
 def _read_modules() -> dict[str, _Module]:
-    return {path.stem: _read_module(path) for path in sorted(FOLDER.rglob("*.py")) if path.stem != "__init__"}
+    return {path.stem: _read_module(path) for path in sorted(MODELING_FOLDER.rglob("*.py")) if path.stem != "__init__"}
 
 
 def _read_module(path: Path) -> _Module:
@@ -429,7 +433,7 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
 def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) -> dict[str, str]:
     """Write the included mechanisms and a digest to the files. The digest is part of the registered names."""
     included = None if mechanisms is None else tuple(sorted(mechanisms))
-    name = f"attn_variants_{BASE}.py"
+    name = f"attn_variants_{_BASE_GROUP}.py"
     files[name] = re.sub(
         r"^INCLUDED_MECHANISMS\b.*$", f"INCLUDED_MECHANISMS = {included!r}", files[name], flags=re.MULTILINE
     )

@@ -13,7 +13,7 @@ from .variant_names import CODE_DIGEST
 
 __all__ = ["CONFIGURATIONS", "get_code_files", "is_package_class", "write_code"]
 
-FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 CONFIGURATIONS = "configuration_attn_variants"
 
 
@@ -35,8 +35,8 @@ def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[
     while wanted:
         name = f"{wanted.pop()}.py"
         # If only the configuration was loaded from the Hub, the file with the models was not downloaded.
-        if name not in files and (FOLDER / name).exists():
-            files[name] = (FOLDER / name).read_bytes().decode()
+        if name not in files and (_FOLDER / name).exists():
+            files[name] = (_FOLDER / name).read_bytes().decode()
             wanted += re.findall(r"^ *from \.(\w+) import", files[name], re.MULTILINE)
     return files
 

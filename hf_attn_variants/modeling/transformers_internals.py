@@ -45,7 +45,7 @@ __all__ = [
 
 # The names of arguments by role, starting with the newest name. The import fails if a Transformers method has no
 # argument for a role.
-ROLES: dict[str, tuple[str, ...]] = {
+ARGUMENT_ROLES: dict[str, tuple[str, ...]] = {
     "states": ("hidden_states",),
     "mask": ("attention_mask", "mask"),
     "encoder_outputs": ("key_value_states", "encoder_hidden_states"),
@@ -131,7 +131,7 @@ class MethodArguments:
             (old, name)
             for role, name in zip(roles, self.names, strict=True)
             if role in CACHE_ROLES
-            for old in ROLES[role]
+            for old in ARGUMENT_ROLES[role]
             if old != name
         )
         positions = {name: at for at, name in enumerate(self.order)}
@@ -290,10 +290,10 @@ def _parameters(owner: type, method: str) -> dict[str, inspect.Parameter]:
 
 
 def _find_current_name(role: str, parameters: Mapping[str, Any], place: str) -> str:
-    for name in ROLES[role]:
+    for name in ARGUMENT_ROLES[role]:
         if name in parameters:
             return name
-    raise build_change_error(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ROLES[role])}")
+    raise build_change_error(f"{place} takes {', '.join(parameters)}, but none of {', '.join(ARGUMENT_ROLES[role])}")
 
 
 def _check_return_count(function: Any, returns: int, place: str) -> None:
@@ -345,7 +345,7 @@ def check_single_cache(kwargs: Mapping[str, Any]) -> None:
     Raises:
         ValueError: if a call contains both.
     """
-    names = [name for name in ROLES["cache"] if kwargs.get(name) is not None]
+    names = [name for name in ARGUMENT_ROLES["cache"] if kwargs.get(name) is not None]
     if len(names) > 1:
         raise ValueError(
             f"A call must have only one cache, got `{names[1]}` and `{names[0]}`. transformers "

@@ -1,1 +1,1 @@
-"""Loaded models with int8 linear layers, or in bfloat16, on a CPU."""
+"""Quantization of loaded models on CPUs to int8 linear layers or to bfloat16."""

@@ -1,15 +1,15 @@
-"""Products of float32 inputs with an int8 weight on a CPU, computed by operators of torch.
+"""Products of float32 inputs and int8 weights on a CPU, computed by torch operators.
 
-A weight W [out, in] is `scales[:, None] * N`, with integers N in [-127, 127] and one scale per row. The inputs of a
-call are rounded token by token, relative to the largest magnitude of each token: x = step * n, with integers n. Then
+A weight W [out, in] is `scales[:, None] * N`, with integers N in [-127, 127] and one scale per row. The inputs of each
+call are rounded separately for each token, relative to its largest magnitude: x = step * n, with integers n. Then
 
     W x = scales * step * (N n)
 
-where N n is an exact sum in int32. The operators take n as unsigned numbers u = n + z with the zero point z = 128 (64
-for 7 bits), and u is `round(x / step + z)`, as FBGEMM computes it. Several operators of torch compute this sum, and
-all paths below return the same bits. Which of them is fast depends on the processor and on the number of tokens, and
-the slow ones can be hundreds of times slower than float32. Therefore the paths are checked and timed once per process,
-and `Plan.path_for` returns the fastest correct one.
+where N n is an exact sum in int32. The operators take n as unsigned integers u = n + z with the zero point z = 128 (64
+for 7 bits), where u is `round(x / step + z)`, as in FBGEMM. Several torch operators compute this sum, and all paths
+below return bit-for-bit identical results. The fastest path depends on the processor and the number of tokens. Slow
+paths can be hundreds of times slower than float32. Therefore, the paths are checked and timed once per process, and
+`Plan.path_for` returns the fastest correct path.
 """
 
 import bisect
@@ -25,23 +25,25 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 
-def processor_has(*names: str) -> bool:
-    """Return whether this processor has at least one of some instruction sets.
+def has_instruction_set(*names: str) -> bool:
+    """Return whether this processor supports at least one of the given instruction sets.
 
     Args:
-        names: The names in torch ("avx512_vnni"). The result is False if torch does not report any capabilities.
+        names: The names used by torch, such as "avx512_vnni". If torch does not report any capabilities, the result is
+            False.
     """
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name, False) for name in names)
 
 
-def least_seconds(*calls: Callable[[], Any], times: int = 5) -> list[float]:
+def time_in_turns(*calls: Callable[[], Any], times: int = 5) -> list[float]:
     """Return the shortest time of each call in seconds.
 
-    The calls take turns, so that a busy machine slows all of them. The first turn warms up and is not counted.
+    The calls take turns, so that other load on the machine affects all of them. The first turn is a warm-up and is not
+    counted.
 
     Example:
-        >>> float32, int8 = least_seconds(lambda: linear(states), lambda: int8_linear(states))
+        >>> float32, int8 = time_in_turns(lambda: linear(states), lambda: int8_linear(states))
     """
     shortest = [math.inf] * len(calls)
     for turn in range(times + 1):
@@ -53,23 +55,25 @@ def least_seconds(*calls: Callable[[], Any], times: int = 5) -> list[float]:
     return shortest
 
 
-# Weights are symmetric about zero; -128 has no counterpart.
-LARGEST = 127
+# The range of the weights is symmetric, so -128 is not used.
+LARGEST_WEIGHT = 127
 # The largest magnitude of a rounded input, by its number of bits. Without VNNI, FBGEMM adds two products in 16 bits,
-# which only 7 bits of the inputs fit into.
+# which would overflow for inputs with more than 7 bits.
 LEVELS = {8: 127, 7: 63}
-# A path is chosen for each range of numbers of rows. These are the lower bounds of the ranges.
-ROWS = (1, 16, 64, 256, 1024, 4096)
-# The shape of the linear layer that is timed: of this size, the multiplication takes longer than the call.
+# A path is chosen for each range of row counts. These are the lower bounds of the ranges.
+ROW_COUNTS = (1, 16, 64, 256, 1024, 4096)
+# The shape of the linear layer that is timed. At this size, the multiplication takes longer than the call overhead.
 TIMED_SHAPE = (512, 512)
-# A path that is this many times slower than another one runs a reference kernel. Noise is smaller.
-REFERENCE_KERNEL = 4.0
-# A different path is used for more rows only if its time is below this ratio, because each path packs the weight.
-GAIN = 0.95
-# The number of inputs that a thread rounds at a time. The temporary results are several times as large as the inputs,
-# and would not fit into the caches without this limit.
-BLOCK_NUMBERS = 2**19
-# A weight is rounded this many rows at a time, because an output layer may be as large as all other layers together.
+# A path that is slower than another one by this factor runs a reference kernel. Timing noise is smaller.
+REFERENCE_KERNEL_RATIO = 4.0
+# A different path is used for more rows only if its relative time is below this ratio, because each path packs the
+# weight separately.
+MAX_TIME_RATIO = 0.95
+# The number of inputs that a thread rounds at a time. The temporary results are several times larger than the inputs,
+# and would not fit into the processor caches without this limit.
+ROUNDED_ELEMENTS = 2**19
+# The number of rows of a weight that are rounded at a time. An output layer may be as large as all other layers
+# together.
 ROWS_AT_ONCE = 1024
 
 _linear_dynamic: Any = getattr(getattr(torch.ops.quantized, "linear_dynamic", None), "default", None)
@@ -77,7 +81,7 @@ _qlinear: Any = getattr(getattr(torch.ops.onednn, "qlinear_pointwise", None), "d
 
 
 class Int8Weight:
-    """An int8 weight W [out, in], which is packed for a path when the path is first used.
+    """An int8 weight W [out, in], which is packed for each path when the path is first used.
 
     Args:
         weight: The integers N, int8 [out, in], with magnitudes of at most 127.
@@ -93,11 +97,11 @@ class Int8Weight:
 
     @classmethod
     def from_float32(cls, weight: torch.Tensor) -> "Int8Weight":
-        """Return the int8 weight that is nearest to a float32 weight [out, in]."""
+        """Round a float32 weight [out, in] to an int8 weight."""
         numbers, scales = torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight))
         parts = (tensor.split(ROWS_AT_ONCE) for tensor in (weight, numbers, scales))
         for rows, into, scale in zip(*parts, strict=True):
-            scale.copy_(rows.abs().amax(1) / LARGEST)
+            scale.copy_(rows.abs().amax(1) / LARGEST_WEIGHT)
             scale[scale == 0] = 1.0
             into.copy_((rows / scale[:, None]).round_())
         return cls(numbers, scales)
@@ -112,7 +116,7 @@ class Int8Weight:
         return packed(states, bias, plan.bits)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the constructor arguments that make the same weight."""
+        """Return the constructor arguments for an identical weight."""
         return {"weight": self.numbers(), "scales": self._scales}
 
     def to_float32(self) -> torch.Tensor:
@@ -121,7 +125,7 @@ class Int8Weight:
 
 
 class Product(ABC):
-    """A path: a weight that is packed for one operator of torch, and the call of this operator.
+    """A path, which packs a weight for one torch operator and calls this operator.
 
     Args:
         numbers: The integers N, int8 [out, in].
@@ -141,18 +145,18 @@ class Product(ABC):
 
     @abstractmethod
     def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
-        """Return scales * N (u - z), float32 [..., out], for uint8 numbers u [..., in]. It may overwrite u."""
+        """Return scales * N (u - z), float32 [..., out], for uint8 values u [..., in], which may be overwritten."""
 
     @abstractmethod
     def numbers(self) -> torch.Tensor:
-        """Return N, int8 [out, in], from the packed weight."""
+        """Unpack the weight and return N, int8 [out, in]."""
 
 
 class EngineProduct(Product):
-    """The dynamic quantized operator of torch, which is QNNPACK on ARM.
+    """The dynamically quantized linear operator in torch, which uses QNNPACK on ARM.
 
-    The operator chooses one scale and zero point for all inputs from their range. An extra row that spans the whole
-    range makes the scale 1, so that the numbers do not change.
+    The operator derives a single scale and zero point for all inputs from their range. An additional row that spans
+    the whole range makes the scale 1, so that the integers do not change.
     """
 
     name = "torch.ops.quantized.linear_dynamic"
@@ -160,7 +164,7 @@ class EngineProduct(Product):
     def __init__(self, numbers: torch.Tensor, scales: torch.Tensor) -> None:
         zeros = torch.zeros_like(scales, dtype=torch.long)
         with _without_deprecation_warnings():
-            # `quantize_per_channel` would round the numbers again, and needs twelve bytes per number.
+            # `quantize_per_channel` would round the integers again and use twelve bytes per integer.
             weight = torch._make_per_channel_quantized_tensor(numbers, scales.double(), zeros, 0)
             self._packed: Any = torch.ops.quantized.linear_prepack(weight, None)
         self._out_features = len(scales)
@@ -169,7 +173,7 @@ class EngineProduct(Product):
         size = numbers.shape[-1]
         padded = torch.zeros(numbers.numel() // size + 1, size)
         padded[:-1] = numbers.view(-1, size)
-        padded[:-1].sub_(zero_point).clamp_(max=zero_point - 1)  # the numbers of a token with NaN may be larger
+        padded[:-1].sub_(zero_point).clamp_(max=zero_point - 1)  # a token with NaN may have larger values
         padded[-1, 0], padded[-1, -1] = -zero_point, zero_point - 1
         product: torch.Tensor = _linear_dynamic(padded, self._packed, zero_point == LEVELS[7] + 1)
         return product[:-1].view(*numbers.shape[:-1], self._out_features)
@@ -179,7 +183,7 @@ class EngineProduct(Product):
             return torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
 
 
-# One TorchScript call replaces seven Python calls, which take longer than the product of a few tokens.
+# A single TorchScript call replaces seven Python calls, which take longer than the product for a few tokens.
 FBGEMM_SOURCE = """
 def multiply(states: Tensor, step: Tensor, numbers: Tensor, level: int,
              packed: __torch__.torch.classes.quantized.LinearPackedParamsBase) -> Tensor:
@@ -214,14 +218,14 @@ def product_in_blocks(states: Tensor, packed: __torch__.torch.classes.quantized.
 
 
 class FbgemmProduct(EngineProduct):
-    """The operator of FBGEMM, which rounds the inputs with a given scale. It is the fastest one for few tokens."""
+    """The FBGEMM operator, which rounds the inputs with a given scale. It is the fastest path for few tokens."""
 
     name = "FBGEMM"
 
     def __call__(self, states: torch.Tensor, bias: torch.Tensor | None, bits: int = 8) -> torch.Tensor:
-        product, product_in_blocks = _fbgemm_functions()
+        product, product_in_blocks = _compile_fbgemm_functions()
         output: torch.Tensor
-        if (blocks := _num_blocks(states)) == 1:
+        if (blocks := _count_blocks(states)) == 1:
             output = product(states, self._packed, bias, LEVELS[bits])
             return output
         rows = states.reshape(-1, states.shape[-1])
@@ -230,7 +234,7 @@ class FbgemmProduct(EngineProduct):
 
 
 class OneDnnProduct(Product):
-    """The oneDNN operator with unsigned inputs n + 2^(bits - 1), which uses VNNI: the fastest for many tokens."""
+    """The oneDNN operator with unsigned inputs n + 2^(bits - 1), which uses VNNI and is fast for many tokens."""
 
     name = "oneDNN, unsigned inputs"
 
@@ -249,7 +253,7 @@ class OneDnnProduct(Product):
 
 
 class OneDnnSignedProduct(OneDnnProduct):
-    """The oneDNN operator with signed inputs, which uses AMX. Other processors run a reference kernel."""
+    """The oneDNN operator with signed inputs, which uses AMX. Processors without AMX run a reference kernel."""
 
     name = "oneDNN, signed inputs"
 
@@ -261,82 +265,85 @@ PATHS: tuple[type[Product], ...] = (FbgemmProduct, OneDnnProduct, OneDnnSignedPr
 
 
 class Plan(NamedTuple):
-    """The number of bits of the inputs, and the path for each number of rows.
+    """The number of bits for the inputs, and the path for each row count.
 
     Args:
-        bits: 8, or 7 if no operator for 8 bits is fast on this processor.
-        paths: The path for each entry of `ROWS`.
+        bits: 8, or 7 if no 8-bit operator is fast on this processor.
+        paths: The path for each entry in `ROW_COUNTS`.
     """
 
     bits: int
     paths: tuple[type[Product], ...]
 
     def path_for(self, rows: int) -> type[Product]:
-        """Return the path for inputs with a number of rows."""
-        return self.paths[max(0, bisect.bisect_right(ROWS, rows) - 1)]
+        """Return the path for inputs with the given number of rows."""
+        return self.paths[max(0, bisect.bisect_right(ROW_COUNTS, rows) - 1)]
 
     def __str__(self) -> str:
-        """Return the name of each path with the smallest number of tokens that it is used for."""
+        """Return the name of each path with the number of tokens from which it is used."""
         names = {
-            path: f"{path.name} from {first} tokens" for first, path in zip(ROWS[::-1], self.paths[::-1], strict=True)
+            path: f"{path.name} from {first} tokens"
+            for first, path in zip(ROW_COUNTS[::-1], self.paths[::-1], strict=True)
         }
         return ", ".join(list(names.values())[::-1]).replace(" from 1 tokens", "")
 
 
 def current_plan() -> Plan:
-    """Return the plan for the engine and the number of threads of torch.
+    """Return the plan for the current torch engine and number of threads.
 
-    The first call of a process times the paths.
+    The first call in a process times the paths.
     """
-    return _plan(torch.backends.quantized.engine, torch.get_num_threads())
+    return _make_plan(torch.backends.quantized.engine, torch.get_num_threads())
 
 
 @functools.cache
 @torch.autocast("cpu", enabled=False)
 @torch.no_grad()
-def _plan(engine: str, threads: int) -> Plan:
-    """Return the plan for an engine and a number of threads, which are the keys of the cache."""
-    bits = _input_bits(engine)
-    paths, chosen = _correct_paths(engine, bits), list[type[Product]]()
-    for rows in ROWS:
-        seconds = dict(zip(paths, least_seconds(*(_timed_call(path, bits, rows) for path in paths)), strict=True))
-        paths = tuple(path for path in paths if seconds[path] < REFERENCE_KERNEL * min(seconds.values()))
+def _make_plan(engine: str, threads: int) -> Plan:
+    """Time the paths and return the plan for an engine and a number of threads, which are the cache keys."""
+    bits = _choose_input_bits(engine)
+    paths, chosen = _find_correct_paths(engine, bits), list[type[Product]]()
+    for rows in ROW_COUNTS:
+        seconds = dict(zip(paths, time_in_turns(*(_make_timed_call(path, bits, rows) for path in paths)), strict=True))
+        paths = tuple(path for path in paths if seconds[path] < REFERENCE_KERNEL_RATIO * min(seconds.values()))
         fastest = min(paths, key=lambda path: seconds[path])
-        if chosen and chosen[-1] in paths and seconds[fastest] > GAIN * seconds[chosen[-1]]:
+        if chosen and chosen[-1] in paths and seconds[fastest] > MAX_TIME_RATIO * seconds[chosen[-1]]:
             fastest = chosen[-1]
         chosen.append(fastest)
     return Plan(bits, tuple(chosen))
 
 
 @functools.cache
-def _input_bits(engine: str) -> int:
-    """Return 8, or 7 if a correct path for 7 bits is several times faster (on x86 without VNNI)."""
+def _choose_input_bits(engine: str) -> int:
+    """Return 8, or 7 if a correct 7-bit path is several times faster (on x86 without VNNI)."""
     seconds = {}
     for bits in LEVELS:
-        if paths := _correct_paths(engine, bits):
-            seconds[bits] = min(least_seconds(*(_timed_call(path, bits, ROWS[0]) for path in paths), times=1))
-    return 8 if seconds.get(8, float("inf")) < REFERENCE_KERNEL * seconds.get(7, float("inf")) else 7
+        if paths := _find_correct_paths(engine, bits):
+            seconds[bits] = min(
+                time_in_turns(*(_make_timed_call(path, bits, ROW_COUNTS[0]) for path in paths), times=1)
+            )
+    return 8 if seconds.get(8, float("inf")) < REFERENCE_KERNEL_RATIO * seconds.get(7, float("inf")) else 7
 
 
 @functools.cache
-def _correct_paths(engine: str, bits: int) -> tuple[type[Product], ...]:
-    """Return the paths that compute correct products with an engine of torch, which is a key of the cache."""
+def _find_correct_paths(engine: str, bits: int) -> tuple[type[Product], ...]:
+    """Return the paths that compute correct products with the given torch engine, which is the cache key."""
     return tuple(path for path in PATHS if _is_correct(path, bits))
 
 
 def _is_correct(path: type[Product], bits: int) -> bool:
-    """Return whether a path is correct for the largest numbers, whose sums overflow in 16 bits.
+    """Return whether a path is correct for the largest values, whose sums overflow in 16 bits.
 
-    These operators are private in torch, so that a release may change or remove one of them.
+    These operators are private in torch, so any release may change or remove them.
     """
     level = LEVELS[bits]
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.full((2, 64), LARGEST, dtype=torch.int8)
+    numbers = torch.full((2, 64), LARGEST_WEIGHT, dtype=torch.int8)
     numbers[1, ::2] *= -1
     numbers = torch.cat(
-        [numbers, torch.randint(-LARGEST, LARGEST + 1, (30, 64), generator=generator, dtype=torch.int8)]
+        [numbers, torch.randint(-LARGEST_WEIGHT, LARGEST_WEIGHT + 1, (30, 64), generator=generator, dtype=torch.int8)]
     )
-    states = (numbers.double() / LARGEST * level).round().float()
+    states = (numbers.double() / LARGEST_WEIGHT * level).round().float()
     states[:, 0] = level  # so that the step is 1
     expected = (states.double() @ numbers.double().t()).float()
     try:
@@ -348,8 +355,8 @@ def _is_correct(path: type[Product], bits: int) -> bool:
         return False
 
 
-def _timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch.Tensor]:
-    """Return a function that computes a product of random numbers with a path."""
+def _make_timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch.Tensor]:
+    """Return a function that computes a product of random values with a path."""
     generator = torch.Generator().manual_seed(0)
     weight = Int8Weight.from_float32(torch.randn(TIMED_SHAPE, generator=generator))
     product = path(weight.numbers(), weight._scales)
@@ -358,32 +365,32 @@ def _timed_call(path: type[Product], bits: int, rows: int) -> Callable[[], torch
 
 
 @functools.cache
-def _fbgemm_functions() -> tuple[Any, Any]:
+def _compile_fbgemm_functions() -> tuple[Any, Any]:
     """Compile `FBGEMM_SOURCE`, and return `product` and `product_in_blocks`."""
     unit = torch.jit.CompilationUnit(FBGEMM_SOURCE)
     return unit.product, unit.product_in_blocks
 
 
-def _num_blocks(states: torch.Tensor) -> int:
-    """Return the number of blocks in which inputs are rounded."""
-    return max(1, -(-states.numel() // (BLOCK_NUMBERS * torch.get_num_threads())))
+def _count_blocks(states: torch.Tensor) -> int:
+    """Return the number of blocks into which inputs are split for rounding."""
+    return max(1, -(-states.numel() // (ROUNDED_ELEMENTS * torch.get_num_threads())))
 
 
 def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round inputs to integers with one step per token.
+    """Round inputs to integers with one step size per token.
 
-    The step of a token of zeros is 0. Its numbers are arbitrary, and their product is multiplied by 0. The step of a
-    token with a NaN is NaN, so that its product is NaN too.
+    For a token with only zeros, the step is 0. Its integers are arbitrary, and their product is multiplied by 0. For a
+    token with a NaN, the step is NaN, and therefore also the product.
 
     Args:
         states: The inputs [..., in].
         level: The largest magnitude of the integers n.
 
     Returns:
-        The numbers u = n + level + 1, uint8 [..., in], and the steps, float32 [..., 1].
+        The integers u = n + level + 1, uint8 [..., in], and the steps, float32 [..., 1].
     """
     rows = states.reshape(-1, states.shape[-1])
-    parts = [_round_block(block, level) for block in rows.chunk(_num_blocks(states))]
+    parts = [_round_block(block, level) for block in rows.chunk(_count_blocks(states))]
     numbers, step = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     return numbers.view(states.shape), step.view(*states.shape[:-1], 1)
 
@@ -392,29 +399,29 @@ def _round_block(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.
     """Round one block of inputs (see `round_inputs`)."""
     rounded = states.abs()
     step = rounded.amax(-1, keepdim=True).div_(level)
-    # Only the quantization operator of torch converts float32 to uint8 with vector instructions.
+    # Only the quantization operator in torch converts float32 to uint8 with vector instructions.
     quantized = torch.quantize_per_tensor(torch.div(states, step, out=rounded), 1.0, level + 1, torch.quint8)
     numbers = torch.empty(0, dtype=torch.uint8)
     return numbers.set_(quantized.untyped_storage(), 0, quantized.shape, quantized.stride()), step
 
 
 def check_engine() -> None:
-    """Check that torch has correct int8 products on this processor.
+    """Check that torch computes correct int8 products on this processor.
 
     Raises:
-        ValueError: If it has none.
+        ValueError: If no path is correct.
     """
     engine = torch.backends.quantized.engine
-    if not any(_correct_paths(engine, bits) for bits in LEVELS):
+    if not any(_find_correct_paths(engine, bits) for bits in LEVELS):
         raise ValueError(
-            f"torch {torch.__version__} has no int8 products for this processor "
+            f"torch {torch.__version__} does not support int8 products on this processor "
             f'(`torch.backends.quantized.engine` is "{engine}"). Use `quantize(model, "bfloat16")` instead.'
         )
 
 
 @contextmanager
 def _without_deprecation_warnings() -> Iterator[None]:
-    """Suppress the warnings of torch 2.13 about quantized tensors, because users cannot avoid them."""
+    """Suppress the torch 2.13 warnings about quantized tensors, which users cannot avoid."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"(?s).*torch\.quantize_per_", category=UserWarning)
         yield

@@ -1,4 +1,4 @@
-"""Linear layers with packed int8 or bfloat16 weights, and the selection of the layers to quantize."""
+"""Linear layers with packed int8 or bfloat16 weights, and the selection of layers to quantize."""
 
 import functools
 import itertools
@@ -15,26 +15,26 @@ from transformers import PreTrainedModel
 
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..shared_memory.attention import ENCODER_OUTPUTS, SharesMemory
-from .int8_weight import LARGEST, Int8Weight, least_seconds, processor_has, round_inputs
+from .int8_weight import LARGEST_WEIGHT, Int8Weight, has_instruction_set, round_inputs, time_in_turns
 
-# The smallest number of weights of a quantized layer. Smaller layers are not faster in int8 for few tokens, and need
-# little memory. (With AVX-512 VNNI, int8 layers of 256 x 256 made a small T5 1.16 times as fast for 16 texts.)
+# The minimum number of weights in a layer to quantize. Smaller layers are not faster in int8 for few tokens and need
+# little memory. (With AVX-512 VNNI, 256 x 256 layers in int8 made a small T5 model 1.16 times as fast for 16 texts.)
 MIN_WEIGHTS = 2**16
-# The largest relative error of the outputs of an int8 layer that rounding its inputs may cause. It is 0.01 for inputs
-# without outliers, and up to 0.04 in MiniLM. In flan-T5 (small), it is 0.16 for the output layer, which then changes
+# The maximum relative error that rounding the inputs of an int8 layer may cause in its outputs. The error is 0.01 for
+# inputs without outliers, and up to 0.04 in MiniLM. For the output layer in flan-T5 (small), it is 0.16, which changes
 # the most likely token in one of seven cases.
 MAX_ERROR = 0.05
-# The size of the example batch, and the largest number of its rows that the error of a layer is measured on.
+# The size of the example batch, and the maximum number of its rows on which the error of a layer is measured.
 EXAMPLE_TEXTS, EXAMPLE_TOKENS, MEASURED_ROWS = 4, 16, 64
 
 
-def large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+def find_large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers of a model that are large enough to be quantized, by path.
 
-    Subclasses of `nn.Linear` (the latent projections) are not included. Neither are layers whose weight is read
-    together with latents or encoder outputs, instead of calling the layer.
+    Subclasses of `nn.Linear` (the latent projections) are not included. Layers whose weight is read together with
+    latents or encoder outputs, instead of calling the layer, are not included either.
     """
-    read = {id(linear) for linear in _linears_with_read_weights(model)}
+    read = {id(linear) for linear in _iterate_linears_with_read_weights(model)}
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -46,7 +46,7 @@ def matches_name(path: str, names: Iterable[str]) -> bool:
     """Return whether the path of a module or parameter contains one of the names.
 
     Args:
-        path: A path such as "encoder.block.0.layer.1".
+        path: The path, such as "encoder.block.0.layer.1".
         names: Regular expressions that match one or more parts of a path.
     """
     return any(re.search(rf"(^|\.){name}(\.|$)", path) for name in names)
@@ -59,7 +59,7 @@ def make_example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     name = model.main_input_name
 
     def text_batch(size: int) -> torch.Tensor:
-        # The first ids are special tokens. Models whose positions begin at 2 (RoBERTa) support two tokens less.
+        # The first ids are special tokens. Models whose positions begin at 2 (RoBERTa) support two tokens fewer.
         tokens = max(1, min(EXAMPLE_TOKENS, getattr(config, "max_position_embeddings", 512) - 4))
         return torch.randint(min(4, size - 1), size, (EXAMPLE_TEXTS, tokens), generator=generator)
 
@@ -79,19 +79,21 @@ def make_example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return inputs
 
 
-def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dict[str, Any]) -> dict[str, float]:
-    """Run a model once, and return the error that rounding the inputs of each linear layer causes in its outputs.
+def measure_rounding_errors(
+    model: nn.Module, linears: dict[str, nn.Linear], inputs: dict[str, Any]
+) -> dict[str, float]:
+    """Run a model once, and measure the error that rounding the inputs of each linear layer causes in its outputs.
 
-    The error is relative to the differences between the outputs of the tokens, because an output that is the same for
-    all tokens (due to one very large input, for example) has no information.
+    The error is relative to the differences between the outputs for the tokens, because an output that is the same for
+    all tokens (due to a very large input, for example) does not carry information.
 
     Args:
         model: The model.
         linears: The linear layers by path.
-        inputs: The keyword arguments of the call.
+        inputs: The keyword arguments for the call.
 
     Returns:
-        The relative error of each layer by path. Layers that are not called are not included.
+        The relative error of each layer, by path. Layers that are not called are not included.
     """
     errors: dict[int, float] = {}
 
@@ -100,10 +102,10 @@ def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dic
             return
         states = args[0].detach().float().reshape(-1, args[0].shape[-1])
         states = states[:: max(1, len(states) // MEASURED_ROWS)].contiguous()
-        numbers, step = round_inputs(states, LARGEST)
+        numbers, step = round_inputs(states, LARGEST_WEIGHT)
         weight: Any = linear.weight
         outputs = nn.functional.linear(states, weight)
-        error = nn.functional.linear((numbers.float() - LARGEST - 1) * step - states, weight)
+        error = nn.functional.linear((numbers.float() - LARGEST_WEIGHT - 1) * step - states, weight)
         spread = (outputs - outputs.mean(0)).norm()
         if spread > 0:
             ratio = float((error - error.mean(0)).norm() / spread)
@@ -122,8 +124,8 @@ def rounding_errors(model: nn.Module, linears: dict[str, nn.Linear], inputs: dic
     return {path: errors[id(linear)] for path, linear in linears.items() if id(linear) in errors}
 
 
-def _linears_with_read_weights(model: PreTrainedModel) -> Iterator[nn.Module]:
-    """Yield the linear layers whose weight is read by an attention instead of calling the layer."""
+def _iterate_linears_with_read_weights(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """Yield the linear layers whose weight an attention module reads instead of calling the layer."""
     for module in model.modules():
         if isinstance(module, SharesMemory) and module.cross_cache == ENCODER_OUTPUTS:
             yield from module.key_value_projections()
@@ -134,12 +136,13 @@ def _linears_with_read_weights(model: PreTrainedModel) -> Iterator[nn.Module]:
                     yield from (attention.get_submodule(path) for path in (site.key, site.value))
 
 
-# The instruction sets with bfloat16 products, named as in torch.
+# The instruction sets for bfloat16 products, named as in torch.
 BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
-# The number of rows that the weight layout is made for. Other numbers (1 to 2048) are as fast with torch 2.13 and AMX.
+# The number of rows for which the weight layout is optimized. Other layouts (1 to 2048 rows) were equally fast with
+# torch 2.13 and AMX.
 LAYOUT_ROWS = 16
-# A product that is this many times slower than in float32 runs a reference kernel. Noise is smaller.
-SLOW_KERNEL = 2.0
+# A product that is slower than in float32 by this factor runs a reference kernel. Timing noise is smaller.
+SLOW_KERNEL_RATIO = 2.0
 _linear: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 _pack: Any = getattr(getattr(torch.ops.mkldnn, "_reorder_linear_weight", None), "default", None)
 
@@ -147,7 +150,7 @@ _pack: Any = getattr(getattr(torch.ops.mkldnn, "_reorder_linear_weight", None), 
 class Bfloat16Weight:
     """A packed bfloat16 weight W [out, in].
 
-    bfloat16 has the range of float32, so that large inputs do not affect the precision of the others.
+    bfloat16 has the same range as float32, so that large inputs do not affect the precision of other inputs.
 
     Args:
         weight: The weight, bfloat16 [out, in].
@@ -161,7 +164,7 @@ class Bfloat16Weight:
 
     @classmethod
     def from_float32(cls, weight: torch.Tensor) -> "Bfloat16Weight":
-        """Return the bfloat16 weight that is nearest to a float32 weight [out, in]."""
+        """Round a float32 weight [out, in] to a bfloat16 weight."""
         return cls(weight.to(torch.bfloat16))
 
     def product(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -172,7 +175,7 @@ class Bfloat16Weight:
         return output if bias is None else output.add_(bias)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the constructor arguments that make the same weight."""
+        """Return the constructor arguments for an identical weight."""
         return {"weight": self._packed.to_dense()}
 
     def to_float32(self) -> torch.Tensor:
@@ -183,15 +186,15 @@ class Bfloat16Weight:
 @functools.cache
 @torch.autocast("cpu", enabled=False)
 def has_bfloat16() -> bool:
-    """Return whether this processor has bfloat16 products, and the oneDNN operators of torch use them correctly."""
+    """Return whether this processor supports bfloat16 products that oneDNN in torch computes correctly."""
     if (
         _linear is None
         or _pack is None
         or not torch.backends.mkldnn.is_available()
-        or not processor_has(*BFLOAT16_INSTRUCTIONS)
+        or not has_instruction_set(*BFLOAT16_INSTRUCTIONS)
     ):
         return False
-    # The operators are private in torch, so that their result must be checked.
+    # The operators are private in torch, so their result must be checked.
     numbers = torch.tensor([[3.0, -2.0, 0.5], [1.0, 2.0, -4.0]], device="cpu", dtype=torch.float32)
     try:
         weight = Bfloat16Weight.from_float32(numbers)
@@ -210,18 +213,18 @@ def has_fast_bfloat16() -> bool:
         return False
     states, weight = torch.full((16, 512), 0.5), torch.full((512, 512), 0.5)
     packed = Bfloat16Weight.from_float32(weight)
-    float32, bfloat16 = least_seconds(
+    float32, bfloat16 = time_in_turns(
         lambda: torch.nn.functional.linear(states, weight), lambda: packed.product(states, None)
     )
-    return bfloat16 < SLOW_KERNEL * float32
+    return bfloat16 < SLOW_KERNEL_RATIO * float32
 
 
-# All packed layers of the process by a unique number, with which a compiled graph refers to a layer.
+# All packed layers in the process, by a unique number that compiled graphs use to refer to a layer.
 _linears: "weakref.WeakValueDictionary[int, PackedLinear]" = weakref.WeakValueDictionary()
 _keys = itertools.count()
 
 
-def _register(linear: "PackedLinear") -> torch.Tensor:
+def _register_layer(linear: "PackedLinear") -> torch.Tensor:
     """Register a layer and return its number.
 
     The number is a tensor, so that layers of the same shape share a compiled graph.
@@ -232,21 +235,21 @@ def _register(linear: "PackedLinear") -> torch.Tensor:
 
 
 def _to_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor as an array. bfloat16 becomes int16, because NumPy does not have it."""
+    """Convert a tensor to an array. bfloat16 becomes int16 because NumPy does not support it."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _from_array(array: np.ndarray) -> torch.Tensor:
-    """Return the tensor of `_to_array`."""
+    """Convert an array from `_to_array` back to a tensor."""
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 
 
 class PackedLinear(nn.Module):
-    """A linear layer y = W x + b with a packed W [out, in], which rounds its inputs in each call.
+    """A linear layer y = W x + b with a packed weight W [out, in], which rounds its inputs in each call.
 
-    The layer has no parameters and computes no gradients. Like that of `nn.Linear`, its output has the dtype of its
-    inputs, or that of autocast.
+    The layer does not have parameters or compute gradients. As for `nn.Linear`, its output has the dtype of the
+    inputs, or the autocast dtype.
 
     Args:
         linear: The float32 layer to replace.
@@ -259,19 +262,19 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._bias: torch.Tensor | None = None if linear.bias is None else linear.bias.detach().clone()
         self._weight = self.kind.from_float32(linear.weight.detach())
-        self._key = _register(self)
+        self._key = _register_layer(self)
         self.eval()
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return y [..., out] for inputs x [..., in].
 
         Raises:
-            RuntimeError: If the inputs record gradients or are not on a CPU, or in `torch.export`.
+            RuntimeError: If the inputs require gradients or are not on a CPU, or if `torch.export` runs.
         """
         if states.requires_grad or not states.is_cpu:
             raise RuntimeError(
-                f"The inputs of {self} must be on a CPU and without gradients, but they "
-                + ("record gradients. Use `torch.no_grad()`." if states.is_cpu else f"are on {states.device}.")
+                f"The inputs of {self} must be on a CPU and must not require gradients, but they "
+                + ("require gradients. Use `torch.no_grad()`." if states.is_cpu else f"are on {states.device}.")
             )
         if states.dtype == torch.float32 and states.dim() >= 2:
             output = self._product(states)
@@ -281,16 +284,16 @@ class PackedLinear(nn.Module):
         return output.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else output
 
     def _product(self, states: torch.Tensor) -> torch.Tensor:
-        """Return y in float32, with a custom operator if the call is compiled."""
+        """Return y in float32. A custom operator computes it if the call is compiled."""
         if not torch.compiler.is_compiling():
             return self._weight.product(states, self._bias)
         if torch.compiler.is_exporting():
-            raise RuntimeError(f"{self} cannot be exported, because its packed weight exists only in this process.")
+            raise RuntimeError(f"{self} cannot be exported because its packed weight only exists in this process.")
         product: torch.Tensor = torch.ops.hf_attn_variants.packed_linear(states, self._key, self.out_features)
         return product
 
-    # `weight` and `bias` are methods, as in the quantized modules of torch, so that code that reads the attributes of
-    # an `nn.Linear` (T5 reads the dtype of the weight) does not take them for tensors.
+    # `weight` and `bias` are methods, as in the quantized modules in torch, so that code that reads the attributes of
+    # an `nn.Linear` (T5 reads the dtype of the weight) does not mistake them for tensors.
     def weight(self) -> torch.Tensor:
         """Return the rounded W [out, in] in float32."""
         return self._weight.to_float32()
@@ -300,36 +303,37 @@ class PackedLinear(nn.Module):
         return self._bias
 
     def num_numbers(self) -> int:
-        """Return the number of elements of W and b."""
+        """Return the number of elements in W and b."""
         return self.out_features * (self.in_features + (self._bias is not None))
 
     def num_bytes(self) -> int:
-        """Return the bytes of W, its scales and b. W is counted once, even if several paths have packed it."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+        """Return the size of W, its scales and b in bytes. W is counted once, even if several paths have packed it."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._packed_tensors().values())
 
     def extra_repr(self) -> str:
-        """Return the sizes and the dtype for the representation of the layer."""
+        """Return the sizes and the dtype, which are shown when the layer is printed."""
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self._dtype_name()}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy packs the weight again, because its processor may differ. The numbers are arrays, because torch
-        # multiprocessing sends tensors as file descriptors, and these tensors would be freed before they are opened.
+        # A copy packs the weight again, because it may run on a different processor. The tensors are converted to
+        # arrays, because torch multiprocessing sends tensors as file descriptors, and they would be freed before being
+        # opened.
         arrays = {name: _to_array(tensor) for name, tensor in self._weight.tensors().items()}
         return {name: value for name, value in vars(self).items() if name != "_key"} | {"_weight": arrays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._weight = self.kind(**{name: _from_array(array) for name, array in state["_weight"].items()})
-        self._key = _register(self)
+        self._key = _register_layer(self)
 
     def _dtype_name(self) -> str:
         return str(self.kind.dtype).removeprefix("torch.")
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _packed_tensors(self) -> dict[str, torch.Tensor]:
         return self._weight.tensors() | ({} if self._bias is None else {"bias": self._bias})
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + name: tensor for name, tensor in self._tensors().items()})
+        destination.update({prefix + name: tensor for name, tensor in self._packed_tensors().items()})
 
     def _load_from_state_dict(
         self,
@@ -341,58 +345,59 @@ class PackedLinear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._packed_tensors().items()}
         missing_keys += [prefix + name for name in shapes if prefix + name not in state_dict]
         tensors = {name: state_dict[prefix + name] for name in shapes if prefix + name in state_dict}
         loaded_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if (dtype := getattr(tensors.get("weight"), "dtype", self.kind.dtype)) != self.kind.dtype:
             error_msgs.append(
-                f"`{prefix}weight` must be {self._dtype_name()}, got {dtype}. Load float32 weights before `quantize`."
+                f"`{prefix}weight` must be {self._dtype_name()}, got {dtype}. Load float32 weights before calling "
+                "`quantize`."
             )
         elif loaded_shapes.keys() == shapes.keys() and loaded_shapes != shapes:
-            error_msgs.append(f"The tensors of `{prefix}` must have the shapes {shapes}, got {loaded_shapes}.")
+            error_msgs.append(f"The tensors in `{prefix}` must have the shapes {shapes}, got {loaded_shapes}.")
         elif loaded_shapes == shapes:
             if "bias" in tensors:
                 self._bias = tensors.pop("bias").detach().clone()
             self._weight = self.kind(**tensors)
 
 
-def _compute(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
-    """Compute the custom operator: the product of a registered layer."""
+def _compute_packed_linear(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
+    """Implementation of the custom operator, which computes the product with a registered layer."""
     linear = _linears[int(key)]
     return linear._weight.product(states, linear._bias)
 
 
 def _fake_output(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
-    """Return an empty output of the custom operator, from which a compiler reads the shape."""
+    """Return an empty output of the custom operator, from which the compiler reads the shape."""
     return states.new_empty(*states.shape[:-1], out_features)
 
 
-# A compiled graph cannot contain a packed weight. It contains this operator with the number of the layer.
+# A compiled graph cannot contain a packed weight. Instead, it contains this operator and the number of the layer.
 _library = torch.library.Library("hf_attn_variants", "FRAGMENT")
 _library.define("packed_linear(Tensor states, Tensor key, int out_features) -> Tensor")
-_library.impl("packed_linear", _compute, "CPU")
+_library.impl("packed_linear", _compute_packed_linear, "CPU")
 torch.library.register_fake("hf_attn_variants::packed_linear", _fake_output, lib=_library)
 
 
 class Int8Linear(PackedLinear):
-    """A linear layer with an int8 weight and one scale per row (`int8_weight.py`)."""
+    """A linear layer with an int8 weight and one scale per row (see `int8_weight.py`)."""
 
     kind = Int8Weight
 
 
 class Bfloat16Linear(PackedLinear):
-    """A linear layer with a bfloat16 weight (`Bfloat16Weight`)."""
+    """A linear layer with a bfloat16 weight (see `Bfloat16Weight`)."""
 
     kind = Bfloat16Weight
 
 
 @contextmanager
 def record_weight_reads() -> Iterator[list[PackedLinear]]:
-    """Record the packed layers whose `weight` or `bias` is read inside a `with` block, in the order of the reads.
+    """Record the packed layers whose `weight` or `bias` is read inside a `with` block, in the order of access.
 
-    Code that reads the weight of a layer instead of calling the layer fails for a packed layer, whose `weight` is a
-    method. The last read before the failure is the cause.
+    Code that reads the weight of a layer instead of calling the layer fails for packed layers, whose `weight` is a
+    method. The cause is the last read before the failure.
     """
     reads: list[PackedLinear] = []
 

@@ -1,4 +1,4 @@
-"""`quantize`: convert a loaded model to int8 linear layers, or to bfloat16, for a CPU."""
+"""The `quantize` function, which converts a loaded model to int8 linear layers or bfloat16 for use on CPUs."""
 
 import copy
 import functools
@@ -15,19 +15,19 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..model_properties import InstanceMethod
-from .int8_weight import check_engine, current_plan, least_seconds
+from .int8_weight import check_engine, current_plan, time_in_turns
 from .packed_linear import (
     MAX_ERROR,
     MIN_WEIGHTS,
     Bfloat16Linear,
     Int8Linear,
     PackedLinear,
+    find_large_linears,
     has_fast_bfloat16,
-    large_linears,
     make_example_inputs,
     matches_name,
+    measure_rounding_errors,
     record_weight_reads,
-    rounding_errors,
 )
 
 logger = logging.getLogger(f"transformers.{__name__}")
@@ -35,35 +35,36 @@ logger = logging.getLogger(f"transformers.{__name__}")
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 QUANTIZED_DTYPES = ("int8", "bfloat16")
-# A warning is logged above this ratio of times. A decoding step may be a little slower in int8 if texts are faster.
-MUCH_SLOWER = 1.5
-# The prefixes of the modules that define the linear layers of quantization libraries.
+# A warning is logged above this ratio of int8 time to float32 time. A decoding step may be slightly slower in int8 if
+# texts are faster.
+INT8_WARNING_RATIO = 1.5
+# The prefixes of the modules in which quantization libraries define their linear layers.
 QUANTIZATION_LIBRARIES = ("torch.ao.", "torchao.", "bitsandbytes.", "optimum.", "auto_gptq.", "hqq.")
 
 
 def quantize(model: ModelT, dtype: str | torch.dtype = "int8", example_inputs: dict[str, Any] | None = None) -> ModelT:
     """Quantize the linear layers of a loaded model to int8, or convert the whole model to bfloat16, for a CPU.
 
-    The model is changed in place and cannot be changed back; `copy.deepcopy(model)` keeps the float32 model. It may be
-    a variant of this package or any model of Transformers. Call `share_memory` before `quantize` if you use both.
+    The model is modified in place, which cannot be undone. Use `copy.deepcopy(model)` to keep the float32 model. The
+    model may be a variant from this package or any Transformers model. If you also use `share_memory`, call it first.
 
-    With int8, each weight has one scale per row, and each token of the inputs is rounded by its own largest number
-    when the layer is called. The model runs once on a small batch before it is changed. Layers whose inputs have
-    outliers become bfloat16 if the processor has fast bfloat16, and stay in float32 otherwise. Embeddings, norms,
-    convolutions, relative positions and small layers stay in float32, and so do layers whose weight the model's code
-    reads instead of calling the layer. The model cannot be trained afterwards.
+    With int8, each weight has one scale per row. When a layer is called, each input token is rounded relative to its
+    largest value. The model runs once on a small batch before it is modified. Layers whose inputs have outliers are
+    converted to bfloat16 if it is fast on the processor, and otherwise remain in float32. Embeddings, norms,
+    convolutions, relative positions, small layers, and layers whose weight is read instead of calling the layer also
+    remain in float32. The model cannot be trained afterwards.
 
     Args:
         model: A float32 model in evaluation mode on a CPU.
         dtype: "int8" or "bfloat16".
-        example_inputs: The keyword arguments of one call of the model, with real data if possible. By default, a
+        example_inputs: The keyword arguments for one call of the model, preferably with real data. By default, a
             random batch is used.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the model cannot be quantized. The model is unchanged then.
+        ValueError: If the model cannot be quantized. In this case, it is left unchanged.
 
     Example:
         >>> model = AutoModel.from_pretrained("sentence-transformers/all-MiniLM-L6-v2").eval()
@@ -72,25 +73,25 @@ def quantize(model: ModelT, dtype: str | torch.dtype = "int8", example_inputs: d
     name = str(dtype).removeprefix("torch.")
     if name not in QUANTIZED_DTYPES:
         raise ValueError(f'`dtype` must be "int8" or "bfloat16", got {dtype!r}.')
-    _check_kind(model)
+    _check_model_type(model)
     _check_state(model)
     if name == "bfloat16":
-        make_bfloat16(model)
+        convert_to_bfloat16(model)
         return model
     check_engine()
-    linears = large_linears(model)
+    linears = find_large_linears(model)
     _check_linears(model, linears)
     inputs, errors = _measure_errors(model, linears, example_inputs)
     packed_layers = _pack_linears(model, linears, errors)
     _replace_linears(model, linears, packed_layers)
     if inputs is not None:
         _restore_read_linears(model, linears, packed_layers, inputs)
-    _report(model, linears, packed_layers)
+    _log_summary(model, linears, packed_layers)
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            # `Trainer` does not train a model with `is_quantized`. `push_to_hub` would create a repository and then
-            # fail to save.
+            # `Trainer` does not train models with `is_quantized`. `push_to_hub` would create a repository and then
+            # fail to save the model.
             vars(module).update(is_quantized=True)
             vars(module).update(
                 {name: partial(_raise_unsupported, name) for name in ("save_pretrained", "push_to_hub")}
@@ -106,20 +107,20 @@ def quantize(model: ModelT, dtype: str | torch.dtype = "int8", example_inputs: d
 def _measure_errors(
     model: PreTrainedModel, linears: dict[str, nn.Linear], example_inputs: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, dict[str, float]]:
-    """Return the inputs for a call of the model, and the rounding error of each layer.
+    """Return inputs for the model and the rounding error of each layer.
 
-    If a random batch does not work, the inputs are None, and layers that Transformers keeps in float32 in half
-    precision get an infinite error.
+    If the model does not run on a random batch, the inputs are None, and the error is infinite for layers that
+    Transformers keeps in float32 for half-precision models.
     """
     if example_inputs is not None:
-        return example_inputs, rounding_errors(model, linears, example_inputs)
+        return example_inputs, measure_rounding_errors(model, linears, example_inputs)
     try:
         inputs = make_example_inputs(model)
-        return inputs, rounding_errors(model, linears, inputs)
-    except Exception as error:  # a model may raise any error for unsuitable inputs
+        return inputs, measure_rounding_errors(model, linears, inputs)
+    except Exception as error:  # models may raise any error for unsuitable inputs
         logger.warning(
-            "`quantize` could not run %s on a random batch (%s: %s), so that it cannot measure the error of each "
-            "layer. Pass `example_inputs`, the keyword arguments of one call.",
+            "`quantize` could not run %s on a random batch (%s: %s) and therefore cannot measure the error of each "
+            "layer. Pass the keyword arguments for one call as `example_inputs`.",
             type(model).__name__,
             type(error).__name__,
             error,
@@ -131,7 +132,7 @@ def _measure_errors(
 def _pack_linears(
     model: PreTrainedModel, linears: dict[str, nn.Linear], errors: dict[str, float]
 ) -> dict[int, PackedLinear]:
-    """Return {id of the linear layer: packed layer} for the layers that are replaced."""
+    """Pack the layers to replace and return {id of the linear layer: packed layer}."""
     float32_names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     packed_layers: dict[int, PackedLinear] = {}
     for path, linear in linears.items():
@@ -147,7 +148,7 @@ def _pack_linears(
 def _replace_linears(
     model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers: dict[int, PackedLinear]
 ) -> None:
-    """Replace each linear layer by its packed layer, and restore the linear layers that do not have one."""
+    """Replace each linear layer with its packed layer, and restore the linear layers without a packed layer."""
     for path, linear in linears.items():
         parent, _, child = path.rpartition(".")
         setattr(model.get_submodule(parent), child, packed_layers.get(id(linear), linear))
@@ -159,16 +160,16 @@ def _restore_read_linears(
     packed_layers: dict[int, PackedLinear],
     inputs: dict[str, Any],
 ) -> None:
-    """Run the model, and restore the linear layers whose weight its code reads instead of calling the layer.
+    """Run the model, and restore the linear layers whose weight it reads instead of calling the layer.
 
     Args:
         model: The model with packed layers.
         linears: The linear layers by path.
-        packed_layers: The packed layers. The entries of the restored layers are removed.
-        inputs: The keyword arguments of a call.
+        packed_layers: The packed layers. The entries for restored layers are removed.
+        inputs: The keyword arguments for a call of the model.
 
     Raises:
-        ValueError: If the model fails for another reason. The model is unchanged then.
+        ValueError: If the model fails for another reason. In this case, it is left unchanged.
     """
     while True:
         with record_weight_reads() as reads, torch.no_grad():
@@ -177,7 +178,7 @@ def _restore_read_linears(
                 return
             except Exception as error:  # reading the weight of a packed layer may raise any error
                 cause = reads[-1] if reads else None
-                # The layers at the same path in other blocks are restored too.
+                # Layers at the same path in other blocks are also restored.
                 patterns = {
                     re.sub(r"\d+", "", path)
                     for path, linear in linears.items()
@@ -187,7 +188,7 @@ def _restore_read_linears(
                     packed_layers.clear()
                     _replace_linears(model, linears, packed_layers)
                     raise ValueError(
-                        f"{type(model).__name__} does not run with int8 layers: {error}. The model is unchanged."
+                        f"{type(model).__name__} does not run with int8 layers: {error}. The model was left unchanged."
                     ) from error
         for path, linear in linears.items():
             if re.sub(r"\d+", "", path) in patterns:
@@ -195,11 +196,13 @@ def _restore_read_linears(
         _replace_linears(model, linears, packed_layers)
 
 
-def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers: dict[int, PackedLinear]) -> None:
-    """Log the numbers of quantized layers, and warn if int8 is slower than float32 on this processor."""
+def _log_summary(
+    model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers: dict[int, PackedLinear]
+) -> None:
+    """Log the number of quantized layers, and warn if int8 is slower than float32 on this processor."""
     kinds = Counter(type(packed).__name__ for packed in packed_layers.values())
     logger.info(
-        "Quantized %d linear layers to int8 (inputs of %d bits, multiplied by %s) and %d to bfloat16; %d stay in "
+        "Quantized %d linear layers to int8 (%d-bit inputs, multiplied with %s) and %d to bfloat16. %d remain in "
         "float32.",
         kinds["Int8Linear"],
         current_plan().bits,
@@ -220,13 +223,14 @@ def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers
     for what, rows in TIMED_ROWS.items():
         states = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            float32, int8 = least_seconds(functools.partial(linear, states), functools.partial(packed, states))
+            float32, int8 = time_in_turns(functools.partial(linear, states), functools.partial(packed, states))
         ratios[what] = int8 / float32
-    if min(ratios.values()) > 1 or max(ratios.values()) > MUCH_SLOWER:
+    if min(ratios.values()) > 1 or max(ratios.values()) > INT8_WARNING_RATIO:
         figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
         logger.warning(
-            "int8 is not faster than float32 on this processor for every call: a layer of %d x %d takes %s. The model "
-            "needs less memory.",
+            "int8 is not always faster than float32 on this processor: a %d x %d layer takes %s. The model still "
+            "requires "
+            "less memory.",
             linear.out_features,
             linear.in_features,
             figures,
@@ -234,74 +238,76 @@ def _report(model: PreTrainedModel, linears: dict[str, nn.Linear], packed_layers
 
 
 def _raise_unsupported(method: str, *args: Any, **kwargs: Any) -> None:
-    """Raise `ValueError` instead of running a method of the model that needs float32 weights."""
+    """Raise `ValueError` instead of running a model method that requires float32 weights."""
     raise ValueError(
-        f"`{method}` needs the float32 model, because the weights of this one are packed as int8. Call it before "
-        "`quantize`, or load the model again. (`state_dict()` holds the int8 weights.)"
+        f"`{method}` requires the float32 model, because the weights of this model are packed as int8. Call it before "
+        "`quantize`, or load the model again. (`state_dict()` contains the int8 weights.)"
     )
 
 
-def _packed_linears(model: PreTrainedModel) -> list[PackedLinear]:
+def _list_packed_linears(model: PreTrainedModel) -> list[PackedLinear]:
     """Return the packed layers of a model."""
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
 def _num_parameters(module: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Return the number of parameters, with the elements of the packed layers, which are not trainable."""
-    packed = [] if only_trainable else _packed_linears(module)
+    """Return the number of parameters including the elements of the packed layers, which are not trainable."""
+    packed = [] if only_trainable else _list_packed_linears(module)
     return type(module).num_parameters(module, only_trainable, exclude_embeddings) + sum(
         linear.num_numbers() for linear in packed
     )
 
 
-def _memory_footprint(module: PreTrainedModel, return_buffers: bool = True) -> int:
-    """Return the bytes of the model, with its packed layers."""
-    packed = sum(linear.num_bytes() for linear in _packed_linears(module))
+def _get_memory_footprint(module: PreTrainedModel, return_buffers: bool = True) -> int:
+    """Return the size of the model in bytes, including its packed layers."""
+    packed = sum(linear.num_bytes() for linear in _list_packed_linears(module))
     return int(type(module).get_memory_footprint(module, return_buffers)) + packed
 
 
 def _apply_without_cast(
     module: PreTrainedModel, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
 ) -> Any:
-    """Apply a function to each tensor (`to` and `bfloat16` call this), unless it changes the dtype or the device.
+    """Apply a function to each tensor, unless it changes the dtype or device. `to` and `bfloat16` call this method.
 
     Raises:
-        ValueError: If it does. No tensor is changed then.
+        ValueError: If the function changes the dtype or device. In this case, no tensor is modified.
     """
     result = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
     if result.dtype != torch.float32 or result.device.type != "cpu":
         raise ValueError(
-            f"{type(module).__name__} has int8 layers, so that it must stay float32 on a CPU, got {result.dtype} on "
+            f"{type(module).__name__} has int8 layers and must therefore remain in float32 on a CPU, got "
+            f"{result.dtype} on "
             f"{result.device}. Load the model again to convert it."
         )
     return type(module)._apply(module, fn, *args, **kwargs)
 
 
-# The methods that are replaced in a quantized model.
+# The methods that are replaced in quantized models.
 REPLACED_METHODS: dict[str, Callable[..., Any]] = {
     "_apply": _apply_without_cast,
     "num_parameters": _num_parameters,
-    "get_memory_footprint": _memory_footprint,
+    "get_memory_footprint": _get_memory_footprint,
 }
 
 
-def _check_kind(model: Any) -> None:
+def _check_model_type(model: Any) -> None:
     """Raise `ValueError` if an object is not a Transformers model or is compiled."""
     if isinstance(model, PreTrainedModel):
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
-            raise ValueError(f"{type(model).__name__} is compiled. Call `quantize` before you compile the model.")
+            raise ValueError(f"{type(model).__name__} is compiled. Call `quantize` before compiling the model.")
         return
     raise ValueError(
-        f"`model` must be a model of Transformers, got {type(model).__name__}. Load the model first, compile it "
-        "afterwards, and merge an adapter with `merge_and_unload()`."
+        f"`model` must be a Transformers model, got {type(model).__name__}. Load the model first, compile it "
+        "afterwards, "
+        "and merge adapters with `merge_and_unload()`."
     )
 
 
 def _check_state(model: PreTrainedModel) -> None:
-    """Check that a model is in evaluation mode, float32 and on a CPU, and not quantized.
+    """Check that a model is in evaluation mode, in float32, on a CPU, and not quantized.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If one of these conditions is not met.
     """
     name = type(model).__name__
     if getattr(model, "is_quantized", False) or _is_quantized(model):
@@ -318,7 +324,7 @@ def _check_state(model: PreTrainedModel) -> None:
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    """Return whether a quantization library or this package has replaced a module or a parameter."""
+    """Return whether a quantization library or this package has replaced modules or parameters."""
     modules = any(
         isinstance(m, PackedLinear) or type(m).__module__.startswith(QUANTIZATION_LIBRARIES) for m in model.modules()
     )
@@ -326,45 +332,45 @@ def _is_quantized(model: nn.Module) -> bool:
 
 
 def _check_linears(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:
-    """Check that there are linear layers to quantize, and that they are ordinary layers with finite weights.
+    """Check that the model has linear layers to quantize, and that they are ordinary layers with finite weights.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If one of these conditions is not met.
     """
     for path, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
-            raise ValueError(f"`{path}` is a {type(module).__name__} of peft. Call `merge_and_unload()` first.")
+            raise ValueError(f"`{path}` is a PEFT module ({type(module).__name__}). Call `merge_and_unload()` first.")
     if not linears:
         raise ValueError(
-            f"{type(model).__name__} has no linear layer with at least {MIN_WEIGHTS} weights. Smaller layers do not "
+            f"{type(model).__name__} has no linear layers with at least {MIN_WEIGHTS} weights. Smaller layers do not "
             "benefit from int8."
         )
     for path, linear in linears.items():
         if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
             raise ValueError(
-                f"`{path}` has a hook or a replaced `forward` (of the offloading of accelerate, for example), which "
+                f"`{path}` has a hook or a replaced `forward` (from Accelerate offloading, for example), which "
                 "would be lost. Remove it first."
             )
         if not linear.weight.isfinite().all():
             raise ValueError(f"`{path}.weight` must be finite. Check the checkpoint.")
 
 
-# The timed products: the rows of a decoding step and of a text, with a feed-forward layer of the size of T5-small.
-TIMED_ROWS, WIDTH, INNER = {"a step of 4 rows": 4, "a text of 64 tokens": 64}, 512, 2048
-# A smaller ratio of times may be noise.
-SLOWER = 1.1
+# The row counts and sizes of the timed products: a decoding step and a text in a feed-forward layer of T5-small.
+TIMED_ROWS, WIDTH, INNER = {"a step with 4 rows": 4, "a text with 64 tokens": 64}, 512, 2048
+# A smaller time ratio may be noise.
+BFLOAT16_WARNING_RATIO = 1.1
 
 
-def make_bfloat16(model: PreTrainedModel) -> None:
+def convert_to_bfloat16(model: PreTrainedModel) -> None:
     """Convert a model to bfloat16 in place, and warn if bfloat16 is slower than float32 on this processor.
 
-    Parameters and buffers that `from_pretrained(dtype=torch.bfloat16)` keeps in float32 stay in float32.
+    Parameters and buffers that `from_pretrained(dtype=torch.bfloat16)` keeps in float32 remain in float32.
     """
-    ratios = bfloat16_slowdowns(torch.get_num_threads())
-    if max(ratios.values()) > SLOWER:
+    ratios = measure_bfloat16_slowdowns(torch.get_num_threads())
+    if max(ratios.values()) > BFLOAT16_WARNING_RATIO:
         figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
         logger.warning(
-            "bfloat16 is slow on this processor: a product takes %s. The model needs half of the memory, but more "
+            "bfloat16 is slow on this processor: a product takes %s. The model requires half the memory, but more "
             'time. `quantize(model, "int8")` may reduce both.',
             figures,
         )
@@ -372,7 +378,7 @@ def make_bfloat16(model: PreTrainedModel) -> None:
     float32_parameters: dict[Any, torch.Tensor] = {
         parameter: parameter.data for path, parameter in model.named_parameters() if matches_name(path, names)
     }
-    float32_paths = _float32_buffers(model)
+    float32_paths = _find_float32_buffers(model)
     buffers = [(path, buffer) for path, buffer in model.named_buffers() if path in float32_paths]
     to: Any = model.to  # typed as Any, because the Transformers wrapper hides the signature
     to(torch.bfloat16)
@@ -383,11 +389,11 @@ def make_bfloat16(model: PreTrainedModel) -> None:
         model.get_submodule(parent)._buffers[name] = buffer
 
 
-def _float32_buffers(model: PreTrainedModel) -> set[str]:
-    """Return the paths of the buffers that are float32 in a bfloat16 model (the frequencies of RoPE, for example).
+def _find_float32_buffers(model: PreTrainedModel) -> set[str]:
+    """Return the paths of the buffers that remain float32 in a bfloat16 model, such as RoPE frequencies.
 
-    Like `from_pretrained`, this function creates the model while the default dtype of torch is bfloat16, but on the
-    meta device, which needs no memory.
+    Like `from_pretrained`, this function creates the model with bfloat16 as the default torch dtype, but on the meta
+    device, which does not allocate memory.
     """
     default, cls = torch.get_default_dtype(), type(model)
     torch.set_default_dtype(torch.bfloat16)
@@ -401,13 +407,13 @@ def _float32_buffers(model: PreTrainedModel) -> set[str]:
 
 @functools.cache
 @torch.autocast("cpu", enabled=False)
-def bfloat16_slowdowns(threads: int) -> dict[str, float]:
-    """Return the time of products in bfloat16 divided by their time in float32, {product: ratio}.
+def measure_bfloat16_slowdowns(threads: int) -> dict[str, float]:
+    """Return the ratio of the bfloat16 time to the float32 time for each product, {product: ratio}.
 
     The products are timed once per process and number of threads.
 
     Args:
-        threads: The current number of threads of torch, which is the key of the cache.
+        threads: The current number of torch threads, which is the cache key.
     """
     ratios = {}
     for what, rows in TIMED_ROWS.items():
@@ -416,7 +422,7 @@ def bfloat16_slowdowns(threads: int) -> dict[str, float]:
             for dtype in (torch.float32, torch.bfloat16)
         ]
         with torch.no_grad():
-            float32, bfloat16 = least_seconds(
+            float32, bfloat16 = time_in_turns(
                 *(functools.partial(torch.nn.functional.linear, *pair) for pair in pairs)
             )
         ratios[what] = bfloat16 / float32

@@ -1,4 +1,4 @@
-"""Engines that can serve a model: the class of Transformers, `share_memory`, int8, conversions, and CTranslate2."""
+"""The engines that can serve a model, such as Transformers, `share_memory`, int8 and CTranslate2."""
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +18,15 @@ from ..shared_memory.share import share_memory
 CTRANSLATE2 = "CTranslate2"
 
 
-def ctranslate2_problem(config: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> str | None:
-    """Return the reason why CTranslate2 cannot serve a checkpoint with some fields changed, or None if it can."""
+def get_ctranslate2_unsupported_reason(
+    config: Mapping[str, Any], fields: Mapping[str, Any] | None = None
+) -> str | None:
+    """Return why CTranslate2 cannot serve a checkpoint with the given fields changed, or None if it can."""
     from ..export.ctranslate2_check import check_ctranslate2_support
     from ..inspection.costs import variant_config
 
     try:
-        check_ctranslate2_support(served_model_class(config), variant_config(config, **(fields or {})))
+        check_ctranslate2_support(get_served_model_class(config), variant_config(config, **(fields or {})))
     except ValueError as error:
         return str(error)
     if importlib.util.find_spec("ctranslate2") is None:
@@ -38,11 +40,11 @@ class Engine:
 
     Args:
         name: the name in tables.
-        fields: the changed configuration fields of a converted model. None means the unchanged checkpoint.
+        fields: the configuration fields that a conversion changes. None means the unchanged checkpoint.
         shared: whether the model uses `share_memory`.
-        int8: whether the linear layers are int8.
+        int8: whether the linear layers are quantized to int8.
         ctranslate2: whether CTranslate2 runs the model instead of torch.
-        compiled: whether `torch.compile` compiles the steps, with a static cache.
+        compiled: whether the decoding steps are compiled with `torch.compile` and a static cache.
     """
 
     name: str
@@ -55,11 +57,11 @@ class Engine:
 
 @dataclass(frozen=True)
 class Load:
-    """Batch that each engine serves.
+    """The batch that each engine serves.
 
     Args:
-        batch_size: the number of texts, or windows of audio.
-        length: the number of tokens per text, or of positions of audio.
+        batch_size: the number of texts or audio windows.
+        length: the number of tokens per text or positions per audio window.
         max_new_tokens: the number of tokens to generate per text. None means one forward pass of an encoder.
         num_beams: the number of beams.
     """
@@ -77,19 +79,19 @@ def list_engines(
     compiles: bool = False,
     names: Sequence[str] | None = None,
 ) -> list[Engine]:
-    """Return the engines for a checkpoint, the baseline first.
+    """Return the engines for a checkpoint, starting with the baseline.
 
     Args:
         config: the config.json of the checkpoint.
         conversions: the configuration fields of each possible conversion.
-        has_ctranslate2: a function that returns whether CTranslate2 is installed and supports the checkpoint with some
-            fields changed.
-        compiles: whether to add compiled engines of torch for the unchanged checkpoint.
-        names: the names of the engines to return in addition to the baseline. None means all.
+        has_ctranslate2: a function that returns whether CTranslate2 is installed and supports the checkpoint with the
+            given fields changed.
+        compiles: whether to include compiled torch engines for the unchanged checkpoint.
+        names: the names of the engines to return in addition to the baseline. If None, all engines are returned.
 
     Raises:
-        ValueError: if a field is unknown or not valid, two engines have the same name, or no engine has one of
-            `names`.
+        ValueError: if a field is unknown or not valid, two engines have the same name, or `names` contains an unknown
+            engine.
     """
     current = variant_config(config)
     is_upstream = config["model_type"] != type(current).model_type
@@ -109,14 +111,14 @@ def list_engines(
         converted = variant_config(config, **fields)
         name = variant_name(converted, _get_heads_field(config))
         engines += [Engine(name, fields), Engine(f"{name}, int8", fields, int8=True)]
-        # An export multiplies latents into the weights, and the model without latents is timed already.
+        # The export multiplies latents into the weights, and the model without latents is already included.
         if has_ctranslate2(fields) and not has_latents(converted):
             engines += _list_ctranslate2_engines(f"{name}, ", fields)
     all_names = [engine.name for engine in engines]
     if repeated := next((name for name in all_names if all_names.count(name) > 1), None):
-        raise ValueError(f"The models to time must be different, got {repeated} twice. Leave one of them out.")
+        raise ValueError(f"The models to time must be different, got {repeated} twice. Remove one of them.")
     if unknown := next((name for name in names or () if name not in all_names), None):
-        raise ValueError(f"The engines must be some of {'; '.join(all_names)}, got {unknown!r:.80}.")
+        raise ValueError(f"The engines contain the unknown {unknown!r:.80}. Use {'; '.join(all_names)}.")
     return engines if names is None else [engine for engine in engines if engine.name in (baseline, *names)]
 
 
@@ -125,23 +127,23 @@ def _list_ctranslate2_engines(prefix: str, fields: Mapping[str, Any] | None) -> 
     return [Engine(name, fields, ctranslate2=True), Engine(f"{name}, int8", fields, int8=True, ctranslate2=True)]
 
 
-def served_auto_class(config: Mapping[str, Any]) -> str:
-    """Return the name of the Auto class of the served model."""
+def get_served_auto_class(config: Mapping[str, Any]) -> str:
+    """Return the name of the Auto class for the served model."""
     return timed_auto_class(config, variant_config(config))
 
 
 def is_generative(config: Mapping[str, Any]) -> bool:
-    """Return whether the model is an encoder-decoder that generates text. Otherwise a batch is one forward pass."""
-    return "Seq2Seq" in served_auto_class(config)
+    """Return whether the model is an encoder-decoder that generates text, instead of running one forward pass."""
+    return "Seq2Seq" in get_served_auto_class(config)
 
 
-def served_model_class(config: Mapping[str, Any]) -> type:
-    """Return the class of this package for the served model."""
-    return variant_model_class(variant_config(config).auto_classes[served_auto_class(config)])
+def get_served_model_class(config: Mapping[str, Any]) -> type:
+    """Return the class from this package for the served model."""
+    return variant_model_class(variant_config(config).auto_classes[get_served_auto_class(config)])
 
 
 def _get_heads_field(config: Mapping[str, Any]) -> str:
-    return kv_heads_field(served_model_class(config), variant_config(config))
+    return kv_heads_field(get_served_model_class(config), variant_config(config))
 
 
 def _remove_latents(config: Any) -> Any:
@@ -152,16 +154,16 @@ def _remove_latents(config: Any) -> Any:
 
 
 def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
-    """Return the model of an engine in float32 with random weights, which are equal if the layers are equal.
+    """Build the float32 model for an engine with random weights, which are the same for engines with the same layers.
 
-    For an engine of CTranslate2, it is the model of this package without latents that is exported.
+    For a CTranslate2 engine, it is the model from this package to export, without latents.
     """
     torch.manual_seed(0)
     if engine.fields is None and not engine.ctranslate2:
         model = _build_baseline(config)
     else:
         current = variant_config(config, **(engine.fields or {}))
-        model = served_model_class(config)(_remove_latents(current) if engine.ctranslate2 else current)
+        model = get_served_model_class(config)(_remove_latents(current) if engine.ctranslate2 else current)
     model = ready_to_time(model, "cpu")
     if engine.ctranslate2:
         return model
@@ -175,18 +177,18 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
 
 
 def _build_baseline(config: Mapping[str, Any]) -> Any:
-    """Return the unchanged model in the class of the checkpoint, of Transformers or of this package."""
+    """Return the unchanged model as an instance of the checkpoint's class, from Transformers or this package."""
     current = variant_config(config)
     if config["model_type"] == type(current).model_type:
-        return served_model_class(config)(current)
-    return upstream_model(config, served_auto_class(config))
+        return get_served_model_class(config)(current)
+    return upstream_model(config, get_served_auto_class(config))
 
 
 def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tensor]:
     """Return random inputs: `input_ids` [b, n] with `attention_mask`, or `input_features` for audio."""
     current: Any = variant_config(config)
     generator = torch.Generator().manual_seed(0)
-    if served_auto_class(config) in AUDIO_AUTO_CLASSES:
+    if get_served_auto_class(config) in AUDIO_AUTO_CLASSES:
         shape = (load.batch_size, current.num_mel_bins, 2 * load.length)  # the encoder halves the number of frames
         return {"input_features": torch.randn(shape, generator=generator)}
     ids = torch.randint(2, current.vocab_size, (load.batch_size, load.length), generator=generator)
@@ -198,15 +200,15 @@ def make_torch_call(
 ) -> Callable[[int | None], None]:
     """Return a function that serves a batch with torch. Its argument is the number of new tokens, or None."""
     options: dict[str, Any] = {"num_beams": load.num_beams, "do_sample": False}
-    if compiled:  # with another cache, each step has another length and would be compiled again
+    if compiled:  # with other caches, the length changes in each step, which requires recompilation
         options["cache_implementation"] = "static"
-    if "input_features" in inputs:  # otherwise the code of Whisper would look for further segments
+    if "input_features" in inputs:  # otherwise, the Whisper code would look for further segments
         options |= {"force_unique_generate_call": True, "return_timestamps": False}
-    return partial(_generate_or_pass, model, inputs, options)
+    return partial(_generate_or_run_forward, model, inputs, options)
 
 
 @torch.no_grad()
-def _generate_or_pass(
+def _generate_or_run_forward(
     model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], tokens: int | None
 ) -> None:
     if tokens is None:

@@ -1,4 +1,4 @@
-"""Measurement of the engines that can serve a model: times, peak memory, a recommendation and a plot."""
+"""Measuring the speed and peak memory of serving engines, and recommending one of them."""
 
 import gc
 import statistics
@@ -21,33 +21,33 @@ from .engines import (
     Engine,
     Load,
     build_model,
-    ctranslate2_problem,
+    get_ctranslate2_unsupported_reason,
+    get_served_auto_class,
+    get_served_model_class,
     is_generative,
     list_engines,
     make_torch_call,
     random_inputs,
-    served_auto_class,
-    served_model_class,
 )
-from .peak_memory import ExportedModel, make_ctranslate2_call, peak_bytes, write_ctranslate2_folder
+from .peak_memory import ExportedModel, make_ctranslate2_call, measure_peak_bytes, write_ctranslate2_folder
 
-# Engines are equivalent if their times, or their peak memory, differ by less than this factor.
+# Engines count as equally good if their times or peak memory differ by less than this factor.
 EQUAL_FACTOR = 1.05
 TimedCall = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
 class ServingRow:
-    """Result of one engine.
+    """The results for one engine.
 
     Args:
         engine: the engine.
-        milliseconds: the median time of a batch, including the encoder.
-        all_milliseconds: the time of each round.
+        milliseconds: the median time per batch, including the encoder.
+        all_milliseconds: the time in each round.
         tokens_per_second: the number of generated tokens per second. For an encoder, the number of input tokens.
         speedup: the speed relative to the first row.
-        first_milliseconds: the median time until the first tokens of all texts. None for an encoder.
-        peak_bytes: the peak memory of a process with only this engine. None if it was not measured.
+        first_milliseconds: the median time until each text has its first token. None for an encoder.
+        peak_bytes: the peak memory of a process that runs only this engine. None if it was not measured.
     """
 
     engine: Engine
@@ -61,15 +61,15 @@ class ServingRow:
 
 @dataclass(frozen=True)
 class ServingTable:
-    """Results of all engines with the conditions of the measurement.
+    """The results for all engines and the conditions of the measurement.
 
     Args:
         checkpoint: the name of the checkpoint.
         load: the batch.
-        rows: the results, the baseline first.
+        rows: the results, starting with the baseline.
         left_out: the engines that are not installed or do not support this model, with the reasons.
         machine: the processor, threads, load and versions.
-        without_peak: the engines whose measurement of the peak memory failed, with the reasons.
+        without_peak: the engines whose peak memory could not be measured, with the reasons.
     """
 
     checkpoint: str
@@ -80,7 +80,7 @@ class ServingTable:
     without_peak: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, including the recommendation as "advice"."""
+        """Return the table as JSON values, including the recommendation as "advice"."""
         return asdict(self) | {"advice": recommend_engine(self)}
 
 
@@ -100,57 +100,65 @@ def measure_serving(
 ) -> ServingTable:
     """Time the engines that can serve a model on this CPU.
 
-    The weights are random. An encoder-decoder generates text, and the time includes the encoder. An encoder makes one
-    forward pass. The engines take turns, so that other load on the machine affects all engines equally.
+    The weights are random. Encoder-decoder models generate text, and the time includes the encoder. Encoders run one
+    forward pass. The engines take turns, so that other load on the machine affects all of them equally.
 
     Args:
         config: the config.json of the checkpoint. No weights are read.
         checkpoint: the name of the checkpoint for the table.
-        kv_heads: numbers of key/value heads of conversions to time. None means a quarter of the heads of a
-            Transformers model without `variants`, and otherwise no conversion.
-        batch_size: the number of texts, or windows of audio.
-        length: the number of tokens per text. None means 128, or the window of a Whisper.
-        max_new_tokens: encoder-decoders: the number of tokens to generate per text.
-        num_beams: encoder-decoders: the number of beams. None means 1 (greedy).
-        rounds: the number of timings per engine. The median counts.
+        kv_heads: the numbers of key/value heads of the conversions to time. If None, a quarter of the heads is timed
+            for Transformers models without `variants`.
+        batch_size: the number of texts or audio windows.
+        length: the number of tokens per text. If None, it is 128, or the window of a Whisper model.
+        max_new_tokens: the number of tokens to generate per text, for encoder-decoder models.
+        num_beams: the number of beams, for encoder-decoder models. None means 1 (greedy).
+        rounds: the number of timings per engine, of which the median is reported.
         peak_memory: whether to measure the peak memory of each engine in a separate process.
-        compiles: whether to time compiled engines of torch, too, which takes a C++ compiler and a minute per engine.
-        variants: configuration fields of further conversions to time.
-        engines: the names of the engines to time in addition to the baseline. None means all.
+        compiles: whether to also time compiled torch engines, which requires a C++ compiler and a minute per engine.
+        variants: the configuration fields of additional conversions to time.
+        engines: the names of the engines to time in addition to the baseline. If None, all engines are timed.
 
     Raises:
-        ValueError: if the configuration is not valid, or a number, field or engine does not fit it.
+        ValueError: if the configuration, a number, a field or an engine is not valid.
     """
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
     )
     decodes = is_generative(config)
     if num_beams is not None and not decodes:
-        raise ValueError("`num_beams` must be None for a model that generates no text. Leave it out.")
-    length = timed_length(length, variant_config(config), served_auto_class(config))
+        raise ValueError("`num_beams` is not supported for a model that does not generate text. Remove it.")
+    length = timed_length(length, variant_config(config), get_served_auto_class(config))
     load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
-    problem, threads, inputs = ctranslate2_problem(config), torch.get_num_threads(), random_inputs(config, load)
-    left_out = _left_out_engines(problem, engines)
-    conversions = [*_head_conversions(config, () if variants and kv_heads is None else kv_heads), *variants]
+    problem, threads, inputs = (
+        get_ctranslate2_unsupported_reason(config),
+        torch.get_num_threads(),
+        random_inputs(config, load),
+    )
+    left_out = _explain_left_out_engines(problem, engines)
+    conversions = [*_list_head_conversions(config, () if variants and kv_heads is None else kv_heads), *variants]
     timed = list_engines(
-        config, conversions, lambda fields: ctranslate2_problem(config, fields) is None, compiles, engines
+        config,
+        conversions,
+        lambda fields: get_ctranslate2_unsupported_reason(config, fields) is None,
+        compiles,
+        engines,
     )
     with tempfile.TemporaryDirectory() as stage:
         runs, exported = _build_engines(config, timed, load, inputs, Path(stage), left_out)
         timed = [engine for engine in timed if engine.name in runs]
         times, firsts = _time_engines(runs, load, rounds)
-        runs.clear()  # frees the memory for the processes of single engines
+        runs.clear()  # frees the memory for the processes that run single engines
         gc.collect()
         peaks, without_peak = _measure_peaks(config, timed if peak_memory else [], load, threads, exported)
     rows = _build_rows(timed, load, times, firsts, peaks)
     return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), without_peak)
 
 
-def _left_out_engines(problem: str | None, names: Sequence[str] | None) -> dict[str, str]:
-    """Return the reason why CTranslate2 is left out, if it is and the engines are not named.
+def _explain_left_out_engines(problem: str | None, names: Sequence[str] | None) -> dict[str, str]:
+    """Return {CTranslate2: reason} if it cannot be timed, unless the user selected engines.
 
     Raises:
-        ValueError: if CTranslate2 is named but cannot be timed.
+        ValueError: if the user selected CTranslate2 but it cannot be timed.
     """
     if problem is not None and any(CTRANSLATE2 in name for name in names or ()):
         raise ValueError(f"CTranslate2 cannot be timed: {problem}")
@@ -164,12 +172,12 @@ def _measure_peaks(
     threads: int,
     exported: Mapping[str, ExportedModel],
 ) -> tuple[dict[str, int | None], dict[str, str]]:
-    """Return the peak memory of each engine, and the reasons why measurements failed."""
+    """Return the peak memory of each engine, and the reasons for failed measurements."""
     peaks: dict[str, int | None] = {}
     failed: dict[str, str] = {}
     for engine in progress_bar(engines, desc="peak memory", unit="engine", leave=False):
         try:
-            peaks[engine.name] = peak_bytes(config, engine, load, threads, exported.get(engine.name))
+            peaks[engine.name] = measure_peak_bytes(config, engine, load, threads, exported.get(engine.name))
         except ValueError as error:
             failed[engine.name] = str(error)
     return peaks, failed
@@ -183,7 +191,7 @@ def _build_engines(
     stage: Path,
     left_out: dict[str, str],
 ) -> tuple[dict[str, TimedCall], dict[str, ExportedModel]]:
-    """Return a function that runs each engine, and the models for CTranslate2. Engines without int8 are left out."""
+    """Return a function that runs each engine, and the exported CTranslate2 models. Skips engines without int8."""
     runs: dict[str, TimedCall] = {}
     exported: dict[str, ExportedModel] = {}
     for number, engine in enumerate(progress_bar(engines, desc="building", unit="engine", leave=False)):
@@ -229,10 +237,10 @@ def _build_row(
     return ServingRow(engine, median, times, speed, (baseline or median) / median, first, peak)
 
 
-def _head_conversions(config: Mapping[str, Any], counts: Sequence[int] | None) -> list[dict[str, Any]]:
-    """Return the fields of conversions to numbers of key/value heads. None means a quarter of the heads."""
+def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | None) -> list[dict[str, Any]]:
+    """Return the fields for conversions to the given numbers of key/value heads, or to a quarter of the heads."""
     current = variant_config(config)
-    field = kv_heads_field(served_model_class(config), current)
+    field = kv_heads_field(get_served_model_class(config), current)
     if counts is None:
         heads, possible = current.query_heads(field), kv_head_counts(current, field)
         is_upstream = config["model_type"] != type(current).model_type
@@ -243,7 +251,7 @@ def _head_conversions(config: Mapping[str, Any], counts: Sequence[int] | None) -
 def _time_engines(
     runs: Mapping[str, TimedCall], load: Load, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the seconds of each round per engine and, for generative models, the seconds until the first tokens."""
+    """Return the time in seconds of each round per engine and, for generative models, until the first tokens."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     firsts: dict[str, list[float]] = {name: [] for name in runs}
     # The first round is a warm-up.
@@ -263,10 +271,10 @@ def _time_engines(
 def recommend_engine(table: ServingTable) -> str:
     """Return a sentence that recommends an engine for this model, batch and machine.
 
-    It names the fastest engine of the unchanged checkpoint, the fastest one with float32, and a conversion if it is
-    faster than both. Among equally fast engines (`_select_fastest`), the one with the least peak memory is
-    recommended. If the peak memory is equal or unknown, the first one is recommended, because it needs the fewest
-    changes. The others are mentioned.
+    The sentence contains the fastest engine for the unchanged checkpoint, the fastest float32 engine, and a conversion
+    if it is faster than both. Among equally fast engines (see `_select_fastest`), the engine with the least peak
+    memory is recommended. If the peak memory is equal or unknown, the first engine is recommended, because it requires
+    the fewest changes. The other engines are also mentioned.
 
     Example:
         "Recommended for batch 4, length 512, ..., this machine: int8 (1.80 times transformers, 620 MiB)."
@@ -280,7 +288,7 @@ def recommend_engine(table: ServingTable) -> str:
     parts = [f"{best.engine.name} ({best.speedup:.2f} times {table.rows[0].engine.name}{_format_memory(best)})"]
     if others := [row for row in _select_fastest(unconverted) if row is not best]:
         names = ", ".join(f"{row.engine.name} ({row.speedup:.2f}{_format_memory(row)})" for row in others)
-        parts[0] += f", which is as fast as {names} within the variation of the rounds"
+        parts[0] += f", which is as fast as {names} within the variation between rounds"
     float32 = _select_best([row for row in unconverted if not row.engine.int8])
     if best.engine.int8 and float32.engine != unconverted[0].engine:
         parts.append(f"{float32.engine.name} ({float32.speedup:.2f}) if float32 is required")
@@ -290,12 +298,14 @@ def recommend_engine(table: ServingTable) -> str:
     fastest = _select_fastest(table.rows)
     if not any(row in fastest for row in unconverted):
         converted = _select_best(fastest)
-        parts.append(f"{converted.engine.name} ({converted.speedup:.2f}) after a conversion, whose quality you check")
+        parts.append(
+            f"{converted.engine.name} ({converted.speedup:.2f}) after conversion, whose quality must be checked"
+        )
     return f"Recommended for {conditions}: {'; '.join(dict.fromkeys(parts))}."
 
 
 def _select_best(rows: Sequence[ServingRow]) -> ServingRow:
-    """Return the row with the least peak memory among the fastest rows, or the first of them if it is unknown."""
+    """Return the fastest row with the least peak memory, or the first of the fastest rows if it is unknown."""
     fastest = _select_fastest(rows)
     peaks = [row.peak_bytes for row in fastest if row.peak_bytes is not None]
     if len(peaks) < len(fastest):
@@ -304,14 +314,14 @@ def _select_best(rows: Sequence[ServingRow]) -> ServingRow:
 
 
 def _select_fastest(rows: Sequence[ServingRow]) -> list[ServingRow]:
-    """Return the rows that are as fast as the fastest: their medians are close, or their middle halves overlap."""
+    """Return the rows that are as fast as the fastest row, based on close medians or overlapping middle halves."""
     fastest = min(rows, key=lambda row: row.milliseconds)
     most, latest = EQUAL_FACTOR * fastest.milliseconds, _get_middle_half(fastest)[1]
     return [row for row in rows if row.milliseconds <= most or _get_middle_half(row)[0] <= latest]
 
 
 def _get_middle_half(row: ServingRow) -> tuple[float, float]:
-    """Return the first and third quartile of the times of a row."""
+    """Return the first and third quartiles of the times in a row."""
     if len(row.all_milliseconds) == 1:
         return row.milliseconds, row.milliseconds
     first, _, third = statistics.quantiles(row.all_milliseconds, n=4, method="inclusive")
@@ -326,8 +336,8 @@ def _format_memory(row: ServingRow) -> str:
 ENGINE_COLORS = {"transformers": "#0072B2", "a converted checkpoint": "#009E73", "CTranslate2": "#D55E00"}
 
 
-def draw_serving(table: ServingTable) -> Figure:
-    """Return a figure with one bar per row, the first row on top. Bars of int8 engines are hatched."""
+def plot_serving(table: ServingTable) -> Figure:
+    """Plot one bar per row, with the first row at the top. Bars for int8 engines are hatched."""
     rows = table.rows
     has_memory = all(row.peak_bytes is not None for row in rows)
     figure = Figure(figsize=(10.0 if has_memory else 6.5, 1.6 + 0.32 * len(rows)), layout="constrained")
@@ -337,9 +347,9 @@ def draw_serving(table: ServingTable) -> Figure:
     if has_memory:
         values.append([(row.peak_bytes or 0) / 2**20 for row in rows])
     for axes, numbers, label in zip(
-        panels, values, ("tokens per second", "peak memory of a separate process, MiB"), strict=False
+        panels, values, ("tokens per second", "peak memory of a separate process (MiB)"), strict=False
     ):
-        colors = [ENGINE_COLORS[_get_kind(row)] for row in rows]
+        colors = [ENGINE_COLORS[_get_engine_kind(row)] for row in rows]
         hatches = ["//" if row.engine.int8 else "" for row in rows]
         bars = axes.barh([row.engine.name for row in rows], numbers, color=colors, hatch=hatches, edgecolor="white")
         axes.bar_label(bars, [f"{number:,.0f}" for number in numbers], padding=3, fontsize=8)
@@ -350,12 +360,12 @@ def draw_serving(table: ServingTable) -> Figure:
     load = table.load
     search = "" if load.max_new_tokens is None else f", {load.max_new_tokens} new tokens, beams {load.num_beams}"
     title = f"{Path(table.checkpoint).name}: batch {load.batch_size}, length {load.length:,}{search}"
-    figure.suptitle(title, parse_math=False)  # a $ in a name does not begin a formula
+    figure.suptitle(title, parse_math=False)  # a $ in a name must not start a formula
 
     return figure
 
 
-def _get_kind(row: ServingRow) -> str:
+def _get_engine_kind(row: ServingRow) -> str:
     if row.engine.ctranslate2:
         return "CTranslate2"
     return "transformers" if row.engine.fields is None else "a converted checkpoint"

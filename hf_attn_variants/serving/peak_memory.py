@@ -1,7 +1,7 @@
-"""Calls of CTranslate2, and the peak memory of an engine, measured in a separate process that serves one batch.
+"""Running CTranslate2, and measuring the peak memory of an engine in a separate process that serves one batch.
 
-The process of a CTranslate2 engine must not import torch, which would count as memory of the engine. Therefore this
-module imports neither torch nor Transformers at its top.
+The process for a CTranslate2 engine must not import torch, whose memory would be counted. Therefore, this module does
+not import torch or Transformers at the top level.
 """
 
 import json
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from .engines import Engine, Load
 
-# Tokens that CTranslate2 needs in the vocabulary of a Whisper.
+# Tokens that CTranslate2 requires in the vocabulary of a Whisper model.
 TRANSCRIPT, NO_TIMES, END = "<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"
-# The file that contains the peak memory of a process, and the file that resets the peak if "5" is written (proc(5)).
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+# The file that contains the peak memory of the process, and the file that resets it if "5" is written (see proc(5)).
+STATUS_FILE, CLEAR_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-# `is_command` lets the package import only the modules that are used.
+# With `is_command`, the package imports only the modules that are used.
 PROGRAM = (
     "import attn_variants; attn_variants.is_command = True; from hf_attn_variants.serving import peak_memory; "
     "peak_memory.main()"
@@ -35,13 +35,13 @@ FEATURES_FILE = "features.npy"
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """Model of CTranslate2 with its inputs.
+    """An exported CTranslate2 model and its inputs.
 
     Args:
-        folder: the folder of the model.
+        folder: the folder that contains the model.
         int8: whether the weights are int8.
-        inputs: rows of token ids, or audio features as a numpy array [b, mel bins, frames].
-        prompt: the first tokens of the decoder of a Whisper. Empty for other models.
+        inputs: lists of token ids, or audio features as a NumPy array [b, mel bins, frames].
+        prompt: the first decoder tokens for a Whisper model. Empty for other models.
     """
 
     folder: str
@@ -50,30 +50,30 @@ class ExportedModel:
     prompt: list[int]
 
 
-def token_text(number: int) -> str:
-    """Return the text of a token in the vocabulary of an exported model."""
+def format_token(number: int) -> str:
+    """Return the string for a token id in the vocabulary of an exported model."""
     return f"<{number}>"
 
 
 def write_ctranslate2_folder(
     config: Mapping[str, Any], model: Any, inputs: "dict[str, torch.Tensor]", folder: Path, int8: bool
 ) -> ExportedModel:
-    """Write a model of this package in the format of CTranslate2. Its end token never ends a generation.
+    """Write a model from this package in CTranslate2 format, without an end-of-sequence token that stops generation.
 
     Args:
         config: the config.json of the checkpoint.
-        model: the model in float32. A quantization changes its tensors.
-        inputs: a batch without padding, as for the engines of torch.
+        model: the model in float32. Quantization modifies its tensors.
+        inputs: a batch without padding, as for the torch engines.
         folder: an empty folder.
         int8: whether to quantize the weights to int8.
 
     Raises:
-        ValueError: if the start token of the decoder or the end token is unknown.
+        ValueError: if the start token of the decoder or the end-of-sequence token is unknown.
     """
     from ..export.ctranslate2 import model_specification
     from ..export.ctranslate2_check import Tokens
 
-    vocabulary = [token_text(number) for number in range(model.config.vocab_size)]
+    vocabulary = [format_token(number) for number in range(model.config.vocab_size)]
     start, end = (_get_token(config, model, name) for name in ("decoder_start_token_id", "eos_token_id"))
     prompt = [start]
     if is_audio := "input_features" in inputs:
@@ -92,17 +92,17 @@ def _get_token(config: Mapping[str, Any], model: Any, name: str) -> int:
     token = getattr(model.generation_config, name, None)
     token = config.get(name) if token is None else token
     if token is None:
-        raise ValueError(f"config.json must contain `{name}`, because the model generates text. Add it to the file.")
+        raise ValueError(f"config.json must contain `{name}` because the model generates text. Add it to the file.")
     return token[0] if isinstance(token, list) else token
 
 
 def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int) -> Callable[[int], None]:
-    """Return a function that serves a batch with CTranslate2. Its argument is the number of new tokens.
+    """Return a function that serves a batch with CTranslate2. Its argument is the number of tokens to generate.
 
     Args:
         exported: the model and its inputs.
         num_beams: the number of beams.
-        threads: the number of threads of a call.
+        threads: the number of threads per call.
     """
     import ctranslate2
 
@@ -119,7 +119,7 @@ def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int)
 
         return transcribe
     translator = ctranslate2.Translator(exported.folder, **options)
-    rows = [[token_text(number) for number in row] for row in exported.inputs]
+    rows = [[format_token(number) for number in row] for row in exported.inputs]
 
     def translate(tokens: int) -> None:
         limits = {"min_decoding_length": tokens, "max_decoding_length": tokens, "max_input_length": 0}
@@ -128,28 +128,28 @@ def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int)
     return translate
 
 
-def peak_bytes(
+def measure_peak_bytes(
     config: Mapping[str, Any], engine: "Engine", load: "Load", threads: int, exported: ExportedModel | None
 ) -> int | None:
-    """Return the peak memory of a process that serves one batch with an engine, including its libraries.
+    """Measure the peak memory of a process that serves one batch with an engine, including its libraries.
 
-    The peak is reset after the model was loaded, because making random weights is not a part of serving. The process
-    has the same allocator settings as this one.
+    The peak is reset after loading the model, because creating random weights is not part of serving. The process has
+    the same allocator settings as this one.
 
     Args:
         config: the config.json of the checkpoint.
         engine: the engine.
         load: the batch.
-        threads: the number of threads of the process.
-        exported: the model that CTranslate2 runs. None for an engine of torch.
+        threads: the number of threads for the process.
+        exported: the model that CTranslate2 runs. None for a torch engine.
 
     Returns:
-        The number of bytes, or None if the operating system does not report it.
+        The number of bytes, or None if the operating system does not report the peak memory.
 
     Raises:
         ValueError: if the process fails. The message contains the end of its output.
     """
-    if not CLEAR.exists():
+    if not CLEAR_FILE.exists():
         return None
     task: dict[str, Any] = {"config": dict(config), "engine": asdict(engine), "load": asdict(load), "threads": threads}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -164,12 +164,12 @@ def peak_bytes(
         reason = " ".join(process.stderr.split())[-300:]
         if process.returncode == -signal.SIGKILL:
             reason = "it was killed, probably because of a lack of memory"
-        raise ValueError(f"The process of {engine.name} failed (status {process.returncode}): {reason}")
+        raise ValueError(f"The process for {engine.name} failed (status {process.returncode}): {reason}")
     return int(process.stdout.splitlines()[-1])
 
 
 def _to_json(exported: ExportedModel, folder: Path) -> dict[str, Any]:
-    """Return an exported model as JSON values. Audio features are saved to a file, whose name replaces them."""
+    """Convert an exported model to JSON values. Audio features are saved to a file, and replaced with its name."""
     values = dict(vars(exported))
     if exported.prompt:
         import numpy as np
@@ -198,7 +198,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         config, batch, engine = task["config"], Load(**load), Engine(**task["engine"])
         run = make_torch_call(build_model(config, engine), random_inputs(config, batch), batch, engine.compiled)
-    CLEAR.write_text(RESET_PEAK)
+    CLEAR_FILE.write_text(RESET_PEAK)
     run(load["max_new_tokens"])
-    [peak] = [line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:")]
+    [peak] = [line for line in STATUS_FILE.read_text().splitlines() if line.startswith("VmHWM:")]
     print(1024 * int(peak.split()[1]))

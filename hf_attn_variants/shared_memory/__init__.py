@@ -1,1 +1,1 @@
-"""Cross-attention of Transformers models whose beams, and optionally layers, share one cache per sentence."""
+"""Cross-attention for Transformers models whose beams, and optionally layers, share one cache per sentence."""

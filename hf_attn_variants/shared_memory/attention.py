@@ -1,4 +1,4 @@
-"""Cross-attention whose beams share keys and values or encoder outputs, its cache layer, and supported classes."""
+"""Cross-attention modules and a cache layer whose beams share keys and values or encoder outputs."""
 
 import functools
 from collections.abc import Iterator
@@ -15,22 +15,22 @@ from ..modeling.ops.softmax_attention import attention_with_weights, fused_atten
 from ..modeling.ops.variant_attention import is_traced
 from ..modeling.transformers_internals import MethodArguments, check_caches, check_known_arguments, guarded_imports
 
-# The names of the cross-attention module in the decoder layers of Transformers.
+# The names of cross-attention modules in Transformers decoder layers.
 CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn", "cross_attention")
 
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """The names of the parts of a kind of cross-attention module.
+    """The attribute names and conventions of one kind of Transformers cross-attention module.
 
     Args:
         query, key, value, output: The names of the linear layers.
-        head_dim: The name of the attribute that holds the head size d.
-        roles: The arguments of `forward` that this package reads (`transformers_internals.ROLES`).
-        returns: The number of values that `forward` returns. Two are outputs and weights. With three, a position bias
-            is between them.
-        has_finite_masks: Whether masks have the lowest finite number instead of -inf. A query without any key then
-            attends to all keys equally, and otherwise its output is 0.
+        head_dim: The name of the attribute for the head size d.
+        roles: The arguments of `forward` that this package reads (see `transformers_internals.ARGUMENT_ROLES`).
+        returns: The number of values that `forward` returns. Two values are the outputs and the weights. With three
+            values, the position bias is between them.
+        has_finite_masks: Whether masks contain the lowest finite number instead of -inf. If so, a query without any
+            key attends to all keys equally. Otherwise, its output is 0.
     """
 
     query: str
@@ -44,7 +44,7 @@ class CrossAttention:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """The attributes of the module that this package reads."""
+        """The names of the module attributes that this package reads."""
         return (
             *(self.query, self.key, self.value, self.output, self.head_dim),
             *("config", "dropout", "layer_idx", "scaling"),
@@ -56,8 +56,8 @@ T5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROLES, re
 UMT5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
 BART = CrossAttention("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
 
-# {class that defines `forward`: kind}. Classes of one kind have the same code in Transformers 5.15 and 5.24.
-KNOWN: dict[str, CrossAttention] = {
+# {class that defines `forward`: kind}. Classes of the same kind have the same code in Transformers 5.15 and 5.24.
+SUPPORTED_KINDS: dict[str, CrossAttention] = {
     "LongT5Attention": T5,
     "MT5Attention": T5,
     "SwitchTransformersAttention": T5,
@@ -75,23 +75,23 @@ KNOWN: dict[str, CrossAttention] = {
     "PegasusAttention": BART,
     "PegasusXAttention": BART,
     "Speech2TextAttention": BART,
-    "WhisperAttention": BART,  # scales queries instead of logits
+    "WhisperAttention": BART,  # scales the queries instead of the logits
 }
 
 
-def forward_class(cls: type) -> type:
+def get_forward_owner(cls: type) -> type:
     """Return the class that defines the `forward` of a module class."""
     return next(base for base in cls.__mro__ if "forward" in vars(base))
 
 
-def kind_of(cls: type) -> CrossAttention | None:
-    """Return the kind of a module class, or None if its `forward` is not one of `KNOWN` Transformers classes."""
-    owner = forward_class(cls)
-    return KNOWN.get(owner.__name__) if owner.__module__.startswith("transformers.models.") else None
+def get_attention_kind(cls: type) -> CrossAttention | None:
+    """Return the kind of a module class, or None if the class that defines `forward` is not supported."""
+    owner = get_forward_owner(cls)
+    return SUPPORTED_KINDS.get(owner.__name__) if owner.__module__.startswith("transformers.models.") else None
 
 
 def cross_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and the module of each cross-attention of a model, whether its class is known or not."""
+    """Yield the path and the module of each cross-attention in a model, even if its class is not supported."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in CROSS_ATTENTIONS:
             yield path, module
@@ -101,13 +101,13 @@ with guarded_imports():
     from transformers.cache_utils import EncoderDecoderCache
 
 
-# The values of `cross_cache`: what the cache holds per source text.
+# The values of `cross_cache`, which determine the content of the cache.
 KEYS_AND_VALUES, ENCODER_OUTPUTS = "keys_and_values", "encoder_outputs"
 
-# The attention implementations that are supported here. With another one, each call uses the Transformers code.
+# The supported attention implementations. With any other implementation, the Transformers code runs.
 IMPLEMENTATIONS = ("sdpa", "eager")
 
-# `SharesMemory` is a mixin that is combined with a Transformers class. For type checkers it is a module itself.
+# `SharesMemory` is a mixin that is combined with a Transformers class. Type checkers see it as a module.
 if TYPE_CHECKING:
 
     class _Attention(nn.Module):
@@ -120,15 +120,15 @@ else:
 
 
 class SharesMemory(_Attention):
-    """A mixin for a Transformers cross-attention, which reads shared keys and values or the encoder outputs.
+    """A mixin for Transformers cross-attention classes that reads shared keys and values or the encoder outputs.
 
-    The `forward` of the Transformers class is called if there is one row of keys and values per query row, in
-    training, and if gradients are recorded.
+    The `forward` method of the Transformers class is called during training, if gradients are recorded, and if there
+    is one row of keys and values per query row.
 
     Class attributes:
-        plain: The original class of the module, which is a Transformers class or a subclass of one.
+        plain: The original class of the module, which is a Transformers class or a subclass.
         kind: The kind of the original class.
-        arguments: The arguments of the original `forward` by role.
+        arguments: The arguments of the original `forward`, by role.
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
     """
 
@@ -138,37 +138,37 @@ class SharesMemory(_Attention):
     cross_cache: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend from hidden states [b B, n, D] to encoder outputs [b, m, D]. The arguments are the original ones."""
+        """Attend from hidden states [b B, n, D] to encoder outputs [b, m, D]. The arguments are unchanged."""
         states, encoder_outputs, cache, mask, *bias = self.arguments.read(args, kwargs)
         if encoder_outputs is None or not (cache is None or isinstance(cache, EncoderDecoderCache)):
             return super().forward(*args, **kwargs)
-        layer = filled_layer(cache, self.layer_idx)
+        layer = get_filled_layer(cache, self.layer_idx)
         if not self.training:
             encoder_outputs = get_sentence_rows(encoder_outputs, self.key_value_projections())
         source = None
         if self.cross_cache == ENCODER_OUTPUTS:
-            source = self._encoder_outputs_to_read(states, encoder_outputs, cache, layer)
+            source = self._get_encoder_outputs_to_read(states, encoder_outputs, cache, layer)
         if source is None:
             rows = encoder_outputs.shape[0] if layer is None else layer.keys.shape[0]
             beams = states.shape[0] // rows if rows and states.shape[0] % rows == 0 else 1
             if beams <= 1 and _has_query_rows(mask, states):
                 return super().forward(*args, **kwargs)
-            if beams <= 1 or not self._shares_keys(cache, layer, beams):
+            if beams <= 1 or not self._can_share_keys(cache, layer, beams):
                 return super().forward(**self._repeat_arguments(args, kwargs))
         check_known_arguments({name: value for name, value in kwargs.items() if name not in self.arguments.names})
         options = {"mask": self._convert_mask(mask, states), "position_bias": bias[0] if bias else None}
-        if source is not None and self._absorbs(states, source):
-            output, weights = self._attend_absorbed(self._query(states), source, **options)
+        if source is not None and self._should_absorb_projections(states, source):
+            output, weights = self._attend_absorbed(self._compute_queries(states), source, **options)
         else:
-            key, value = self._keys_and_values(encoder_outputs, cache, layer, source)
-            output, weights = self._attend(self._query(states), key, value, **options)
-        output = self._linear("output")(output.flatten(2))
+            key, value = self._get_keys_and_values(encoder_outputs, cache, layer, source)
+            output, weights = self._attend(self._compute_queries(states), key, value, **options)
+        output = self._get_linear("output")(output.flatten(2))
         return (output, *bias, weights)
 
-    def _encoder_outputs_to_read(
+    def _get_encoder_outputs_to_read(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor, cache: Any, layer: Any
     ) -> torch.Tensor | None:
-        """Return the encoder outputs and store them in the cache, or return None if this call cannot read them."""
+        """Return the encoder outputs after storing them in the cache, or None if they cannot be read in this call."""
         if self.training or not self._is_computed_here() or not (layer is None or holds_encoder_outputs(layer)):
             return None
         source: torch.Tensor = encoder_outputs if layer is None else layer.source
@@ -191,8 +191,8 @@ class SharesMemory(_Attention):
                 return None
         return source
 
-    def _absorbs(self, states: torch.Tensor, source: torch.Tensor) -> bool:
-        """Return whether reading the encoder outputs needs fewer multiplications than computing keys and values."""
+    def _should_absorb_projections(self, states: torch.Tensor, source: torch.Tensor) -> bool:
+        """Return whether reading the encoder outputs requires fewer multiplications than computing keys and values."""
         if is_traced():
             return True
         rows, (sentences, length, width) = states.shape[0] * states.shape[1], source.shape
@@ -203,10 +203,10 @@ class SharesMemory(_Attention):
     def _attend_absorbed(
         self, query: torch.Tensor, source: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from queries [b B, h, n, d] to encoder outputs [b, m, D], which are the only key and value head.
+        """Attend from queries [b B, h, n, d] to encoder outputs [b, m, D], which serve as the only key and value head.
 
-        The bias of the key projection is omitted, because it adds the same number to all logits of a query. The bias
-        of the value projection is multiplied by the sum of the weights, which is 1, or 0 for a query without any key.
+        The bias of the key projection is omitted because it adds the same constant to all logits of a query. The bias
+        of the value projection is multiplied by the sum of the weights, which is 1, or 0 for a query without keys.
         """
         (key_linear, value_linear), head_dim = self.key_value_projections(), self._head_dim()
         latent = source[:, None]
@@ -234,27 +234,27 @@ class SharesMemory(_Attention):
         mask: torch.Tensor | None,
         position_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the outputs and, with eager attention, the weights."""
+        """Return the attention outputs and, for eager attention, the weights."""
         options: dict[str, Any] = {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0}
         is_eager = self.config._attn_implementation_internal == "eager"
-        # On a CPU, the fused kernel uses one thread per sentence and key head.
+        # On CPUs, the fused kernel uses one thread per sentence and key head.
         on_cpu = key.device.type == "cpu" and not is_traced()
         if is_eager or (key is value and on_cpu and key.shape[0] < torch.get_num_threads()):
             output, weights = attention_with_weights(query, key, value, mask, position_bias, **options)
             return output, weights if is_eager else None
         return fused_attention(query, key, value, mask, position_bias, **options), None
 
-    def _shares_keys(self, cache: Any, layer: Any, beams: int) -> bool:
-        """Return whether keys and values can have one row per sentence. An empty cache layer is prepared for that."""
+    def _can_share_keys(self, cache: Any, layer: Any, beams: int) -> bool:
+        """Return whether keys and values can have one row per sentence. Prepares an empty cache layer for it."""
         if not self._is_computed_here():
             return False
         return layer is not None or cache is None or share_rows(cache, self.layer_idx, beams)
 
-    def _keys_and_values(
+    def _get_keys_and_values(
         self, encoder_outputs: torch.Tensor, cache: Any, layer: Any, source: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values, from the cache or from the encoder outputs."""
-        if source is not None:  # the cache keeps the encoder outputs, and these keys and values are temporary
+        """Return the keys and values, read from the cache or computed from the encoder outputs."""
+        if source is not None:  # the cache stores the encoder outputs, and these keys and values are temporary
             return compute_keys_and_values(source, self.key_value_projections(), self._head_dim())
         if layer is not None:
             return layer.keys, layer.values
@@ -265,7 +265,7 @@ class SharesMemory(_Attention):
         return key, value
 
     def _repeat_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the original `forward`, with the encoder outputs repeated for each beam."""
+        """Return the arguments for the original `forward`, with the encoder outputs repeated for each beam."""
         states, encoder_outputs, _, mask, *_ = self.arguments.read(args, kwargs)
         if len(encoder_outputs) != len(states):
             encoder_outputs = repeat_for_beams(encoder_outputs, len(states))
@@ -275,7 +275,7 @@ class SharesMemory(_Attention):
         return self.arguments.to_keywords(args, kwargs, **changes)
 
     def _convert_mask(self, mask: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask with a single query row if all rows are equal, and finite if the kind has finite masks."""
+        """Reduce a mask with equal rows to a single query row, and make it finite if the kind requires it."""
         if mask is None:
             return None
         if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
@@ -284,55 +284,55 @@ class SharesMemory(_Attention):
             return torch.zeros_like(mask, dtype=states.dtype).masked_fill(~mask, torch.finfo(states.dtype).min)
         return mask
 
-    def _query(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the queries [b B, h, n, d]."""
-        return self._linear("query")(states).unflatten(-1, (-1, self._head_dim())).transpose(1, 2)
+    def _compute_queries(self, states: torch.Tensor) -> torch.Tensor:
+        """Compute the queries [b B, h, n, d]."""
+        return self._get_linear("query")(states).unflatten(-1, (-1, self._head_dim())).transpose(1, 2)
 
-    def _linear(self, role: str) -> Any:
-        """Return the linear layer with a role: "query", "key", "value" or "output"."""
+    def _get_linear(self, role: str) -> Any:
+        """Return the linear layer for a role ("query", "key", "value" or "output")."""
         return getattr(self, getattr(self.kind, role))
 
     def key_value_projections(self) -> tuple[Any, Any]:
-        """Return the key and the value projection, whose weights are read together with the encoder outputs."""
-        return self._linear("key"), self._linear("value")
+        """Return the key and value projections, whose weights are read together with the encoder outputs."""
+        return self._get_linear("key"), self._get_linear("value")
 
     def _head_dim(self) -> int:
         return getattr(self, self.kind.head_dim)
 
     def _is_computed_here(self) -> bool:
-        # The private field is read, because the public property costs microseconds per layer and step.
+        # The private field is read because the public property takes microseconds per layer and step.
         return self.config._attn_implementation_internal in IMPLEMENTATIONS
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Pickles refer to the original class, because the shared class is created at run time.
-        return _new_instance, (self.plain, self.cross_cache), vars(self)
+        # Pickles refer to the original class because the sharing class is created at run time.
+        return _make_instance, (self.plain, self.cross_cache), vars(self)
 
 
 def _has_query_rows(mask: Any, states: torch.Tensor) -> bool:
-    """Return whether a mask is missing, or has a single row or one row per query row."""
+    """Return whether a mask is missing, has a single row, or has one row per query row."""
     return not isinstance(mask, torch.Tensor) or mask.shape[0] in (1, states.shape[0])
 
 
 @functools.cache
-def shared_class(plain: type, cross_cache: str) -> type:
-    """Return the class that replaces a Transformers cross-attention class. It has the same name.
+def make_sharing_class(plain: type, cross_cache: str) -> type:
+    """Create the class that replaces a Transformers cross-attention class. It has the same name.
 
     Args:
-        plain: One of the `KNOWN` classes, or a subclass with the same `forward`.
+        plain: A class in `SUPPORTED_KINDS`, or a subclass with the same `forward`.
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
 
     Raises:
-        TransformersChangedError: If the `forward` has other arguments or return values than the known one.
+        TransformersChangedError: If `forward` has unknown arguments or return values.
     """
-    kind: Any = kind_of(plain)
-    arguments = MethodArguments(forward_class(plain), kind.roles, returns=kind.returns)
+    kind: Any = get_attention_kind(plain)
+    arguments = MethodArguments(get_forward_owner(plain), kind.roles, returns=kind.returns)
     attributes = {"plain": plain, "kind": kind, "arguments": arguments, "cross_cache": cross_cache}
     attributes |= {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
     return type(plain.__name__, (SharesMemory, plain), attributes)
 
 
-def _new_instance(plain: type, cross_cache: str) -> Any:
-    cls: Any = shared_class(plain, cross_cache)
+def _make_instance(plain: type, cross_cache: str) -> Any:
+    cls: Any = make_sharing_class(plain, cross_cache)
     return cls.__new__(cls)
 
 
@@ -343,14 +343,14 @@ check_caches()
 
 
 class SourceLayer(SharedDynamicLayer):
-    """A cache layer that holds the encoder outputs [b, m, D], and computes keys and values when they are first read.
+    """A cache layer that stores the encoder outputs [b, m, D] and computes keys and values when they are first read.
 
-    After that it is an ordinary cache layer. Keys and values are read by other users of the cache, for example by the
+    After that, it is an ordinary cache layer. Keys and values are only read by other users of the cache, such as the
     outputs of Whisper. The encoder outputs are never modified, because other layers and callers use the same tensor.
 
     Args:
         source: The encoder outputs.
-        projections: The key and the value projection.
+        projections: The key and value projections.
         head_dim: The head size d.
         beams: The number of decoder rows per row of the encoder outputs.
     """
@@ -368,7 +368,7 @@ class SourceLayer(SharedDynamicLayer):
 
     @property
     def keys(self) -> Any:
-        """The keys [b, h, m, d], which are computed when they are first read."""
+        """The keys [b, h, m, d], computed when they are first read."""
         self._compute_keys_and_values()
         return self._keys
 
@@ -378,7 +378,7 @@ class SourceLayer(SharedDynamicLayer):
 
     @property
     def values(self) -> Any:
-        """The values [b, h, m, d], which are computed when they are first read."""
+        """The values [b, h, m, d], computed when they are first read."""
         self._compute_keys_and_values()
         return self._values
 
@@ -387,10 +387,10 @@ class SourceLayer(SharedDynamicLayer):
         self._values = states
 
     def _compute_keys_and_values(self) -> None:
-        """Replace the encoder outputs, if they are still there, by keys and values."""
+        """Replace the encoder outputs, if they are still stored, with keys and values."""
         if self.source is not None:
             source, self.source = self.source, None
-            with torch.no_grad():  # the layer is created only if no gradients are recorded
+            with torch.no_grad():  # the layer is only created if gradients are not recorded
                 states: Any = compute_keys_and_values(source, self.projections, self.head_dim)
             self._keys, self._values = states
             self.projections = None
@@ -409,7 +409,7 @@ class SourceLayer(SharedDynamicLayer):
         return super().get_seq_length() if self.source is None else self.source.shape[1]
 
     def reset(self) -> None:
-        """Remove all tensors. (Transformers releases before 5.23 overwrite them with zeros.)"""
+        """Remove all tensors, unlike Transformers before 5.23, which overwrites them with zeros."""
         self.source = self.projections = self._keys = self._values = None
         self.is_initialized, self.beams = False, 1
 
@@ -419,34 +419,34 @@ class SourceLayer(SharedDynamicLayer):
             self._apply(lambda states: states.repeat_interleave(repeats, dim=0))
 
     def __reduce__(self) -> Any:
-        # Copies and pickles contain keys and values, so that they do not contain weights of the model.
+        # Copies and pickles contain keys and values, so that they do not contain model weights.
         if self.keys is None:
             return SharedDynamicLayer, ()
         return _make_shared_layer, (self.keys, self.values, self.beams)
 
 
 def _make_shared_layer(keys: torch.Tensor, values: torch.Tensor, beams: int) -> SharedDynamicLayer:
-    """Return a cache layer with keys and values that beams share."""
+    """Create a cache layer with keys and values that beams share."""
     layer = SharedDynamicLayer()
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values, layer.beams = keys, values, beams
     return layer
 
 
-def filled_layer(cache: Any, index: int) -> Any:
-    """Return the cross-attention layer of an encoder-decoder cache if it is filled, or None otherwise."""
+def get_filled_layer(cache: Any, index: int) -> Any:
+    """Return a cross-attention layer of an encoder-decoder cache, or None if it is not filled."""
     if cache is None or not cache.is_updated.get(index):
         return None
     return cache.cross_attention_cache.layers[index]
 
 
 def holds_encoder_outputs(layer: Any) -> bool:
-    """Return whether a cache layer holds encoder outputs and not yet keys and values."""
+    """Return whether a cache layer still stores encoder outputs instead of keys and values."""
     return type(layer) is SourceLayer and layer.source is not None
 
 
 def store_layer(cache: Any, index: int, layer: SourceLayer) -> bool:
-    """Put a layer with encoder outputs into an encoder-decoder cache.
+    """Store a layer with encoder outputs in an encoder-decoder cache.
 
     Args:
         cache: The cache.
@@ -454,7 +454,7 @@ def store_layer(cache: Any, index: int, layer: SourceLayer) -> bool:
         layer: The new layer.
 
     Returns:
-        Whether the layer was stored. Static caches, offloaded caches and other kinds of layers are not changed.
+        True if the layer was stored. Static caches, offloaded caches and other layer types are left unchanged.
     """
     cross = cache.cross_attention_cache
     if getattr(cross, "offloading", False) or type(get_empty_layer(cross, index)) is not DynamicLayer:

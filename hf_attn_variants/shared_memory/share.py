@@ -1,4 +1,4 @@
-"""`share_memory`: the beams of a loaded Transformers model share one cross-attention cache per sentence."""
+"""The `share_memory` function, which lets beams share one cross-attention cache per sentence."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -17,90 +17,91 @@ from .attention import (
     ENCODER_OUTPUTS,
     IMPLEMENTATIONS,
     KEYS_AND_VALUES,
-    KNOWN,
+    SUPPORTED_KINDS,
     SharesMemory,
     cross_attentions,
-    kind_of,
-    shared_class,
+    get_attention_kind,
+    make_sharing_class,
 )
 
-# The Transformers method that repeats the inputs for each beam, which `SharedExpansion` replaces.
-EXPANSION = "_expand_inputs_for_generation"
+# The Transformers method that repeats the inputs for each beam. `SharedExpansion` replaces it.
+EXPANSION_METHOD = "_expand_inputs_for_generation"
 
 
 class SharedExpansion(WeakModuleAttribute):
-    """A replacement of the method `_expand_inputs_for_generation` of one model.
+    """A replacement for the `_expand_inputs_for_generation` method of one model.
 
     Args:
-        model: The model that gets this object as an attribute.
+        model: The model that has this object as an attribute.
 
     Attributes:
-        former: The instance attribute of the same name that the model had before, or None.
+        replaced_attribute: The instance attribute with the same name that the model had before, or None if it had
+            none.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.former = vars(model).get(EXPANSION)
+        self.replaced_attribute = vars(model).get(EXPANSION_METHOD)
 
     def __call__(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Any = None, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Repeat the inputs for each beam or sample as Transformers does, and mark the encoder outputs as shared."""
+        """Repeat the inputs for each beam or sample like Transformers, and mark the encoder outputs as shared."""
         shares = expand_size > 1 and self._can_share()
-        return expand_and_mark(self._original_method(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
+        return expand_and_mark(self._get_original_method(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _can_share(self) -> bool:
-        """Return whether all cross-attentions of the model share memory with its attention implementation."""
+        """Return whether all cross-attention modules share memory with the current attention implementation."""
         return self.module.config._attn_implementation_internal in IMPLEMENTATIONS and all(
             isinstance(module, SharesMemory) for _, module in cross_attentions(self.module)
         )
 
-    def _original_method(self) -> Any:
-        """Return the bound method that the model had before."""
-        if self.former is not None:
-            return self.former
-        # `super()` cannot be used, because the method is a static method in some Transformers releases.
+    def _get_original_method(self) -> Any:
+        """Return the bound method that this object replaces."""
+        if self.replaced_attribute is not None:
+            return self.replaced_attribute
+        # `super()` cannot be used because the method is static in some Transformers releases.
         cls = type(self.module)
-        owner = next(base for base in cls.__mro__ if EXPANSION in vars(base))
-        return vars(owner)[EXPANSION].__get__(self.module, cls)
+        owner = next(base for base in cls.__mro__ if EXPANSION_METHOD in vars(base))
+        return vars(owner)[EXPANSION_METHOD].__get__(self.module, cls)
 
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
 def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_AND_VALUES) -> ModelT:
-    """Let the beams or samples of a sentence share one cross-attention cache in an encoder-decoder.
+    """Let all beams or samples for a sentence share one cross-attention cache in an encoder-decoder.
 
-    The model is changed in place. It keeps its class, its weights and its `generate` method. Keys and values are
-    computed once per sentence, and are not copied when beams are reordered. With a single beam, and if gradients are
+    The model is modified in place. It keeps its class, its weights and its `generate` method. Keys and values are
+    computed once per sentence, and are not copied when beams are reordered. With a single beam, or if gradients are
     recorded, the Transformers code runs unchanged.
 
-    With `cross_cache="encoder_outputs"`, the cache of all layers holds only the encoder outputs y [b, m, D]. The
-    logits of head i are (q_i W_k,i) y^T, and its outputs are (P_i y) W_v,i^T, with its key and value projections W_k,i
-    and W_v,i (slim attention, arXiv 2503.05840; the absorbed form of MLA, arXiv 2405.04434, appendix C). This needs
-    the least memory, but more multiplications per step.
+    With `cross_cache="encoder_outputs"`, the cache stores only the encoder outputs y [b, m, D] for all layers. For
+    head i with the key and value projections W_k,i and W_v,i, the logits are (q_i W_k,i) y^T and the outputs are
+    (P_i y) W_v,i^T (slim attention, arXiv 2503.05840; absorbed form of MLA, arXiv 2405.04434, appendix C). This
+    requires the least memory, but more multiplications per step.
 
-    An encoder-decoder of this package shares its cache without this function, and is returned unchanged.
+    Encoder-decoder models from this package always share their cache, and are returned unchanged.
 
     Args:
         model: A loaded Transformers encoder-decoder (T5, mT5, UMT5, LongT5, BART, mBART, Marian, M2M100, PEGASUS,
-            Whisper and relatives, or a subclass) with `attn_implementation` "sdpa" or "eager".
-        share: Whether to share. False restores the original classes and attributes of the model.
-        cross_cache: The content of the cross-attention cache: "keys_and_values" of each layer, or "encoder_outputs"
-            once for all layers. A model of this package has the latter with the field `cross_kv_lora_rank`.
+            Whisper and related models, or a subclass) with `attn_implementation` "sdpa" or "eager".
+        share: Whether to share the cache. False restores the original classes and attributes of the model.
+        cross_cache: The content of the cross-attention cache, which is "keys_and_values" for each layer, or
+            "encoder_outputs" once for all layers. In this package, the field `cross_kv_lora_rank` enables the latter.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the model is not supported (it is unchanged then), or `cross_cache` is unknown.
+        ValueError: If the model is not supported, in which case it is left unchanged, or `cross_cache` is not valid.
         TransformersChangedError: If the attention classes of the installed Transformers release are not supported.
 
     Example:
         >>> model = AutoModelForSeq2SeqLM.from_pretrained("google-t5/t5-small")
         >>> share_memory(model).generate(**inputs, num_beams=4)
     """
-    _check_kind(model)
+    _check_model_type(model)
     if cross_cache not in (KEYS_AND_VALUES, ENCODER_OUTPUTS):
         raise ValueError(f"`cross_cache` must be {KEYS_AND_VALUES!r} or {ENCODER_OUTPUTS!r}, got {cross_cache!r}.")
     if isinstance(model, AttnVariantModelMixin):
@@ -113,13 +114,15 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
         _restore(model, modules.values())
         return model
     _check_model(model, modules)
-    classes = {path: _sharing_class(module, cross_cache) for path, module in modules.items()}
+    classes = {path: _make_sharing_class_for(module, cross_cache) for path, module in modules.items()}
     original_classes = {path: type(module) for path, module in modules.items()}
     try:
         for path, cls in classes.items():
             modules[path].__class__ = cls
-        if hasattr(type(model), EXPANSION) and not isinstance(vars(model).get(EXPANSION), SharedExpansion):
-            setattr(model, EXPANSION, SharedExpansion(model))
+        if hasattr(type(model), EXPANSION_METHOD) and not isinstance(
+            vars(model).get(EXPANSION_METHOD), SharedExpansion
+        ):
+            setattr(model, EXPANSION_METHOD, SharedExpansion(model))
     except BaseException:
         for path, cls in original_classes.items():
             modules[path].__class__ = cls
@@ -127,66 +130,68 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
     return model
 
 
-def _sharing_class(module: nn.Module, cross_cache: str) -> type:
-    """Return the class that shares memory for a cross-attention, which may share memory already."""
+def _make_sharing_class_for(module: nn.Module, cross_cache: str) -> type:
+    """Return the sharing class for a cross-attention module, which may already share memory."""
     plain: Any = module.plain if isinstance(module, SharesMemory) else type(module)
-    return shared_class(plain, cross_cache)
+    return make_sharing_class(plain, cross_cache)
 
 
 def _restore(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
-    """Restore the classes of the cross-attentions and the attributes of the model."""
+    """Restore the classes of the cross-attention modules and the attributes of the model."""
     for module in modules:
         if isinstance(module, SharesMemory):
             module.__class__ = module.plain
-    expansion = vars(model).get(EXPANSION)
+    expansion = vars(model).get(EXPANSION_METHOD)
     if isinstance(expansion, SharedExpansion):
-        vars(model).pop(EXPANSION)
-        if expansion.former is not None:
-            setattr(model, EXPANSION, expansion.former)
+        vars(model).pop(EXPANSION_METHOD)
+        if expansion.replaced_attribute is not None:
+            setattr(model, EXPANSION_METHOD, expansion.replaced_attribute)
 
 
 def _check_replaced_forwards(modules: dict[str, nn.Module]) -> None:
-    """Check that no `forward` was replaced after the modules began to share memory.
+    """Check that no `forward` was replaced after `share_memory` was called.
 
     Raises:
-        ValueError: If one was replaced.
+        ValueError: If a `forward` was replaced.
     """
     for path, module in modules.items():
         if isinstance(module, SharesMemory) and "forward" in vars(module):
             raise ValueError(
-                f"`{path}.forward` was replaced after `share_memory` (by the offloading of accelerate, for example). "
+                f"`{path}.forward` was replaced after `share_memory` (by Accelerate offloading, for example). "
                 "Restore it first."
             )
 
 
-def _check_kind(model: Any) -> None:
+def _check_model_type(model: Any) -> None:
     """Raise `ValueError` if an object is not a Transformers model."""
     if isinstance(model, PreTrainedModel):
         return
     raise ValueError(
-        f"`model` must be a model of Transformers, got {type(model).__name__}. Load the model first, compile it "
-        "afterwards, and take a peft model apart with `get_base_model()`."
+        f"`model` must be a Transformers model, got {type(model).__name__}. Load the model first, compile it "
+        "afterwards, "
+        "and extract the base model of a PEFT model with `get_base_model()`."
     )
 
 
 def _check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
-    """Check that a Transformers model and its cross-attentions are supported.
+    """Check that a Transformers model and its cross-attention modules are supported.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If they are not supported.
     """
     name = type(model).__name__
     _check_supported(model)
     if any(isinstance(module, AttentionVariantMixin) for module in model.modules()):
         raise ValueError(
-            f"{name} is a Transformers class with attention modules of this package, which is not supported. Use an "
-            "encoder-decoder class of this package."
+            f"{name} is a Transformers class with attention modules from this package, which is not supported. Use an "
+            "encoder-decoder class from this package."
         )
     if not modules:
         is_part = not isinstance(model, GenerationMixin)
         advice = " Load the whole encoder-decoder with `AutoModelForSeq2SeqLM`." if is_part else ""
         raise ValueError(
-            f"{name} has no supported cross-attention.{advice} Supported classes are {', '.join(sorted(KNOWN))}."
+            f"{name} has no supported cross-attention.{advice} Supported classes are "
+            f"{', '.join(sorted(SUPPORTED_KINDS))}."
         )
     for path, module in modules.items():
         if not isinstance(module, SharesMemory):
@@ -197,7 +202,7 @@ def _check_supported(model: PreTrainedModel) -> None:
     """Raise `ValueError` if a model is not an encoder-decoder, or its attention implementation is not supported."""
     if not getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"`model` must be an encoder-decoder (T5, BART, Marian, Whisper and relatives), got "
+            f"`model` must be an encoder-decoder (T5, BART, Marian, Whisper or a related model), got "
             f"{type(model).__name__}. Other models do not need `share_memory`."
         )
     implementation = model.config._attn_implementation
@@ -209,23 +214,23 @@ def _check_supported(model: PreTrainedModel) -> None:
 
 
 def _check_variant(model: Any, cross_cache: str) -> None:
-    """Check that the beams of a model of this package share its cache.
+    """Check that the beams of a model from this package share the cache.
 
     Raises:
-        ValueError: If its cross-attention has talking heads, or its cache holds keys and values instead of the
+        ValueError: If the cross-attention has talking heads, or the cache stores keys and values instead of the
             requested encoder outputs.
     """
     name, config = type(model).__name__, model.config
     _check_supported(model)
     if has_talking_heads(config, "cross_"):
         raise ValueError(
-            f"{name} has talking heads in its cross-attention, so that its beams cannot share a cache. Use a "
-            'checkpoint that was converted with `cross_talking_heads="none"`.'
+            f"{name} has talking heads in its cross-attention, so its beams cannot share a cache. Use a "
+            'checkpoint converted with `cross_talking_heads="none"`.'
         )
     if cross_cache == ENCODER_OUTPUTS and config.cross_kv_lora_rank is None:
         raise ValueError(
-            f"The cache of {name} holds keys and values. To cache encoder outputs, convert the checkpoint with "
-            f"`cross_kv_lora_rank={config.d_model}`, which does not change its outputs."
+            f"The cache of {name} stores keys and values. To cache the encoder outputs, convert the checkpoint with "
+            f"`cross_kv_lora_rank={config.d_model}`, which does not change the model outputs."
         )
 
 
@@ -235,14 +240,14 @@ def _check_attention(path: str, module: nn.Module) -> None:
     Raises:
         ValueError: If its class is unknown or its `forward` was replaced.
     """
-    kind = kind_of(type(module))
+    kind = get_attention_kind(type(module))
     if kind is None:
         raise ValueError(
-            f"`{path}` must be one of {', '.join(sorted(KNOWN))} or a subclass with the same `forward`, got "
+            f"`{path}` must be one of {', '.join(sorted(SUPPORTED_KINDS))} or a subclass with the same `forward`, got "
             f"{type(module).__name__}."
         )
     if "forward" in vars(module):
         raise ValueError(
-            f"`{path}.forward` was replaced (by the offloading of accelerate, for example). Call `share_memory` first."
+            f"`{path}.forward` was replaced (by Accelerate offloading, for example). Call `share_memory` first."
         )
     check_attributes(module, kind.attributes)

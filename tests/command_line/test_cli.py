@@ -71,7 +71,7 @@ def test_convert_choices_equal_those_of_the_conversion():
     from hf_attn_variants.conversion.checkpoint.tensor_files import EXTENSIONS
     from hf_attn_variants.conversion.conversions import DTYPES
 
-    assert list(convert.METHODS) == sorted(METHODS) and list(convert.DTYPES) == sorted(DTYPES)
+    assert list(convert.METHOD_NAMES) == sorted(METHODS) and list(convert.DTYPE_NAMES) == sorted(DTYPES)
     assert convert.POSITION_EXTENSIONS == EXTENSIONS
 
 
@@ -128,7 +128,7 @@ def test_help_examples_fit_80_columns(name, capsys, monkeypatch):
         (["squad", "--output_dir", "out"], "CHECKPOINT is required"),
         (
             ["classify", "bert", "--train_file", "a.csv", "--train_file", "b.csv"],
-            "--train_file must be given only once",
+            "--train_file can only be used once",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -149,11 +149,11 @@ def test_command_line_error_prints_the_error_and_the_help_option(argv, message, 
             ["--method", "mean", "--method", "first"],
             "method",
             "first",
-            "note: --method is given twice",
+            "note: --method was set twice",
         ),
-        (["--seed", "3", "--seed=4"], "seed", 4, "note: --seed is given twice"),
+        (["--seed", "3", "--seed=4"], "seed", 4, "note: --seed was set twice"),
         (["--calibration_passages", "--no-calibration_passages"], "calibration_passages", False, ""),
-        (["--token", "hf_first", "--token", "hf_secret"], "token", "hf_secret", "note: --token is given twice"),
+        (["--token", "hf_first", "--token", "hf_secret"], "token", "hf_secret", "note: --token was set twice"),
         (["--seed", "3", "--seed", "3"], "seed", 3, ""),
     ],
 )

@@ -290,7 +290,7 @@ def test_largest_batch_fits_into_memory_with_the_weights(tmp_path, capsys):
     assert "`share_memory` gives the class of Transformers the cache of MHA" in printed
     for memory, output_text in (
         ("1KiB", f"The weights ({4 * table.current.parameters / 1024:.1f} KiB) do not fit into 1.0 KiB"),
-        ("419KiB", "leave too"),
+        ("419KiB", "do not leave enough memory"),
     ):
         assert cli.main(["inspect", str(tmp_path), *sizes, memory]) == 0
         assert output_text in capsys.readouterr().out

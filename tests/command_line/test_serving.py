@@ -169,17 +169,17 @@ def test_model_too_small_for_int8_is_timed_without_int8(tmp_path, capsys):
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--no_peak_memory"]) == 0
     printed = capsys.readouterr().out
-    assert "int8 is left out: T5ForConditionalGeneration has no linear layer" in " ".join(printed.split())
+    assert "int8 was skipped: T5ForConditionalGeneration has no linear layer" in " ".join(printed.split())
     assert "share_memory" in printed
 
 
 @pytest.mark.thorough
 def test_failure_of_the_only_engine_raises_an_error():
-    if not peak_memory.CLEAR.exists():
+    if not peak_memory.CLEAR_FILE.exists():
         pytest.skip("this system says no peak")
     engine, load = Engine("transformers"), Load(1, 8, 3, 1)
-    with pytest.raises(ValueError, match=r"The process of transformers failed \(status 1\).*attn_variant_bart"):
-        peak_memory.peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
+    with pytest.raises(ValueError, match=r"The process for transformers failed \(status 1\).*attn_variant_bart"):
+        peak_memory.measure_peak_bytes({"model_type": "no_such_model"}, engine, load, 1, None)
 
 
 def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, capsys):
@@ -188,7 +188,7 @@ def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, cap
     class Killed:
         returncode, stderr = -9, "cut off"
 
-    if not peak_memory.CLEAR.exists():
+    if not peak_memory.CLEAR_FILE.exists():
         pytest.skip("this system says no peak")
     platform.processor()  # it starts a program once
     monkeypatch.setattr(peak_memory.subprocess, "run", lambda *args, **kwargs: Killed())
@@ -197,8 +197,8 @@ def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, cap
     assert cli.main(["benchmark", str(tmp_path), *flags, "--engines", "share_memory"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for name in ("transformers", "share_memory"):
-        why = f"The process of {name} failed (status -9): it was killed, probably because of a lack of memory"
-        assert f"The peak memory of {name} is missing: {why}" in printed
+        why = f"The process for {name} failed (status -9): it was killed, probably because of a lack of memory"
+        assert f"The peak memory of {name} could not be measured: {why}" in printed
     assert "Recommended for batch 1" in printed and "tokens/s" in printed
 
 
@@ -276,12 +276,14 @@ def test_only_selected_engines_are_timed(tmp_path, capsys):
     cli.main(["benchmark", str(tmp_path), "--serving", "--length", "8", *flags, *chosen])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["engine"]["name"] for row in rows] == ["transformers", "int8", "share_memory, int8"]
-    with pytest.raises(ValueError, match=r"must be some of transformers; share_memory; int8; "):
+    with pytest.raises(ValueError, match=r"Use transformers; share_memory; int8; "):
         measure_serving(config_of(T5), length=8, engines=["int4"], **SMALL)
 
 
 def test_unavailable_engine_error_gives_the_reason(monkeypatch):
-    monkeypatch.setattr(measure, "ctranslate2_problem", lambda config, fields=None: "CTranslate2 is not installed")
+    monkeypatch.setattr(
+        measure, "get_ctranslate2_unsupported_reason", lambda config, fields=None: "CTranslate2 is not installed"
+    )
     with pytest.raises(ValueError, match="CTranslate2 cannot be timed: CTranslate2 is not installed"):
         measure_serving(config_of(T5), length=8, engines=["CTranslate2, int8"], **SMALL)
     assert not measure_serving(config_of(T5), length=8, engines=["share_memory"], **SMALL).left_out
@@ -329,12 +331,12 @@ def table_of(peaks=None, rounds=None, **milliseconds):
         (
             {"transformers": 100, "share": 98, "int8": 96},
             "transformers (1.00 times transformers), which is as fast as share_memory (1.02), int8 (1.04) "
-            "within the variation of the rounds.",
+            "within the variation between rounds.",
         ),
         (
             {"transformers": 100, "share": 50, "int8": 49},
             "share_memory (2.00 times transformers), which is as fast as int8 (2.04) "
-            "within the variation of the rounds.",
+            "within the variation between rounds.",
         ),
         (
             {"transformers": 100, "share": 80, "int8": 50},
@@ -348,7 +350,7 @@ def table_of(peaks=None, rounds=None, **milliseconds):
         ),
         (
             {"transformers": 100, "share": 80, "mqa": 60},
-            "share_memory (1.25 times transformers); MQA (1.67) after a conversion, whose quality you check.",
+            "share_memory (1.25 times transformers); MQA (1.67) after conversion, whose quality must be checked.",
         ),
         ({"transformers": 100, "share": 62, "mqa": 60}, "share_memory (1.61 times transformers)."),
     ],
@@ -367,7 +369,7 @@ def test_smaller_engine_is_advised_if_times_are_equal_within_noise():
         output_text[share, int8] = recommend_engine(table_of(peaks, rounds, **times)).partition("this machine: ")[2]
     assert output_text[700, 300] == (
         "int8 (1.45 times transformers, 300 MiB), which is as fast as share_memory (1.34, 700 MiB) "
-        "within the variation of the rounds; share_memory (1.34) if float32 is required."
+        "within the variation between rounds; share_memory (1.34) if float32 is required."
     )
     assert output_text[300, 700].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")
     assert output_text[300, 290].startswith("share_memory (1.34 times transformers, 300 MiB), which is as fast as")

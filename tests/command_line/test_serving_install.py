@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fixtures.glue.tiny_bert import make_tiny_bert
 
-from hf_attn_variants.cli import TRAIN_PACKAGES, WITH_EXTRA
+from hf_attn_variants.cli import TRAIN_EXTRA_COMMANDS, TRAIN_PACKAGES
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
@@ -59,7 +59,7 @@ for command in sys.argv[1:]:
     except SystemExit as ended:
         status = ended.code
     try:
-        cli._check_extra(command)
+        cli._check_train_extra(command)
     except Exception as error:
         found[command] = (status, str(error))
 assert not {"datasets", "matplotlib", "scipy", "sklearn", "evaluate"} & set(sys.modules)
@@ -106,7 +106,7 @@ def test_commands_except_training_work_without_extras(serving, tmp_path):
 @pytest.mark.thorough
 def test_training_commands_name_their_missing_extra(serving):
     """Check all commands in one process, because none imports what another one needs."""
-    commands = sorted(WITH_EXTRA)
+    commands = sorted(TRAIN_EXTRA_COMMANDS)
     done = run(serving, "-c", ASK, *commands)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])

@@ -42,7 +42,7 @@ def products(tensors, kv_heads):
 @pytest.mark.parametrize("same_query", [True, False])
 @pytest.mark.parametrize("source, target", [(6, 2), (6, 1), (3, 1), (2, 6)])
 def test_report_errors_equal_those_of_full_products(source, target, same_query, bias, block, monkeypatch):
-    monkeypatch.setattr(report, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(report, "_COMPARED_ELEMENTS", block)
     before, after = attention(source, bias), attention(target, bias, seed=1)
     if same_query:
         kept = {name: getattr(before, name) for name in ("query_weight", "query_bias", "output_weight", "output_bias")}

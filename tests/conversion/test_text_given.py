@@ -186,11 +186,11 @@ def test_convert_command_reads_lines_targets_and_tables(tmp_path):
         (["--fit_steps", 0], "--fit_steps requires --calibration_file"),
         (
             [file, lines, *columns],
-            r"--calibration_columns\) is only for tables \(.csv, .tsv, .json, .jsonl\), got .*a.txt",
+            r"--calibration_columns\) is only supported for tables \(.csv, .tsv, .json, .jsonl\), got .*a.txt",
         ),
         ([file, lines, *target], r"--calibration_target_column\) must only be given for a table, got .*a.txt"),
         ([file, table, "--calibration_target_file", targets], "`target_file`"),
-        ([file, table, *columns, "de"], "must name one or two columns, got 3"),
+        ([file, table, *columns, "de"], "must contain one or two columns, got 3"),
         (
             [file, table, "--calibration_columns", "wrong"],
             r"column 'wrong'.*--calibration_columns",

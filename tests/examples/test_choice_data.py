@@ -195,7 +195,7 @@ def test_training_rows_determine_the_answer_format(load):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answer": None}, "must name one of 2 choices"),
+        ({"answer": None}, "must match one of the 2 choices"),
         ({"answer": -1}, "--answer_format"),
         ({"answer": ["A"]}, "--answer_format"),
         ({"choices": ["x"]}, "choices must have at least 2 choices"),
@@ -263,7 +263,7 @@ def test_choices_with_equal_tokens_are_counted(tiny_bert, caplog):
     rows = {"text1": ["a", "a"], "text2": [["cat dog mat", "cat dog house"], ["cat", "dog"]]}
     data = Dataset.from_dict({**rows, "index": [1, 2], "file": ["t.csv"] * 2})
     result = choice_model.tokenize(ClassificationSplit("train", data))
-    assert "train: 1 of 2 questions have choices with the same tokens. The first is t.csv, row 1" in caplog.text
+    assert "train: 1 of 2 questions contain choices with the same tokens. The first one is t.csv, row 1" in caplog.text
     assert result["length"][:] == [12, 10] and [len(ids) for ids in result[1]["input_ids"]] == [5, 5]
 
 

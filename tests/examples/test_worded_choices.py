@@ -98,8 +98,8 @@ def test_record_query_has_one_training_row_per_right_answer():
     train, dev = training._make_questions("train"), training._make_questions("validation")
     assert train.data["label"][:] == [0, 0, 1, 2] and dev.data["label"][:] == [[0], [0], [1, 2]]
     assert dev.data["choices"][1] == ["dog", "house", "man"]
-    log_shares = np.log(np.array([[0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]]))
-    assert training._to_logits(examples, log_shares)[:, 1] == pytest.approx(log_shares.ravel())
+    log_probabilities = np.log(np.array([[0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]]))
+    assert training._to_logits(examples, log_probabilities)[:, 1] == pytest.approx(log_probabilities.ravel())
 
 
 def test_questions_are_worded_like_unifiedqa():
@@ -229,7 +229,7 @@ def test_multilingual_models_raise_an_error(choose, tmp_path):
     sizes = {f"{side}_{name}": 4 for side in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
     config = MBartConfig(vocab_size=200, d_model=16, encoder_layers=1, decoder_layers=1, **sizes)
     MBartForConditionalGeneration(config).save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"encoder-decoder for one language such as T5 or BART, got .*\(mbart\)"):
+    with pytest.raises(ValueError, match=r"monolingual encoder-decoder such as T5 or BART, got .*\(mbart\)"):
         choose(model=folder)
 
 

@@ -24,7 +24,7 @@ from fixtures.speech import whisper_checkpoint
 
 import hf_attn_variants
 from hf_attn_variants import cli
-from hf_attn_variants.commands.export import QUANTIZATIONS
+from hf_attn_variants.commands.export import CTRANSLATE2_QUANTIZATIONS
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
 from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, model_tokens
 from hf_attn_variants.export.plain import source_model
@@ -309,7 +309,7 @@ def test_suppressed_tokens_are_never_generated(tmp_path):
 
 @pytest.mark.thorough
 @needs_engine
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", CTRANSLATE2_QUANTIZATIONS)
 def test_quantized_export_is_smaller_and_loads(quantization, tmp_path):
     folder = save_writer(tmp_path / "model", "t5", "gqa")
     written = export_ctranslate2(folder, tmp_path / "ct2", quantization=quantization)
@@ -334,7 +334,7 @@ def test_quantized_export_is_smaller_and_loads(quantization, tmp_path):
 def test_quantization_names_equal_those_of_ctranslate2():
     from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
-    assert sorted(QUANTIZATIONS) == sorted(ACCEPTED_MODEL_TYPES)
+    assert sorted(CTRANSLATE2_QUANTIZATIONS) == sorted(ACCEPTED_MODEL_TYPES)
 
 
 @needs_engine

@@ -19,7 +19,7 @@ from hf_attn_variants.commands import convert
 from hf_attn_variants.commands.training import glue
 from hf_attn_variants.files import staged_folder
 from hf_attn_variants.hub import plan_push, push_checkpoint
-from hf_attn_variants.model_folder import unfinished_model_advice
+from hf_attn_variants.model_folder import describe_unfinished_model
 from hf_attn_variants.training.engine.checkpoints import list_checkpoints
 
 DATA = Path(__file__).resolve().parents[1] / "fixtures/glue/STS-B"
@@ -71,7 +71,7 @@ def test_killed_training_resumes(bert, tmp_path):
         run_killed(at, train, bert, out)
         if out.exists():
             assert_readable(out)
-            if (out / "config.json").exists() and not unfinished_model_advice(out):
+            if (out / "config.json").exists() and not describe_unfinished_model(out):
                 assert (out / "model.safetensors").read_bytes() == expected["model.safetensors"], at
         if list_checkpoints(out):
             train(bert, out, "--resume_from_checkpoint", "latest")
@@ -102,7 +102,7 @@ def test_killed_conversion_can_be_repeated(bert, tmp_path, count, exists):
         if exists:
             out.mkdir()
         run_killed(at, convert_to, bert, out)
-        if (out / "config.json").exists() and not unfinished_model_advice(out):
+        if (out / "config.json").exists() and not describe_unfinished_model(out):
             assert without_names(contents(out), out) == without_names(expected, whole), at
         elif exists:
             # The next run raises an error that names the leftovers, and no leftover is a checkpoint.

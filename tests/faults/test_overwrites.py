@@ -26,7 +26,7 @@ from fixtures.squad import make_reader, write_questions
 from fixtures.uptraining import make_bert, make_t5, make_text
 
 from hf_attn_variants import cli
-from hf_attn_variants.model_folder import unfinished_model_advice
+from hf_attn_variants.model_folder import describe_unfinished_model
 
 GLUE_DATA = Path(__file__).resolve().parents[1] / "fixtures/glue/STS-B"
 QUIET = ["--max_train_steps", 1, "--logging_steps", 1, "--cpu", "--disable_tqdm", "--overwrite_output_dir"]
@@ -113,14 +113,14 @@ def judged(folder, old, new):
     from transformers import AutoConfig, AutoModel, BertModel
 
     assert (folder / "mine.txt").read_text() == (folder / "mine.safetensors").read_text() == "the user's"
-    if unfinished_model_advice(folder):
+    if describe_unfinished_model(folder):
         for loader in (AutoModel, AutoConfig, BertModel):  # a class would load weights without a config.json
             with pytest.raises(OSError, match=r"config\.json|valid JSON"):
                 loader.from_pretrained(folder)
         check_tokenizer(folder, old, new)
         for argv in (["push", str(folder), "--repo_id", "me/x", "--dry_run"], ["inspect", str(folder)]):
             status, errors = called(argv)
-            assert status == 2 and "killed while it replaced the model there. `mv" in errors[0], errors
+            assert status == 2 and "killed while it replaced this model. `mv" in errors[0], errors
         return "refused"
     result, results = model_of(folder), (folder / "all_results.json")
     AutoModel.from_pretrained(folder)
@@ -185,7 +185,7 @@ def copy_at_each_change(command, sources, folder):
     for copy in sorted((folder / "copies").iterdir()):
         seen.append(judged(copy, old, new))
         if seen[-1] == "refused":  # what is advised gives a whole one
-            command = re.search("`(mv .*?)`", unfinished_model_advice(copy))[1]
+            command = re.search("`(mv .*?)`", describe_unfinished_model(copy))[1]
             subprocess.run(command, shell=True, check=True)
             assert judged(copy, old, new) in ("old", "new")
     print(json.dumps(seen))

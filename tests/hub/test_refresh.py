@@ -59,7 +59,7 @@ def test_refresh_replaces_only_the_code(old, tmp_path, capsys):
     same = before.keys() - code.keys() - {"model.safetensors", "config.json", "README.md", "checkpoint-3/state.json"}
     assert {name: after[name] for name in same} == {name: before[name] for name in same} and "own.py" in same
     assert "checkpoint-3/state.json" not in after and contents(old) == before
-    assert "The largest difference between the outputs before and after is 0." in capsys.readouterr().out
+    assert "The largest difference between the outputs before and after saving is 0." in capsys.readouterr().out
 
 
 def test_refresh_keeps_an_edited_card(old, tmp_path):
@@ -83,14 +83,14 @@ def test_refresh_with_mismatched_weights_raises_an_error(old, tmp_path, change, 
 
 
 def test_refresh_with_other_outputs_raises_an_error(old, tmp_path, monkeypatch):
-    monkeypatch.setattr(refresh, "_difference", lambda *models: float("nan"))
+    monkeypatch.setattr(refresh, "_measure_difference", lambda *models: float("nan"))
     with pytest.raises(ValueError, match="outputs differ"):
         refreshed(old, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_refresh_of_a_plain_checkpoint_raises_an_error(plain_bert, tmp_path):
-    with pytest.raises(ValueError, match="must be a repository of this package, got model type 'bert'"):
+    with pytest.raises(ValueError, match="must be a repository created with this package, got model type 'bert'"):
         refreshed(plain_bert, tmp_path / "new")
 
 
@@ -115,4 +115,4 @@ def test_refresh_pushes_one_commit(old, hub, api, tmp_path, monkeypatch):
 def test_refresh_has_inputs_for_every_head(row):
     for head in row.heads:
         model = row.model(head, "gqa").eval()
-        assert refresh._difference(model, model) == 0, head
+        assert refresh._measure_difference(model, model) == 0, head

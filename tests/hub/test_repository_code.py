@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import hf_attn_variants
 from benchmarks.versions.code_size import count_remote_code
-from hf_attn_variants.modeling.code_builder import ENTRY_POINTS, FOLDER, build_code
+from hf_attn_variants.modeling.code_builder import ENTRY_POINTS, MODELING_FOLDER, build_code
 from hf_attn_variants.modeling.fields.composition import MECHANISMS, used_mechanisms
 
 # A repository for each of several mechanisms: the fields of a BERT, and the mechanisms whose code it includes.
@@ -74,7 +74,7 @@ def repositories(tmp_path_factory):
 
 def test_entry_points_and_fields_exist():
     """Check that entry points are defined once, because a stub replaces each definition of a name."""
-    trees = [ast.parse(path.read_text()) for path in FOLDER.rglob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in MODELING_FOLDER.rglob("*.py")]
     defined = [node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     assert [name for name in ENTRY_POINTS if defined.count(name) != 1] == []
     mechanisms = {mechanism for needed_by in ENTRY_POINTS.values() for mechanism in needed_by}
@@ -105,7 +105,7 @@ def test_grouped_bert_includes_no_other_mechanism(repositories):
 
 def test_architecture_page_states_the_code_size():
     """Check the table up to hundreds, so that small changes of the code need no update."""
-    page = (FOLDER.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    page = (MODELING_FOLDER.parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
     counts = count_remote_code()
     columns = ("grouped_heads", "latents", "talking_heads", "patterns", "linear_attention")
     for name, model_type in (("BERT", "bert"), ("T5", "t5"), ("Whisper", "whisper")):

@@ -97,7 +97,7 @@ def test_incomplete_runs_are_skipped_and_named(write, tmp_path, capsys):
         str(other): "its task is not a GLUE task",
         str(tmp_path / "empty"): "it has no all_results.json",
     }
-    assert f"Left out: {part}: it was evaluated only on the first 5 rows" in " ".join(capsys.readouterr().out.split())
+    assert f"Skipped {part}: it was evaluated only on the first 5 rows" in " ".join(capsys.readouterr().out.split())
 
 
 def test_runs_that_cannot_be_averaged_raise_an_error(write, tmp_path, capsys):
@@ -118,7 +118,7 @@ def test_run_with_an_undefined_score_is_skipped(write, capsys):
     constant = write("one", "stsb", pearson=None, spearmanr=0.5)
     result = average(constant, write("two", "rte", accuracy=0.6))
     assert result["left_out"][str(constant)].startswith("eval_pearson is undefined")
-    assert list(result["glue"][0]["tasks"]) == ["rte"] and "Left out: " in capsys.readouterr().out
+    assert list(result["glue"][0]["tasks"]) == ["rte"] and "Skipped " in capsys.readouterr().out
 
 
 def test_runs_with_other_rows_or_metrics_raise_an_error(write):

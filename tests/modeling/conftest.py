@@ -14,7 +14,7 @@ def small_blocks(monkeypatch):
     torch.manual_seed(0)
     # Several blocks of rows, and several sequences of which the last block has fewer, at the sizes of these tests.
     monkeypatch.setitem(blocked_attention.BLOCK_ELEMENTS, "cpu", 200)
-    monkeypatch.setattr(blocked_attention, "ROWS", (3, 2))
+    monkeypatch.setattr(blocked_attention, "BLOCK_ROWS", (3, 2))
     monkeypatch.setattr(triton_attention, "WORKSPACE_BYTES", 700)
     monkeypatch.setattr(backend_choice, "_trial_results", {})
 

@@ -37,7 +37,7 @@ def make_score(groups):
 @pytest.mark.parametrize("elements", [1, 3 * HEADS * 9 * D * 4, 2**22], ids=["rows", "blocks", "one"])
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_additive_scores_equal_the_formula(groups, elements, monkeypatch):
-    monkeypatch.setattr(additive_score, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(additive_score, "_SCORE_BLOCK_ELEMENTS", elements)
     score = make_score(groups)
     leaves = [torch.randn(3, heads, n, D) for heads, n in ((HEADS, 11), (groups, 9), (groups, 9))]
     leaves = [*(leaf.requires_grad_() for leaf in leaves), *score.parameters()]
@@ -62,7 +62,7 @@ def test_additive_scores_equal_the_formula(groups, elements, monkeypatch):
 def test_additive_scores_allocate_no_tensor_of_queries_by_keys_by_d(monkeypatch):
     n, score = 200, make_score(2)
     query, key, value = (torch.randn(1, heads, n, D).requires_grad_() for heads in (HEADS, 2, 2))
-    monkeypatch.setattr(additive_score, "BLOCK_ELEMENTS", 2 * HEADS * n * D)
+    monkeypatch.setattr(additive_score, "_SCORE_BLOCK_ELEMENTS", 2 * HEADS * n * D)
     with LargestTensor() as largest:
         attention_with_weights(query, key, value, scaling=1.0, score=score)[0].sum().backward()
     assert largest.numel == HEADS * n * n  # the logits

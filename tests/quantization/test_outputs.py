@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from hf_attn_variants import quantize, share_memory
 from hf_attn_variants.quantization import int8_weight, packed_linear
-from hf_attn_variants.quantization.int8_weight import Int8Weight, least_seconds
+from hf_attn_variants.quantization.int8_weight import Int8Weight, time_in_turns
 from hf_attn_variants.quantization.packed_linear import Bfloat16Linear, Int8Linear, has_bfloat16
 
 T5 = next(architecture for architecture in ALL_ARCHITECTURES if architecture.name == "t5")
@@ -39,9 +39,9 @@ PATHS = {f"{path.__name__}-{bits}": (path, bits) for path in int8_weight.PATHS f
 def way(request, monkeypatch):
     """Each path and number of bits that is correct on this processor, for any number of tokens."""
     path, bits = PATHS[request.param]
-    if path not in int8_weight._correct_paths(torch.backends.quantized.engine, bits):
+    if path not in int8_weight._find_correct_paths(torch.backends.quantized.engine, bits):
         pytest.skip("not correct on this processor")
-    plan = int8_weight.Plan(bits, (path,) * len(int8_weight.ROWS))
+    plan = int8_weight.Plan(bits, (path,) * len(int8_weight.ROW_COUNTS))
     monkeypatch.setattr(int8_weight, "current_plan", lambda: plan)
     return request.param
 
@@ -147,7 +147,7 @@ def test_int8_paths_are_bitwise_equal(bits):
     states[7], states[9, 3] = 0.0, 1e6
     # Numbers next to a half, where x / step and x / step + z are rounded to different integers.
     states[11], states[11, 0] = torch.arange(70) - 35 + 0.5 + 2**-18, int8_weight.LEVELS[bits]
-    paths = int8_weight._correct_paths(torch.backends.quantized.engine, bits)
+    paths = int8_weight._find_correct_paths(torch.backends.quantized.engine, bits)
     for rows in (1, 5, 300):
         made = [path(weight.numbers(), weight._scales)(states[:rows], bias, bits) for path in paths]
         assert all(torch.equal(item, made[0]) for item in made)
@@ -159,7 +159,7 @@ def test_int8_plan_selects_a_fast_path():
     linear, states = torch.nn.Linear(384, 384), torch.randn(64, 384)
     packed = Int8Linear(linear)
     with torch.no_grad():
-        float32, int8 = least_seconds(lambda: linear(states), lambda: packed(states))
+        float32, int8 = time_in_turns(lambda: linear(states), lambda: packed(states))
     assert int8 < 5 * float32, str(plan)
     assert str(plan).startswith(plan.paths[0].name)
 
@@ -174,7 +174,7 @@ def test_failing_or_wrong_int8_path_is_not_used(monkeypatch):
             raise RuntimeError("no such operator")
 
     monkeypatch.setattr(int8_weight, "PATHS", (Wrong, Gone, int8_weight.EngineProduct))
-    actual = int8_weight._correct_paths.__wrapped__(torch.backends.quantized.engine, 7)
+    actual = int8_weight._find_correct_paths.__wrapped__(torch.backends.quantized.engine, 7)
     assert actual == (int8_weight.EngineProduct,)
 
 
@@ -220,7 +220,7 @@ def test_bfloat16_layer_equals_its_reference(bias):
     other = Bfloat16Linear(torch.nn.Linear(70, 48, bias=bias))
     other.load_state_dict(made.state_dict())
     assert torch.equal(other(states), made(states))
-    with pytest.raises(RuntimeError, match="before `quantize`"):
+    with pytest.raises(RuntimeError, match="before calling `quantize`"):
         other.load_state_dict(linear.state_dict())
 
 
@@ -317,7 +317,7 @@ def test_many_tokens_are_processed_in_blocks_with_equal_outputs(bias, way, monke
     strided = states.transpose(0, 1).contiguous().transpose(0, 1)
     expected = made(states)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(int8_weight, "BLOCK_NUMBERS", 7 * 40)  # 7 tokens: 51 leave 2
+    monkeypatch.setattr(int8_weight, "ROUNDED_ELEMENTS", 7 * 40)  # 7 tokens: 51 leave 2
     assert torch.equal(made(states), expected) and torch.equal(made(strided), expected)
     states[:] = 1.0  # more rows than a block, all alike
     assert torch.equal(made(states), made(states[:1, :1]).expand(3, 17, 24))

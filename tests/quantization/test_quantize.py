@@ -41,13 +41,13 @@ def kinds_of(model):
 @pytest.fixture
 def outliers(monkeypatch):
     """Pretend that the inputs of T5's `wo` and of its output layer have outliers."""
-    measured = in_place.rounding_errors
+    measured = in_place.measure_rounding_errors
 
     def errors(model, linears, inputs):
         result = measured(model, linears, inputs)
         return result | {path: 2.0 for path in result if path.endswith((".wo", "lm_head"))}
 
-    monkeypatch.setattr(in_place, "rounding_errors", errors)
+    monkeypatch.setattr(in_place, "measure_rounding_errors", errors)
 
 
 def test_quantize_works_in_place_and_keeps_the_class(outliers):
@@ -125,7 +125,7 @@ def test_state_dict_loads_into_another_int8_model(tmp_path):
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert state["lm_head.weight"].dtype == torch.int8 and not other.load_state_dict(state).missing_keys
     torch.testing.assert_close(logits_of(other), expected, atol=1e-4, rtol=1e-4)
-    with pytest.raises(RuntimeError, match="before `quantize`"):
+    with pytest.raises(RuntimeError, match="before calling `quantize`"):
         other.load_state_dict(tiny_model("t5").state_dict())
     with pytest.raises(RuntimeError, match=r"lm_head\.scales"):
         other.load_state_dict({name: value for name, value in state.items() if name != "lm_head.scales"})
@@ -196,7 +196,7 @@ def test_training_a_quantized_model_raises_an_error():
     with pytest.raises(RuntimeError, match="does not require grad"):
         model(**batch).loss.backward()
     model.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="without gradients"):
+    with pytest.raises(RuntimeError, match="must not require gradients"):
         model(**batch)
     # Trainer calls this function first; importing Trainer would take seconds.
     check = getattr(transformers.trainer_utils, "validate_quantization_for_training", None)
@@ -206,7 +206,9 @@ def test_training_a_quantized_model_raises_an_error():
 
 
 def test_bfloat16_equals_the_cast_of_transformers(monkeypatch, tmp_path):
-    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0))
+    monkeypatch.setattr(
+        in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0)
+    )
     for model in (tiny_model("t5"), T5.model(GENERATES, "latent"), T5.model(GENERATES, "talking")):
         expected = logits_of(copy.deepcopy(model).to(torch.bfloat16))
         assert quantize(model, "bfloat16") is model and model.dtype == torch.bfloat16
@@ -215,7 +217,9 @@ def test_bfloat16_equals_the_cast_of_transformers(monkeypatch, tmp_path):
 
 
 def test_bfloat16_keeps_the_float32_modules_of_transformers(monkeypatch):
-    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0))
+    monkeypatch.setattr(
+        in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 1.0)
+    )
     model = tiny_model("t5")
     model._keep_in_fp32_modules_strict = {"wo"}
     wo = model.encoder.block[0].layer[1].DenseReluDense.wo
@@ -228,7 +232,7 @@ def test_bfloat16_keeps_the_float32_modules_of_transformers(monkeypatch):
 @pytest.mark.parametrize("kind", ["llama", "m2m_100"])
 def test_bfloat16_keeps_the_float32_buffers_of_transformers(kind, monkeypatch, tmp_path):
     """Check RoPE's frequencies, which stay in float32 as in `from_pretrained`; sinusoids become bfloat16."""
-    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: {"all": 1.0})
+    monkeypatch.setattr(in_place, "measure_bfloat16_slowdowns", lambda threads: {"all": 1.0})
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes)) if kind == "llama" else tiny_model(kind)
     model.eval().save_pretrained(tmp_path)
@@ -359,16 +363,16 @@ def test_input_outliers_are_detected():
         def forward(self, states):
             return self.linear(states)
 
-    plain = packed_linear.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
+    plain = packed_linear.measure_rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
     states[:, 3] = 200.0
-    outlier = packed_linear.rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
+    outlier = packed_linear.measure_rounding_errors(Model(), {"linear": linear}, {"states": states})["linear"]
     assert plain < packed_linear.MAX_ERROR < 0.1 < outlier
 
 
 def test_slower_int8_gives_a_warning(monkeypatch, caplog):
     transformers.logging.enable_propagation()
     for int8, words in ((3.0, "3.0 times as long"), (0.5, "")):
-        monkeypatch.setattr(in_place, "least_seconds", lambda *calls, int8=int8: [1.0, int8])
+        monkeypatch.setattr(in_place, "time_in_turns", lambda *calls, int8=int8: [1.0, int8])
         caplog.clear()
         with caplog.at_level(logging.INFO, "transformers"):
             quantize(tiny_model("bart"))
@@ -379,7 +383,7 @@ def test_slower_int8_gives_a_warning(monkeypatch, caplog):
 
 def test_int8_layer_returns_the_autocast_dtype():
     """Check also the first call of a process, and inputs that are not contiguous."""
-    for cached in (int8_weight._plan, int8_weight._correct_paths, int8_weight._input_bits):
+    for cached in (int8_weight._make_plan, int8_weight._find_correct_paths, int8_weight._choose_input_bits):
         cached.cache_clear()
     linear = torch.nn.Linear(16, 8)
     packed, states = Int8Linear(linear), torch.randn(4, 3, 16).transpose(0, 1)
@@ -408,13 +412,15 @@ def test_quantized_model_reports_its_size_and_rejects_other_devices():
 
 def test_slower_bfloat16_gives_a_warning(monkeypatch, caplog):
     ratios = dict(zip(in_place.TIMED_ROWS, (0.9, 7.3), strict=True))
-    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: ratios)
+    monkeypatch.setattr(in_place, "measure_bfloat16_slowdowns", lambda threads: ratios)
     transformers.logging.enable_propagation()
     with caplog.at_level(logging.WARNING, "transformers"):
         quantize(tiny_model("t5"), "bfloat16")
     assert "7.3 times as long" in caplog.text and "0.9 times" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(in_place, "bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 0.5))
+    monkeypatch.setattr(
+        in_place, "measure_bfloat16_slowdowns", lambda threads: dict.fromkeys(in_place.TIMED_ROWS, 0.5)
+    )
     with caplog.at_level(logging.WARNING, "transformers"):
         quantize(tiny_model("t5"), "bfloat16")
     transformers.logging.disable_propagation()

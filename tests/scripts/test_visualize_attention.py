@@ -35,7 +35,7 @@ def test_plain_t5_is_visualized_with_its_generated_output(tmp_path, capsys):
     arguments = ("--model_name_or_path", make_t5(tmp_path / "t5"), "--output_dir", tmp_path / "out")
     assert run(*arguments, "--text", "the dog sees a cat", "--layers", 1, "--max_length", 8) == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["attention_maps.html"]
-    assert "Drew 3 attentions" in capsys.readouterr().out
+    assert "Plotted 3 attention modules" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

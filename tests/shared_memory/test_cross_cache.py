@@ -41,8 +41,10 @@ def test_long_prompt_still_caches_the_encoder_outputs(name):
     reads = []
     for module in shared.modules():
         if isinstance(module, SharesMemory):
-            absorbs = module._absorbs
-            object.__setattr__(module, "_absorbs", lambda *args, one=absorbs: reads.append(one(*args)) or reads[-1])
+            absorbs = module._should_absorb_projections
+            object.__setattr__(
+                module, "_should_absorb_projections", lambda *args, one=absorbs: reads.append(one(*args)) or reads[-1]
+            )
     with torch.no_grad():
         theirs, ours = (model(**batch, decoder_input_ids=IDS, use_cache=True) for model in (upstream, shared))
         assert not any(reads) and reads

@@ -17,7 +17,7 @@ import hf_attn_variants
 from hf_attn_variants import share_memory
 from hf_attn_variants.modeling.attention.shared_rows import SharedDynamicLayer, get_sentence_rows
 from hf_attn_variants.shared_memory.attention import SharesMemory, cross_attentions
-from hf_attn_variants.shared_memory.share import EXPANSION
+from hf_attn_variants.shared_memory.share import EXPANSION_METHOD
 
 OURS = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
 VARIANTS = ({}, {"num_key_value_heads": 2}, {"cross_kv_lora_rank": 32}, {"cross_kv_lora_rank": 8})
@@ -69,13 +69,13 @@ def test_user_defined_forward_is_called_and_restored():
         calls.append(kwargs)
         return upstreams(*args, **kwargs)
 
-    setattr(model, EXPANSION, own)
+    setattr(model, EXPANSION_METHOD, own)
     expected = tiny_model("bart").generate(**source_batch("bart"), **BEAMS)
     share_memory(model)
     assert torch.equal(model.generate(**source_batch("bart"), **BEAMS), expected)
     assert calls and "encoder_outputs" in calls[0]  # as Transformers calls it
     share_memory(model, False)
-    assert vars(model)[EXPANSION] is own
+    assert vars(model)[EXPANSION_METHOD] is own
 
 
 def test_model_works_after_an_exception_during_a_search(source_form):
@@ -96,7 +96,7 @@ def test_model_works_after_an_exception_during_a_search(source_form):
     share_memory(model, False)
     after = states_of(model)
     assert {path: kind for path, (kind, _) in after.items()} == {path: kind for path, (kind, _) in before.items()}
-    assert EXPANSION not in vars(model)
+    assert EXPANSION_METHOD not in vars(model)
     assert torch.equal(model.generate(**batch, **BEAMS), expected)
 
 
@@ -123,10 +123,12 @@ def test_copies_and_pickles_share_independently(name, form):
     file.seek(0)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)]
     for item in copies:
-        assert type(item) is type(model) and is_shared(item) and vars(item)[EXPANSION].module is item
+        assert type(item) is type(model) and is_shared(item) and vars(item)[EXPANSION_METHOD].module is item
         assert torch.equal(item.generate(**batch, **BEAMS), expected)
         share_memory(item, False)
-        assert not any(isinstance(module, SharesMemory) for module in item.modules()) and EXPANSION not in vars(item)
+        assert not any(isinstance(module, SharesMemory) for module in item.modules()) and EXPANSION_METHOD not in vars(
+            item
+        )
         assert torch.equal(item.generate(**batch, **BEAMS), expected)
     assert is_shared(model) and torch.equal(model.generate(**batch, **BEAMS), expected)
 

@@ -320,11 +320,11 @@ TRAIN = "text,label\na,x\nb,y\n"
         ("text,label\na,x\nb,\n", "dev.csv, line 3, row 2, column 'label'.*no label.*--label_separator"),
         (
             "text,labl\na,x\n",
-            r"dev.csv, line 1, the header: there is no column 'label'; .* text, labl. Did you mean 'labl'",
+            r"dev.csv, line 1, the header: there is no column 'label'. .* text, labl. Did you mean 'labl'",
         ),
         (
             "txt,label\na,x\n",
-            r"dev.csv, line 1, the header: there is no column 'text'; .* txt, label. Did you mean 'txt'",
+            r"dev.csv, line 1, the header: there is no column 'text'. .* txt, label. Did you mean 'txt'",
         ),
         ("text,label\na,x\nb\n", r"dev.csv, line 3, row 2: .* 2 cells .* got 1"),
         ("text,label\na,x,1\n", r"dev.csv, line 2, row 1: .* got 3"),
@@ -345,7 +345,7 @@ def test_table_error_names_the_row(load, dev, message):
         ({"text": 5, "label": "x"}, "train.jsonl, line 2, row 2: Column 'text' contains 5 instead of text"),
         ({"text": None, "label": "x"}, "row 2: Column 'text' contains None instead of text"),
         ({"text": "\ud800", "label": "x"}, "row 2: Column 'text' contains an incomplete surrogate pair"),
-        ({"label": "x"}, "row 2: there is no column 'text'; its columns are label"),
+        ({"label": "x"}, "row 2: there is no column 'text'. The columns are label"),
         ({"text": "b", "label": float("nan")}, "row 2, column 'label'.*got nan"),
         ({"text": "b", "label": {"x": 1}}, "row 2.*column 'label'"),
         ({"text": "b"}, "row 2, column 'label'.*no label"),

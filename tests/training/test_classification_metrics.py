@@ -205,7 +205,7 @@ def test_long_names_are_shortened_to_one_line():
 
 def test_confusion_matrix_has_counts_and_labels(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(task, "write_picture", lambda path, draw, **options: drawn.append(draw()))
+    monkeypatch.setattr(task, "save_plot", lambda path, draw, **options: drawn.append(draw()))
     plot_confusion_matrix([[3, 1], [0, 12]], ["no$", "yes"], tmp_path / "c.png", "t")
     axes = drawn[0].axes[0]
     # Nothing where there is nothing, and the true class is the row.

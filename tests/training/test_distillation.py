@@ -8,7 +8,7 @@ from architectures import ALBERT, ARCHITECTURES, BERT, T5
 from relatives import ENCODERS
 from torch.nn import functional
 
-from hf_attn_variants.model_properties import LogitsKind, logits_kind
+from hf_attn_variants.model_properties import LogitsKind, get_logits_kind
 from hf_attn_variants.training.engine.models import iterate_attention_modules, select_trainable_parameters
 from hf_attn_variants.training.engine.optimization import compute_token_cross_entropy
 from hf_attn_variants.training.uptraining import objective
@@ -143,9 +143,9 @@ def test_score_error_is_a_share_of_the_variance():
 )
 def test_logits_are_interpreted_like_the_losses_of_transformers(head, fields, answer):
     electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
-    assert logits_kind(electra.model(f"ElectraFor{head}", **fields)) is answer
+    assert get_logits_kind(electra.model(f"ElectraFor{head}", **fields)) is answer
     if head != "PreTraining":
-        assert logits_kind(BERT.upstream_model(f"BertFor{head}", **fields)) is answer
+        assert get_logits_kind(BERT.upstream_model(f"BertFor{head}", **fields)) is answer
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])

@@ -177,7 +177,7 @@ def test_labels_and_submissions_have_the_official_format():
     assert format_prediction(TASKS["qnli"], 1) == "not_entailment"
     assert format_prediction(TASKS["mrpc"], 1) == "1"
     assert [format_prediction(TASKS["stsb"], value) for value in (-0.3, 2.34567, 7.0)] == ["0.000", "2.346", "5.000"]
-    assert {t.submission_file(s) for t in TASKS.values() for s in t.test_splits} == {
+    assert {t.get_submission_file(s) for t in TASKS.values() for s in t.test_splits} == {
         "CoLA.tsv",
         "SST-2.tsv",
         "MRPC.tsv",

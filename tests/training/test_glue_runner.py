@@ -320,7 +320,7 @@ def test_gradient_checkpointing_and_bf16_train(run, tiny_bert, monkeypatch):
     ("task", "flags", "message"),
     [
         ("sst3", [], "got 'sst3'"),
-        ("ax", [], "ax are predicted after a training on mnli"),
+        ("ax", [], "labels of ax, train on mnli"),
         ("cola", ["--max_length", 65], "--max_length must be at most 64"),
         ("cola", ["--max_length", 2], "--max_length must be at least 3"),
         ("stsb", ["--max_length", 3], "--max_length must be at least 4"),

@@ -124,7 +124,7 @@ def test_tables_gzip_text_and_datasets_give_equal_rows(source, tmp_path):
         assert data.splits.keys() == {"train"}
         assert data.splits["train"].pairs() == [("to b: " + s, t) for s, t in pairs]
     args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--dataset_name", str(folder)])
-    with pytest.raises(ValueError, match=r"row 1: there is no column 'source'; its columns are pair.a, pair.b"):
+    with pytest.raises(ValueError, match=r"row 1: there is no column 'source'. The columns are pair.a, pair.b"):
         load_seq2seq_data(args)
 
 
@@ -187,7 +187,7 @@ def test_rows_with_a_blank_side_are_skipped_with_a_warning(tmp_path, caplog, kin
     flags = {"table": files, "dataset": ["--dataset_name", tmp_path]}[kind]
     splits = load_seq2seq_data(parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])).splits
     assert all(split.pairs() == [pairs[1], pairs[3]] for split in splits.values()) and len(splits) == 3
-    assert caplog.text.count("2 of 4 rows are left out") == 3
+    assert caplog.text.count("Skipping 2 of 4 rows") == 3
     # Predictions name the rows of their files; training rows have no numbers.
     assert all(splits[name].keys == [{"row": 2}, {"row": 4}] for name in ("dev", "test")) and not splits["train"].keys
     assert splits["dev"].take(1).keys == [{"row": 2}]
@@ -215,7 +215,7 @@ def test_split_without_targets_raises_an_error(tmp_path, kind, name):
     files = [part for item in ("train", "validation") for part in (f"--{item}_file", tmp_path / f"{item}.jsonl")]
     flags = {"table": files, "dataset": ["--dataset_name", tmp_path]}[kind]
     args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", *map(str, flags)])
-    with pytest.raises(ValueError, match=rf"{name}.* (row must have a text in each|is empty)"):
+    with pytest.raises(ValueError, match=rf"{name}.* (row must contain text in each|is empty)"):
         load_seq2seq_data(args)
 
 

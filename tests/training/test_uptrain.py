@@ -265,8 +265,8 @@ def test_encoder_uptrains_on_lines_and_table_columns(run, source, tmp_path):
     for flags, message in (
         (["--train_file", source, table], r"rows\.jsonl.*source\.txt"),
         (["--train_file", table, "--validation_file", source], r"rows\.jsonl.*source\.txt"),
-        (["--train_file", source, *pair], "--text_columns is only for tables"),
-        (["--train_file", table, *pair, "more"], "--text_columns must name one or two columns, got 3"),
+        (["--train_file", source, *pair], "--text_columns is only supported for tables"),
+        (["--train_file", table, *pair, "more"], "--text_columns must contain one or two columns, got 3"),
         (["--source_file", source], "--train_file"),
         ([], "--objective.*--train_file"),
         (["--train_file", table, *pair, "--max_length", 3], "--max_length must be at least 4"),

@@ -166,7 +166,7 @@ def _int8_paths() -> dict[str, Any]:
         return {
             f"{path.name}, {bits} bits": (path, bits)
             for bits in module.LEVELS
-            for path in module._correct_paths(engine, bits)
+            for path in module._find_correct_paths(engine, bits)
         }
     except (ImportError, AttributeError) as error:
         print(f"  No path of int8 products is fixed: {error}", flush=True)

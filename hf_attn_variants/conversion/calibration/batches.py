@@ -21,9 +21,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 
-from ...model_properties import DecoderInput, decoder_input, ignore_saved_length_limits
+from ...model_properties import DecoderInput, get_decoder_input, ignore_saved_length_limits
 from ...progress import progress_bar
-from ...registration import longest_input
+from ...registration import max_input_length
 from ..calibration_settings import FIT_TOKENS, LONGEST, Calibration
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def reads_passages(model_class: type[PreTrainedModel], config: PreTrainedConfig,
     Raises:
         ValueError: if `passages` is True and the model is an encoder-decoder.
     """
-    has_both = decoder_input(model_class, config) is not DecoderInput.NOTHING
+    has_both = get_decoder_input(model_class, config) is not DecoderInput.NOTHING
     if calibration.passages and has_both:
         raise ValueError(
             f"`passages` must not be True for {model_class.__name__}, because its decoder would need targets for "
@@ -255,7 +255,7 @@ def add_text_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> C
     if calibration.target_texts is not None:
         targets = tokenizer(text_target=list(calibration.target_texts), truncation=True, max_length=UNLIMITED)
         counts = [max(count, len(ids)) for count, ids in zip(counts, targets["input_ids"], strict=True)]
-    limit: Any = longest_input(config) or getattr(tokenizer, "model_max_length", UNLIMITED)
+    limit: Any = max_input_length(config) or getattr(tokenizer, "model_max_length", UNLIMITED)
     whole = min(max(counts), limit if limit < UNLIMITED else LONGEST)
     length: int = whole if calibration.max_length is None else calibration.max_length
     share = sum(count > length for count in counts) / len(counts)
@@ -288,7 +288,7 @@ def make_batches(
         fit_rows = _limit_tokens(fit_rows, encoded, FIT_TOKENS - share)
         held_out = _limit_tokens(held_out, encoded, share)
     chunks: Any = group_by_length(calibration, list(map(len, encoded)), (fit_rows, held_out))
-    if decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS and targets is None:
+    if get_decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS and targets is None:
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
@@ -466,7 +466,7 @@ def _tokenize_examples(
     config = model.config
     encoded, segments = tokenize_texts(config, tokenizer, texts, calibration.length)
     check_texts(tokenizer, texts, encoded)
-    positions = longest_input(config)
+    positions = max_input_length(config)
     if reads_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
         special = _special_tokens(tokenizer)
@@ -509,7 +509,7 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
     Raises:
         ValueError: if targets are missing or superfluous.
     """
-    reads, name = decoder_input(model_class, config), model_class.__name__
+    reads, name = get_decoder_input(model_class, config), model_class.__name__
     if calibration.target_texts is None and reads is DecoderInput.TARGETS:
         raise ValueError(
             f"`target_texts` must be given for {name}, because it cannot generate targets. Use "
@@ -521,7 +521,7 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
 
 def generate_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
     """Return the decoder inputs that predict the greedy output of the model for a batch of texts."""
-    device, positions = next(model.parameters()).device, longest_input(model.config)
+    device, positions = next(model.parameters()).device, max_input_length(model.config)
     length = length if positions is None else min(length, positions - 1)  # one position is for the start token
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
@@ -550,7 +550,7 @@ def _make_batch(
     batch = pad_rows([encoded[i] for i in rows], tokenizer.pad_token_id)
     if segments is not None:
         batch["token_type_ids"] = pad_rows([segments[i] for i in rows], 0)["input_ids"]
-    if not decoder_input(type(model), model.config).is_target:
+    if not get_decoder_input(type(model), model.config).is_target:
         return batch
     if targets is None:
         return batch if length is None else batch | generate_targets(model, batch, length)

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers import GenerationConfig
 
-from ...model_properties import DecoderInput, decoder_input, set_languages
+from ...model_properties import DecoderInput, get_decoder_input, set_languages
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
-from ...progress import is_watched, progress_bar
+from ...progress import is_interactive, progress_bar
 from ..attention_modules import AttentionModule
 from ..attention_tensors import (
     AttentionTensors,
@@ -177,7 +177,7 @@ def _make_batches(
 ) -> Batches:
     """Return the batches of the original model, and set its generation settings to those of the batches."""
     is_audio = calibration.audio is not None
-    if not is_audio and decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
+    if not is_audio and get_decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
         # Its own settings, such as beams or penalties, do not matter here, except for the first token of outputs.
         begin = model.generation_config.forced_bos_token_id
         model.generation_config = GenerationConfig.from_model_config(model.config)
@@ -283,7 +283,7 @@ class CalibrationRun:
                 recorded = record_inputs(self._model, [module.name for module in group], batches)
                 for module in group:
                     self.current_name = module.name
-                    bar.set_description(f"calibrating {module.name}", refresh=is_watched())
+                    bar.set_description(f"calibrating {module.name}", refresh=is_interactive())
                     # The recorded inputs are the latents of an attention that has any.
                     tensors = replace(module.read(self._read), latent_weight=None)
                     inputs = recorded.pop(module.name)

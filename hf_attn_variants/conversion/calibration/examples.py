@@ -14,7 +14,7 @@ from transformers import FeatureExtractionMixin, PreTrainedModel
 
 from ...model_properties import ignore_saved_length_limits
 from ...progress import progress_bar
-from ...text_files import read_columns, read_lines, read_pairs, text_columns
+from ...text_files import read_columns, read_lines, read_pairs, resolve_text_columns
 from ..calibration_settings import AUDIO_CALIBRATION_SIZE, CALIBRATION_SIZE, MIN_TEXTS, Calibration, CalibrationLike
 from .batches import (
     ENCODER_OUTPUTS,
@@ -349,7 +349,7 @@ def _read_examples(
     """Read texts or pairs of texts, and targets if there are any. Arguments as for `read_calibration`."""
     columns_name = "`columns` of `read_calibration` (--calibration_columns)"
     target_name = "`target_column` of `read_calibration` (--calibration_target_column)"
-    text_names = text_columns([path], columns, columns_name)
+    text_names = resolve_text_columns([path], columns, columns_name)
     if text_names:
         if target_file is not None:
             raise ValueError(

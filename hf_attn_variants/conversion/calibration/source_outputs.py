@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import AutoFeatureExtractor, PreTrainedModel
 
-from ...model_properties import DecoderInput, LogitsKind, decoder_input, logits_kind
+from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, get_logits_kind
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
@@ -119,8 +119,8 @@ class SourceOutputs:
         """
         self._length, self.device = calibration.written_length, next(model.parameters()).device
         self._generation = getattr(model, "generation_config", None)
-        self._generates = decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS
-        self._logits_kind = logits_kind(model)
+        self._generates = get_decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS
+        self._logits_kind = get_logits_kind(model)
         self._special = set(getattr(processor, "all_special_ids", [])) - {getattr(processor, "unk_token_id", None)}
         self._vocabulary = model.config.vocab_size
         name = type(model).__name__
@@ -340,7 +340,7 @@ def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]
             for batch in batches
         ]
     mask_token = getattr(tokenizer, "mask_token_id", None)
-    if mask_token is None or decoder_input(type(model), model.config) is not DecoderInput.NOTHING:
+    if mask_token is None or get_decoder_input(type(model), model.config) is not DecoderInput.NOTHING:
         return None
     generator, special = torch.Generator().manual_seed(0), torch.tensor(tokenizer.all_special_ids)
     masked = []

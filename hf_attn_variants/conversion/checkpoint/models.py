@@ -22,7 +22,16 @@ from .tensor_files import CheckpointReader, TensorEntry, dtype_name, require_fin
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 # Suffixes of the files that a tokenizer can be loaded from.
-TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", ".model", ".spm", ".bpe", ".vocab")
+_TOKENIZER_FILE_SUFFIXES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    ".model",
+    ".spm",
+    ".bpe",
+    ".vocab",
+)
 
 
 @contextmanager
@@ -81,7 +90,9 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
         OSError: if the folder has no file that a tokenizer can be loaded from.
     """
     folder = Path(source)
-    if folder.is_dir() and not any(name.endswith((*TOKENIZER_FILES, "config.json")) for name in _file_names(folder)):
+    if folder.is_dir() and not any(
+        name.endswith((*_TOKENIZER_FILE_SUFFIXES, "config.json")) for name in _file_names(folder)
+    ):
         raise _no_tokenizer_error(source, advice)
 
 
@@ -99,7 +110,7 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
     if learned_tokens(tokenizer):
         return
     folder = Path(os.path.expanduser(source))
-    if names := [name for name in _file_names(folder) if name.endswith(TOKENIZER_FILES)]:
+    if names := [name for name in _file_names(folder) if name.endswith(_TOKENIZER_FILE_SUFFIXES)]:
         raise FileNotFoundError(
             f"{os.fspath(source)} has {', '.join(names)}, but AutoTokenizer finds no words there, because a "
             f"{type(tokenizer).__name__} needs other files or these belong to another tokenizer{advice}"

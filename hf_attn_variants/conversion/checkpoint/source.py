@@ -23,7 +23,7 @@ from ...files import (
     CONFIG_NAME,
     HISTORY_NAME,
     INDEX_NAME,
-    LOGS,
+    LOG_PATTERNS,
     PICKLE_INDEX_NAME,
     PICKLE_SUFFIXES,
     PICKLE_WEIGHTS_NAME,
@@ -33,7 +33,7 @@ from ...files import (
     WEIGHTS_NAME,
     load_json,
 )
-from ...model_folder import ADAPTER_FILES, unfinished_model_advice
+from ...model_folder import ADAPTER_FILES, describe_unfinished_model
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def check_files(folder: Path) -> None:
         OSError: if a file is a link out of the folder, a broken link, a pipe or a device, or if a run was killed while
             it wrote the folder.
     """
-    if advice := unfinished_model_advice(folder):
+    if advice := describe_unfinished_model(folder):
         raise FileNotFoundError(f"{folder} does not contain a complete model: {advice}")
     for path in sorted(folder.iterdir()):
         if not any(fnmatchcase(path.name, pattern) for pattern in LOADED):
@@ -341,7 +341,7 @@ def _is_copied(file: str, in_module: bool, allow_pickle: bool) -> bool:
     """Return whether a file is copied, judged by its name."""
     name = file.lower()
     # An adapter, even in a folder of its own, does not fit the new heads.
-    if any(fnmatchcase(name, pattern) for pattern in (*ADAPTER_FILES, *LOGS)):
+    if any(fnmatchcase(name, pattern) for pattern in (*ADAPTER_FILES, *LOG_PATTERNS)):
         return False
     if name.endswith((".index.json", *OTHER_WEIGHT_SUFFIXES)):
         return False

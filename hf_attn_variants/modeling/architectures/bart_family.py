@@ -10,7 +10,7 @@ from ..attention.shared_rows import get_sentence_rows
 
 __all__ = ["BART_FAMILY_SITES", "BartFamilyAttentionMixin"]
 
-PROJECTIONS: Projections = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
+_BART_PROJECTIONS: Projections = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "out_proj"}
 BART_FAMILY_SITES = (
     AttentionSite(
         "encoder",
@@ -19,7 +19,7 @@ BART_FAMILY_SITES = (
         kv_heads_field="encoder_num_key_value_heads",
         rank_field="encoder_kv_lora_rank",
         latent="kv_a_proj",
-        **PROJECTIONS,
+        **_BART_PROJECTIONS,
     ),
     AttentionSite(
         "decoder",
@@ -27,7 +27,7 @@ BART_FAMILY_SITES = (
         stack="decoder",
         rank_field="kv_lora_rank",
         latent="kv_a_proj",
-        **PROJECTIONS,
+        **_BART_PROJECTIONS,
     ),
     AttentionSite(
         "cross",
@@ -37,7 +37,7 @@ BART_FAMILY_SITES = (
         rank_field="cross_kv_lora_rank",
         latent="decoder.cross_kv_a_proj",
         shares_latent=True,
-        **PROJECTIONS,
+        **_BART_PROJECTIONS,
     ),
 )
 

@@ -9,7 +9,7 @@ from ..attention.attention_sites import AttentionSite, Projections
 
 __all__ = ["BERT_FAMILY_SITES", "BertFamilyCrossAttentionMixin", "BertFamilySelfAttentionMixin"]
 
-PROJECTIONS: Projections = {
+_BERT_PROJECTIONS: Projections = {
     "query": "self.query",
     "key": "self.key",
     "value": "self.value",
@@ -22,7 +22,7 @@ BERT_FAMILY_SITES = (
         rank_field="kv_lora_rank",
         latent="self.kv_a_proj",
         core="self",
-        **PROJECTIONS,
+        **_BERT_PROJECTIONS,
     ),
     AttentionSite(
         "cross",
@@ -30,7 +30,7 @@ BERT_FAMILY_SITES = (
         stack="decoder",
         is_cross_attention=True,
         core="self",
-        **PROJECTIONS,
+        **_BERT_PROJECTIONS,
     ),
 )
 

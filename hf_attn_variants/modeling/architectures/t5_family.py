@@ -27,7 +27,7 @@ with guarded_imports():
 
 __all__ = ["T5_FAMILY_SITES", "T5FamilyAttentionMixin"]
 
-PROJECTIONS: Projections = {"query": "q", "key": "k", "value": "v", "output": "o"}
+_T5_PROJECTIONS: Projections = {"query": "q", "key": "k", "value": "v", "output": "o"}
 T5_FAMILY_SITES = (
     AttentionSite(
         "encoder",
@@ -36,7 +36,7 @@ T5_FAMILY_SITES = (
         kv_heads_field="encoder_num_key_value_heads",
         rank_field="encoder_kv_lora_rank",
         latent="kv_a_proj",
-        **PROJECTIONS,
+        **_T5_PROJECTIONS,
     ),
     AttentionSite(
         "decoder",
@@ -44,7 +44,7 @@ T5_FAMILY_SITES = (
         stack="decoder",
         rank_field="kv_lora_rank",
         latent="kv_a_proj",
-        **PROJECTIONS,
+        **_T5_PROJECTIONS,
     ),
     AttentionSite(
         "cross",
@@ -54,7 +54,7 @@ T5_FAMILY_SITES = (
         rank_field="cross_kv_lora_rank",
         latent="decoder.cross_kv_a_proj",
         shares_latent=True,
-        **PROJECTIONS,
+        **_T5_PROJECTIONS,
     ),
 )
 

@@ -45,7 +45,7 @@ class AttentionVariantMixin(_Attention):
     It must precede the Transformers class in the list of base classes.
 
     Class attributes:
-        roles: the arguments of the original `forward` that the variant uses (see `transformers_internals.ROLES`).
+        roles: the arguments of the original `forward` that the variant uses (see `ARGUMENT_ROLES`).
         returns: the number of values that `forward` returns.
         transformers_attributes: the attributes of the original module that the variant uses, except the linear layers.
         arguments: the arguments of the original `forward` by role. They are set separately for each class.

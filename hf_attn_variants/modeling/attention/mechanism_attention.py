@@ -13,7 +13,7 @@ from ..mechanisms.kernels.attention_kernel import AttentionKernel
 from ..mechanisms.patterns.block_patterns import attend_in_blocks, should_gather_keys
 from ..mechanisms.patterns.compressed_pattern import compress_keys_and_values
 from ..mechanisms.patterns.window_pattern import attend_with_global_tokens_first, get_global_tokens
-from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, PROJECTIONS
+from ..mechanisms.talking_heads import DYNAMIC_PROJECTIONS, HEAD_PROJECTIONS
 from ..ops.beams import repeat_for_beams, select_first_beams
 from ..ops.flex_windows import attention_in_windows
 from ..ops.key_ranges import key_range_to_mask_and_bias, should_compute_in_blocks
@@ -232,7 +232,7 @@ def sdpa_with_mechanisms(
 
 def _projections(module: VariantAttention) -> dict[str, Any]:
     """Return a dictionary with the talking-heads projections of a module."""
-    return {name: getattr(module, name, None) for name in PROJECTIONS}
+    return {name: getattr(module, name, None) for name in HEAD_PROJECTIONS}
 
 
 def _needs_weights(module: VariantAttention, query: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -20,7 +20,7 @@ with guarded_imports():
 __all__ = ["AdditiveScore", "create_additive_score"]
 
 # The maximum number of elements in a block of the tensor [n, m, d]. Only one block is in memory at a time.
-BLOCK_ELEMENTS = 2**22
+_SCORE_BLOCK_ELEMENTS = 2**22
 
 
 class AdditiveScore(Mechanism, nn.Module):
@@ -65,7 +65,7 @@ class AdditiveScore(Mechanism, nn.Module):
         vector = self.vector.unflatten(0, (key.shape[1], -1))[..., None, :, None]  # [k, g, 1, d, 1]
         if torch.compiler.is_compiling() or is_exporting():
             return _compute_scores(query, key, vector).flatten(1, 2)
-        rows = max(1, BLOCK_ELEMENTS // max(1, query[..., :1, :].numel() * key.shape[-2]))
+        rows = max(1, _SCORE_BLOCK_ELEMENTS // max(1, query[..., :1, :].numel() * key.shape[-2]))
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, vector))
         blocks = query.split(rows, dim=3)
         logits = [

@@ -27,7 +27,7 @@ __all__ = [
     "has_sinusoids",
 ]
 
-BASE = 10000.0
+_FREQUENCY_BASE = 10000.0
 
 
 def has_sinusoids(config: Any) -> bool:
@@ -43,7 +43,7 @@ def compute_sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
     # In float32, the angles for long texts have errors in the thousandths, but MPS devices do not support float64.
     dtype = torch.float32 if positions.device.type == "mps" else torch.float64
     places = torch.arange(0, width, 2, device=positions.device, dtype=dtype)
-    angles = positions[..., None].to(dtype) * torch.exp(places * (-math.log(BASE) / width))
+    angles = positions[..., None].to(dtype) * torch.exp(places * (-math.log(_FREQUENCY_BASE) / width))
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :width].float()
 
 

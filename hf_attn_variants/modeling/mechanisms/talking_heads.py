@@ -20,13 +20,13 @@ __all__ = [
     "BOTH",
     "DYNAMIC",
     "DYNAMIC_PROJECTIONS",
+    "HEAD_PROJECTIONS",
     "IDENTITY",
     "INIT",
     "KIND",
     "LOGITS",
     "M2L",
     "OUTPUT",
-    "PROJECTIONS",
     "PROJECTION_KEYS",
     "RANDOM",
     "SOFTMAX",
@@ -66,7 +66,7 @@ TALKING_HEADS_INITS = IDENTITY, RANDOM = "identity", "random"
 X2L, M2L, X2W, M2W = "x2l", "m2l", "x2w", "m2w"
 DYNAMIC_PROJECTIONS = {X2L: LOGITS, M2L: LOGITS, X2W: WEIGHTS, M2W: WEIGHTS}
 # P_l and P_w. Weight decay would pull them toward zero instead of the identity.
-PROJECTIONS = ("logits_proj", "weights_proj")
+HEAD_PROJECTIONS = ("logits_proj", "weights_proj")
 # A regular expression that matches talking-heads parameters in a state dict.
 PROJECTION_KEYS = r"\.(logits|weights|[xm]2[lw])_proj$"
 
@@ -216,7 +216,7 @@ def get_projection_std(name: str, shape: tuple[int, ...], initialization: str) -
         shape: its shape.
         initialization: the `talking_heads_init` of the attention module.
     """
-    if name in PROJECTIONS:
+    if name in HEAD_PROJECTIONS:
         return None if initialization == IDENTITY else shape[0] ** -0.5
     return 0.0 if initialization == IDENTITY else (1e-2 / shape[1] / shape[0]) ** 0.5
 
@@ -231,7 +231,7 @@ def count_mixing_flops(heads: "AttentionHeads", query_dim: int, key_input_dim: i
     of_key = of_query = 0
     for name, shape in get_projection_shapes(heads, query_dim, key_input_dim).items():
         of_query += 2 * attended * shape[-2] * shape[-1]
-        if name not in PROJECTIONS:  # a dynamic projection is first computed for each token
+        if name not in HEAD_PROJECTIONS:  # a dynamic projection is first computed for each token
             of_term = 2 * shape[0] * shape[1] * shape[2]
             of_query += of_term if name[0] == "x" else 0
             of_key += of_term if name[0] == "m" else 0

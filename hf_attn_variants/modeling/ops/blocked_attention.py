@@ -90,7 +90,7 @@ BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}
 # Numbers of rows for which matrix products are fast. If there are few rows, products spend more time on reading keys
 # and values than on computation. Blocks with up to 64 rows may therefore have four times as many values as fit into
 # the cache.
-ROWS = (512, 256, 128, 64, 48, 32)
+BLOCK_ROWS = (512, 256, 128, 64, 48, 32)
 # The maximum number of parts of a sequence. Each part has a copy of the keys and values.
 MOST_PARTS = 8
 
@@ -185,7 +185,7 @@ class _Call:
         elements = max(1, elements // max(self.heads_in, self.heads, self.heads_out))  # of [r, m]
         fitting = max(1, elements // self.key.shape[2])
         most = max(fitting, min(64, 4 * fitting))
-        rows = length if length <= fitting else next((rows for rows in ROWS if rows <= most), ROWS[-1])
+        rows = length if length <= fitting else next((rows for rows in BLOCK_ROWS if rows <= most), BLOCK_ROWS[-1])
         size = min(batches, max(1, fitting // length) * self.threads)
         if self.windows is not None:
             size = min(batches, max(1, elements // self.windows.most_elements) * self.threads)
@@ -415,7 +415,7 @@ def _number_of_parts(operands: Operands, threads: int) -> int:
     # have few keys.
     if batches > 1 or operands.is_causal or operands.key_range is not None:
         return 1
-    most = min(threads, MOST_PARTS, length // ROWS[-1])
+    most = min(threads, MOST_PARTS, length // BLOCK_ROWS[-1])
     return next((parts for parts in range(most, 1, -1) if length % parts == 0), 1)
 
 

@@ -35,7 +35,7 @@ from .memory_efficient_attention import cast_to_common_dtype, talking_heads_atte
 __all__ = ["Kind", "attention_in_windows", "describe_flex_disagreement", "find_attended_blocks"]
 
 DEVICES = ("cuda",)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_HEAD_DIM = 16
 BLOCK = 128  # the number of queries or keys per block, the default of FlexAttention
 # The batch sizes, lengths and numbers of global tokens of the small calls. For the second call, torch compiles a
@@ -127,7 +127,7 @@ def _get_call_kind(
     # A captured CUDA graph would read masks that have already been freed.
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    if query.dtype not in DTYPES or {key.dtype, value.dtype} != {query.dtype}:
+    if query.dtype not in _SUPPORTED_DTYPES or {key.dtype, value.dtype} != {query.dtype}:
         return None
     if key.shape[1] != value.shape[1] or not _supports_partial_blocks():
         return None

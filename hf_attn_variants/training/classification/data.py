@@ -17,7 +17,7 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...files import is_blank, is_unicode
-from ...text_files import column_names, column_value, row_place
+from ...text_files import column_names, describe_row_location, get_column_value
 from ..engine.tables import (
     UNKNOWN_LABELS,
     SplitRows,
@@ -447,7 +447,7 @@ class ClassificationSplit:
         """Describe the origin of a row, counted from 0, for messages."""
         names = [name for name in ("file", "line", "index") if name in self.data.column_names]
         row = self.data.select_columns(names)[number]
-        return row_place(row.get("file", self.name), row.get("line"), row.get("index", number))
+        return describe_row_location(row.get("file", self.name), row.get("line"), row.get("index", number))
 
 
 def make_rows(columns: dict[str, list]) -> Dataset:
@@ -537,7 +537,8 @@ class LabelRows:
 
     def describe_row(self, row: int) -> str:
         """Describe the location of a row's label (file, line, row and column) for messages."""
-        return f"{row_place(self.files[row], self.lines[row], self.numbers[row])}, column {self.label_column!r}"
+        location = describe_row_location(self.files[row], self.lines[row], self.numbers[row])
+        return f"{location}, column {self.label_column!r}"
 
     def split(self, name: str, values: list[Any] | None) -> ClassificationSplit:
         """Create a split from the rows with these labels, or without labels if `values` is None."""
@@ -566,7 +567,7 @@ def _read_rows(
         rows.lines.append(record.line)
         rows.numbers.append(record.number)
         if label_column is not None:
-            value = column_value(record.values, label_column)
+            value = get_column_value(record.values, label_column)
             value = value if names is None else get_label_name(value, names)
             rows.cells.append(read_cell(value, separator, f"{record.place}, column {label_column!r}"))
     if blank:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, PreTrainedModel
 
-from ...files import CONFUSION_FILE, write_picture
+from ...files import CONFUSION_FILE, save_plot
 from ..engine.dataloaders import EvalBatches
 from ..engine.finetune import FineTuningTask
 from ..engine.models import (
@@ -238,7 +238,7 @@ def plot_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str],
         warnings.filterwarnings(
             "ignore", message="Glyph .* missing"
         )  # the plot shows a box instead of the missing glyph
-        write_picture(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
+        save_plot(path, lambda: _make_figure(np.asarray(matrix), names, title), dpi=120)
 
 
 def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":

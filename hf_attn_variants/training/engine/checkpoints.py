@@ -23,7 +23,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from ...errors import is_first_process
-from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, load_json, write_problem
+from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, describe_write_error, load_json
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ def save_checkpoint(
     except Exception as error:  # a full disk causes an OSError, a RuntimeError or a SafetensorError
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(
-            f"The checkpoint {target} could not be written {write_problem(error)}."
+            f"The checkpoint {target} could not be written {describe_write_error(error)}."
             f"{describe_last_checkpoint(output_dir)}"
         ) from error
     if accelerator.is_main_process and save_total_limit is not None:
@@ -407,7 +407,7 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
         except Exception as error:  # safetensors raises its own exception type if the disk is full
             temporary.unlink(missing_ok=True)
             raise OSError(
-                f"The best weights could not be written to {output_dir} {write_problem(error)}."
+                f"The best weights could not be written to {output_dir} {describe_write_error(error)}."
                 f"{describe_last_checkpoint(output_dir)}"
             ) from error
     accelerator.wait_for_everyone()

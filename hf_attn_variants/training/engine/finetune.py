@@ -29,7 +29,7 @@ from .dataloaders import (
 from .loop import TrainingLoop
 from .models import get_model_name
 from .optimization import Objective, prepare_training
-from .session import PREDICTIONS_PREFIX, open_session, progress_bar, save_model, start_run, write_results
+from .session import PREDICTIONS_PREFIX, main_process_progress_bar, open_session, save_model, start_run, write_results
 from .settings import LoopSettings, TrainingSettings, count_training_steps
 from .tables import warn_about_max_length
 
@@ -144,7 +144,9 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         loader, order = batches
         gathered: list[Any] = []
         disable = self.settings.disable_tqdm
-        for batch in progress_bar(self.accelerator, disable, iterable=loader, desc=f"Running {name}", leave=False):
+        for batch in main_process_progress_bar(
+            self.accelerator, disable, iterable=loader, desc=f"Running {name}", leave=False
+        ):
             # `gather_for_metrics` drops the rows that were repeated to fill the last batch on each process.
             gathered.append([part.cpu() for part in self.accelerator.gather_for_metrics(outputs(batch))])
         parts = [torch.cat(tensors) for tensors in zip(*gathered, strict=True)]

@@ -33,7 +33,7 @@ from .checkpoints import (
     save_checkpoint,
 )
 from .optimization import Objective
-from .session import RunLog, progress_bar, save_failed_batches
+from .session import RunLog, main_process_progress_bar, save_failed_batches
 from .settings import LoopSettings
 
 __all__ = ["TrainingCost", "TrainingLoop", "compute_utilization"]
@@ -290,7 +290,7 @@ class TrainingLoop:
                 logger.info("Resuming from %s at step %d of %d.", path, state.step, settings.total_steps)
         state.fingerprint = self.fingerprint
         self._deadline = time.monotonic() + 60 * (settings.max_train_minutes or math.inf)
-        bar = progress_bar(
+        bar = main_process_progress_bar(
             self.accelerator,
             settings.disable_tqdm,
             total=settings.total_steps,

@@ -32,7 +32,7 @@ from ...modeling.attention import attention_sites
 from ...modeling.attention.attention_sites import AttentionSite
 from ...modeling.fields.field_checks import check_buckets
 from ...modeling.fields.saving_and_loading import describe_misspelled_field
-from ...registration import FORMER_NAMES, PREFIX, longest_input, variant_config_class, variant_model_class
+from ...registration import FORMER_NAMES, PREFIX, max_input_length, variant_config_class, variant_model_class
 from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def check_max_length(
     special = tokenizer.num_special_tokens_to_add(pair=pair)
     if max_length < special + 1:
         raise ValueError(f"--{flag} must be at least {special + 1} ({special} special tokens), got {max_length}.")
-    positions = longest_input(config)
+    positions = max_input_length(config)
     if positions is None:  # T5 has no limit; its tokenizer's limit is only the pretraining length
         return
     if (padded := -(-max_length // (multiple or 1)) * (multiple or 1)) > positions:

@@ -16,7 +16,7 @@ from transformers import Adafactor, get_scheduler
 from transformers.optimization import AdafactorSchedule
 
 from ...modeling.mechanisms.kernels.kernel_table import get_learned_parameter_names
-from ...modeling.mechanisms.talking_heads import PROJECTIONS
+from ...modeling.mechanisms.talking_heads import HEAD_PROJECTIONS
 from .dataloaders import IGNORED_LABEL
 from .settings import OptimizationSettings, get_warmup_steps
 
@@ -116,7 +116,7 @@ def sum_by_example(values: Tensor, chosen: Tensor) -> Tensor:
     return torch.zeros(chosen.shape, device=values.device, dtype=values.dtype).masked_scatter(chosen, values).sum(-1)
 
 
-NO_DECAY_PARAMETERS = ("bias", *PROJECTIONS, *get_learned_parameter_names())
+NO_DECAY_PARAMETERS = ("bias", *HEAD_PROJECTIONS, *get_learned_parameter_names())
 
 
 def find_no_decay_parameters(model: nn.Module) -> set[str]:

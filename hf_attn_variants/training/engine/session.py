@@ -39,14 +39,21 @@ from ...files import (
     REPORT_NAME,
     RESULTS_NAME,
     atomic_write,
+    describe_write_error,
     make_folders,
     parse_json,
     remove_empty_folders,
-    write_picture,
-    write_problem,
+    save_plot,
 )
-from ...model_folder import RESULTS, STAGE, ModelHistory, replace_model, source_history, write_history
-from ...progress import no_progress_bars
+from ...model_folder import (
+    RESULT_PATTERNS,
+    STAGE_FOLDER,
+    ModelHistory,
+    read_source_history,
+    replace_model,
+    write_history,
+)
+from ...progress import disable_progress_bars
 from .checkpoints import NAME_PATTERN, describe_last_checkpoint, find_checkpoint, list_checkpoints, lock_folder
 from .settings import Settings, TrainingSettings
 
@@ -58,7 +65,7 @@ if TYPE_CHECKING:
 PATH_OR_ID_SETTINGS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
-def progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
+def main_process_progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
     """Create a progress bar from `hf_attn_variants.progress`, which is only shown on the main process."""
     return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
 
@@ -160,7 +167,7 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
     Raises:
         OSError: If the file cannot be written.
     """
-    write_picture(Path(path), lambda: _make_curves_figure(list(records), metrics, title), dpi=120)
+    save_plot(Path(path), lambda: _make_curves_figure(list(records), metrics, title), dpi=120)
 
 
 def _make_curves_figure(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
@@ -218,7 +225,7 @@ def remove_earlier_run(output_dir: str | Path) -> None:
     """
     folder = Path(output_dir)
     # If there is no model, results that describe a model are removed as well.
-    results = () if (folder / CONFIG_NAME).exists() else (*RESULTS, REPORT_NAME, HISTORY_NAME)
+    results = () if (folder / CONFIG_NAME).exists() else (*RESULT_PATTERNS, REPORT_NAME, HISTORY_NAME)
     for entry in list(folder.iterdir()):
         if STALE_PATTERN.fullmatch(entry.name) or any(fnmatchcase(entry.name, pattern) for pattern in results):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -254,7 +261,7 @@ def save_model(
         if accelerator.is_fsdp2:  # FSDP2 also returns the duplicate names of tied weights
             names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             weights = {name: tensor for name, tensor in weights.items() if name in names}
-        stage = folder / STAGE
+        stage = folder / STAGE_FOLDER
         shutil.rmtree(stage, ignore_errors=True)
         try:
             with _restore_class(accelerator.unwrap_model(model)) as unwrapped:
@@ -270,7 +277,7 @@ def save_model(
                     path.chmod(0o666 & ~umask)  # safetensors creates files that only the owner can read
         except Exception as error:  # safetensors raises its own exception type if the disk is full
             shutil.rmtree(stage, ignore_errors=True)
-            raise OSError(f"The model could not be written to {folder} {write_problem(error)}.") from error
+            raise OSError(f"The model could not be written to {folder} {describe_write_error(error)}.") from error
         replace_model(stage, folder, is_trained_in_place(settings) or bool(settings.resume_from_checkpoint))
     accelerator.wait_for_everyone()
 
@@ -383,7 +390,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         if accelerator.is_main_process:
             new_folders = _make_output_dir(settings.output_dir)
         lock = lock_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
-        with lock as was_in_use, no_progress_bars(settings.disable_tqdm):
+        with lock as was_in_use, disable_progress_bars(settings.disable_tqdm):
             if was_in_use:
                 _check_output_dir(settings)
             yield accelerator
@@ -515,7 +522,7 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
     is_resumed = is_trained_in_place(settings) and bool(settings.resume_from_checkpoint)
     history = ModelHistory()
     if accelerator.is_main_process:
-        history = source_history(settings.model_name_or_path, is_resumed)
+        history = read_source_history(settings.model_name_or_path, is_resumed)
     for problem in history.problems:
         logger.warning("The history in the model card will be incomplete: %s", problem)
     _started_accelerators.add(accelerator)

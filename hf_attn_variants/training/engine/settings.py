@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, Union, get_args, get_orig
 from ...files import parse_json
 from ...modeling.fields.field_table import FIELDS, Field, describe_field
 
+SPLITS = ("train", "validation", "test")
 # The rule for a number, with the words that follow "must be" in the error message and the test.
 Range = tuple[str, Callable[[float], bool]]
 AT_LEAST_1: Range = ("at least 1", lambda value: value >= 1)

@@ -10,9 +10,17 @@ from typing import Any, TypeVar
 
 from datasets import ClassLabel, load_dataset, load_dataset_builder
 
-from ...files import RESULTS_NAME, is_unicode, load_json, suffix_of
-from ...text_files import TABLE_SUFFIXES, TableRow, column_value, has_column, missing_column, read_records, row_place
-from .settings import FineTuningSettings, TableSettings, TrainingSettings
+from ...files import RESULTS_NAME, get_suffix, is_unicode, load_json
+from ...text_files import (
+    TABLE_SUFFIXES,
+    TableRow,
+    describe_row_location,
+    get_column_value,
+    has_column,
+    make_missing_column_error,
+    read_records,
+)
+from .settings import SPLITS, FineTuningSettings, TableSettings, TrainingSettings
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +56,7 @@ def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) ->
     if changed - {"sep"} or options.get("sep") not in (None, ",", "\t") or builder.info.features is not None:
         return None
     paths = [Path(path) for split_files in files.values() for path in split_files]
-    is_readable = all(path.is_file() and suffix_of(path) in suffixes for path in paths)
+    is_readable = all(path.is_file() and get_suffix(path) in suffixes for path in paths)
     return files if paths and is_readable else None
 
 
@@ -73,7 +81,6 @@ def load_splits(settings: Any) -> Any:
         ) from error
 
 
-SPLITS = ("train", "validation", "test")
 # Placeholders for unpublished labels in Hub datasets.
 UNKNOWN_LABELS = {"-1", "-1.0"}
 
@@ -142,7 +149,7 @@ def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
 def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
     """Yield the rows of a split from a `datasets` source. Messages refer to the split as `place`."""
     for number, row in enumerate(rows, start=1):
-        yield TableRow(row_place(place, None, number), row, place, None, place, number)
+        yield TableRow(describe_row_location(place, None, number), row, place, None, place, number)
 
 
 def _read_dataset_splits(settings: TableSettings) -> dict[str, SplitRows]:
@@ -190,7 +197,7 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
         source.records = _require_column(column, flag, source.records)
         return column
     if name != "test":
-        raise missing_column(source.first.names_place, source.first.values, column, flag)
+        raise make_missing_column_error(source.first.names_place, source.first.values, column, flag)
     source.records = _forbid_column(column, source.first, source.records)
     return None
 
@@ -199,7 +206,7 @@ def _require_column(column: str, flag: str, records: Iterator[TableRow]) -> Iter
     """Yield the rows, and check that the first row of each file has the column."""
     for record in records:
         if record.number == 1 and not has_column(record.values, column):
-            raise missing_column(record.names_place, record.values, column, flag)
+            raise make_missing_column_error(record.names_place, record.values, column, flag)
         yield record
 
 
@@ -224,11 +231,11 @@ def get_text(record: TableRow, column: str, flag: str) -> str:
     Raises:
         ValueError: If the column contains no text. The message names the flag.
     """
-    text = column_value(record.values, column)
+    text = get_column_value(record.values, column)
     if isinstance(text, str) and is_unicode(text):
         return text
     if text is None and not has_column(record.values, column):
-        raise missing_column(record.names_place, record.values, column, flag)
+        raise make_missing_column_error(record.names_place, record.values, column, flag)
     problem = (
         "an incomplete surrogate pair, which is not valid text"
         if isinstance(text, str)

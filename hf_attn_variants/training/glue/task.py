@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from datasets import Dataset, load_dataset
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from ...files import ends_by_returns, is_blank, read_file
+from ...files import has_carriage_return_ends, is_blank, read_file
 from ...glue_tasks import TASKS, GlueTask, format_prediction, get_task, parse_label
 from ..classification.data import ClassificationSplit, make_rows
 from ..classification.task import NO_TRAINING_ROWS, EvalSet, SequenceClassification, pearson, spearman
@@ -39,7 +39,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     """
     path = Path(path)
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
-    lines = content.splitlines() if ends_by_returns(io.BytesIO(content)) else content.split(b"\n")
+    lines = content.splitlines() if has_carriage_return_ends(io.BytesIO(content)) else content.split(b"\n")
     # `str.splitlines` would also split at U+0085 and U+2028, which occur inside sentences.
     rows = [(number, _decode(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")]
     header, rows = _split_header(path, rows, task, has_labels) if rows else ([], rows)
@@ -324,4 +324,4 @@ def _format_submission(
     """Return the name and content of a submission file, which has a header and `index<TAB>prediction` lines."""
     rows = zip(split.data["index"], predictions, strict=True)
     lines = ["index\tprediction", *(f"{index}\t{format_prediction(task, value)}" for index, value in rows)]
-    return f"{prefix}{task.submission_file(split.name)}", "\n".join(lines) + "\n"
+    return f"{prefix}{task.get_submission_file(split.name)}", "\n".join(lines) + "\n"

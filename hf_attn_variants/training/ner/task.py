@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 
-from ...files import BLANKS, is_blank
+from ...files import WHITESPACE, is_blank
 from ...text_files import read_lines, read_records
 from ..engine.dataloaders import IGNORED_LABEL, EvalBatches, hash_texts
 from ..engine.finetune import FineTuningTask
@@ -72,7 +72,7 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
                 f"{path}, line {number}: Each line must contain a word and end with its tag (O, B-... or I-...), got "
                 f"{line!r}."
             )
-        if "\r" in line.strip(BLANKS):
+        if "\r" in line.strip(WHITESPACE):
             raise ValueError(
                 f"{path}, line {number}: There is a carriage return inside {line!r:.60}. End every line with \\n or "
                 "\\r\\n."
@@ -126,8 +126,8 @@ def _split_columns(line: str) -> list[str]:
     if is_blank(line):
         return []
     if "\t" in line:
-        return [cell.strip(BLANKS) for cell in line.rstrip(BLANKS).split("\t")]
-    return [cell for cell in line.strip(BLANKS).split(" ") if cell]
+        return [cell.strip(WHITESPACE) for cell in line.rstrip(WHITESPACE).split("\t")]
+    return [cell for cell in line.strip(WHITESPACE).split(" ") if cell]
 
 
 def _describe_uneven_line(line: str, count: int, first_line: int, first_count: int) -> str:

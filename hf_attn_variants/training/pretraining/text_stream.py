@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from ...files import check_ordinary, ends_by_returns, is_blank, lines_of, open_file
+from ...files import check_regular_file, has_carriage_return_ends, is_blank, iterate_lines, open_file
 from ...text_files import is_table, read_records
 from ..engine.dataloaders import IGNORED_LABEL
 from ..engine.settings import check_dev_settings
@@ -76,7 +76,7 @@ class TextFile:
         begin, lines, size = offset, [], 0
         try:
             with self._open() as file:
-                by_returns = ends_by_returns(file)
+                by_returns = has_carriage_return_ends(file)
                 file.seek(offset)
                 for line in itertools.chain(
                     _read_lines(file, by_returns), [b""]
@@ -185,7 +185,7 @@ class FolderFile:
         if is_table(self.path):
             rows = (record.values for record in read_records(self.path))
         else:
-            rows = ({"text": line} for line in lines_of(self.path))
+            rows = ({"text": line} for line in iterate_lines(self.path))
         for number, row in itertools.islice(enumerate(rows), offset, None):
             text = row.get(self.column)
             if not isinstance(text, str):
@@ -227,7 +227,7 @@ def hash_files(files: Iterable[TextFile]) -> str:
     digest = hashlib.sha256()
     for file in files:
         size = file.path.stat().st_size
-        check_ordinary(file.path)
+        check_regular_file(file.path)
         with file.path.open("rb") as stream:
             ends = stream.read(HASHED_BYTES)
             stream.seek(max(0, size - HASHED_BYTES))

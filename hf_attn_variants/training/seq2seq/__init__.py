@@ -12,6 +12,7 @@ from ..engine.settings import (
     ALWAYS,
     AT_LEAST_1,
     FROM_0_BELOW_1,
+    SPLITS,
     WITH_BEST_WEIGHTS,
     EncoderDecoderVariantSettings,
     FineTuningSettings,
@@ -34,7 +35,6 @@ METRIC_PACKAGES: dict[str, str | None] = {
 # `evaluate` metrics in a Hub repository.
 HUB_METRIC = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.py)")
 BLEU_TOKENIZERS = ("none", "13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "flores101", "flores200")
-SPLITS = ("train", "validation", "test")
 # The prefixes of the parallel-text flags for each split.
 FLAG_PREFIXES = ("", "validation_", "test_")
 # The default column names.

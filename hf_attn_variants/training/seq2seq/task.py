@@ -22,16 +22,16 @@ from ...model_properties import ignore_saved_length_limits, set_languages
 from ...modeling.fields.variant_config import supports_decoder_cache
 from ...text_files import (
     PlacedRows,
-    check_unused,
+    check_unused_column,
     column_names,
-    column_value,
-    filled_rows,
+    describe_row_location,
+    find_complete_rows,
+    get_column_value,
     has_texts,
     read_columns,
     read_lines,
     read_pairs,
     read_records,
-    row_place,
 )
 from ..classification.data import ClassificationSplit
 from ..engine.dataloaders import EvalBatches, TextRows, hash_texts, make_pair_collator
@@ -45,13 +45,13 @@ from ..engine.models import (
     warn_about_truncation,
 )
 from ..engine.optimization import Objective, compute_target_logits, compute_token_cross_entropy, make_label_objective
-from ..engine.session import progress_bar
-from ..engine.settings import check_dev_settings, check_metric, is_greater_better
+from ..engine.session import main_process_progress_bar
+from ..engine.settings import SPLITS, check_dev_settings, check_metric, is_greater_better
 from ..engine.tables import apply_recorded_columns, find_split_files, load_splits
 from ..glue.task import compute_glue_metrics, load_glue
 from ..squad import METRIC_NAMES
 from ..squad.data import Question, load_squad, score_answer
-from . import DEFAULT_COLUMNS, SPLITS, SQUAD, Seq2SeqSettings
+from . import DEFAULT_COLUMNS, SQUAD, Seq2SeqSettings
 from .metrics import TEXT_METRICS, choose_bleu_tokenizer, get_text_metric, log_bleu_tokenizer, score_texts
 
 logger = logging.getLogger(__name__)
@@ -245,8 +245,8 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
         columns, unused = columns[:1], columns[1]  # many test splits do not have public targets
     rows = []
     for number, row in enumerate(splits[split], start=1):
-        check_unused(row, unused, row_place(f"{settings.dataset_name} ({split})", None, number))
-        texts = tuple(column_value(row, column) for column in columns)
+        check_unused_column(row, unused, describe_row_location(f"{settings.dataset_name} ({split})", None, number))
+        texts = tuple(get_column_value(row, column) for column in columns)
         if not all(isinstance(text, str) for text in texts):
             missing = next(c for c, text in zip(columns, texts, strict=True) if not isinstance(text, str))
             raise ValueError(
@@ -256,7 +256,7 @@ def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]
         rows.append(texts)
     place, indices = f"{settings.dataset_name} ({split})", [*range(len(rows))]
     if len(columns) > 1:
-        indices = filled_rows(place, "row", rows, lambda i: row_place(place, None, i + 1))
+        indices = find_complete_rows(place, "row", rows, lambda i: describe_row_location(place, None, i + 1))
     filled_texts = [rows[i] for i in indices]
     if all(is_blank(text) for texts in filled_texts for text in texts):
         raise ValueError(f"{place} must contain at least one row with text, but has none.")
@@ -608,7 +608,9 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         texts, tokens, seconds = [], 0, 0.0
         name = f"Decoding {data.split.name}" + (f" with {num_beams} beams" if num_beams > 1 else "")
         loader, order = data.batches
-        for batch in progress_bar(accelerator, self.settings.disable_tqdm, iterable=loader, desc=name, leave=False):
+        for batch in main_process_progress_bar(
+            accelerator, self.settings.disable_tqdm, iterable=loader, desc=name, leave=False
+        ):
             start = time.perf_counter()
             with (
                 accelerator.autocast(),

@@ -16,12 +16,18 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...inspection.scores import mean_pooled
-from ...model_properties import DecoderInput, LogitsKind, decoder_input, ignore_saved_length_limits, logits_kind
+from ...model_properties import (
+    DecoderInput,
+    LogitsKind,
+    get_decoder_input,
+    get_logits_kind,
+    ignore_saved_length_limits,
+)
 from ...modeling.fields.variant_config import supports_decoder_cache
-from ...registration import longest_input
+from ...registration import max_input_length
 from ..engine.models import iterate_attention_modules
 from ..engine.optimization import Term, compute_token_cross_entropy, sum_by_example
-from ..engine.session import progress_bar
+from ..engine.session import main_process_progress_bar
 from ..seq2seq.metrics import choose_bleu_tokenizer, log_bleu_tokenizer, score_texts
 from . import SPAN_CORRUPTION, UptrainingSettings
 
@@ -65,8 +71,8 @@ class ActivationRecorder:
     """
 
     def __init__(self, model: PreTrainedModel, attention_outputs: bool = False):
-        self.has_encoder_and_decoder = decoder_input(type(model), model.config) is not DecoderInput.NOTHING
-        self.answer = logits_kind(model)
+        self.has_encoder_and_decoder = get_decoder_input(type(model), model.config) is not DecoderInput.NOTHING
+        self.answer = get_logits_kind(model)
         self._outputs: dict[str, list[Tensor]] | None = None  # None while no forward pass is recorded
         if attention_outputs:
             for site, _, module in iterate_attention_modules(model):
@@ -537,7 +543,9 @@ class UptrainingEvaluator:
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
         disable = self.settings.disable_tqdm
-        for batch in progress_bar(self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False):
+        for batch in main_process_progress_bar(
+            self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False
+        ):
             terms = objective.compute_terms(model, batch, evaluating=True)
             # Drop the rows that were repeated to fill the last batch on each process.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():
@@ -657,7 +665,7 @@ def check_teacher_length(
     Raises:
         ValueError: If the teacher has too few positions, or if pieces of texts cannot be compared.
     """
-    piece_length, positions = settings.teacher_max_length, longest_input(teacher)
+    piece_length, positions = settings.teacher_max_length, max_input_length(teacher)
     has_pieces = piece_length is not None
     if has_pieces and (input_kind is not DecoderInput.NOTHING or (weights.logits and settings.objective != "mlm")):
         raise ValueError(

@@ -26,9 +26,9 @@ from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
 from ...model_folder import ModelHistory
-from ...model_properties import DecoderInput, LogitsKind, decoder_input, set_languages
+from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, set_languages
 from ...registration import variant_config_class, variant_model_class
-from ...text_files import read_columns, read_lines, read_pairs, text_columns
+from ...text_files import read_columns, read_lines, read_pairs, resolve_text_columns
 from ..engine.dataloaders import (
     Collator,
     TextRows,
@@ -274,7 +274,7 @@ def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     """Read the training and held-out rows for a model without targets."""
     if not settings.train_file:
         raise ValueError(f"--train_file is required for --objective {settings.objective} with this model.")
-    columns = text_columns(
+    columns = resolve_text_columns(
         [*settings.train_file, *(settings.validation_file or [])], settings.text_columns, "--text_columns"
     )
     if not columns:
@@ -453,7 +453,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         if not issubclass(model_class, PreTrainedModel):
             auto_classes = variant_config_class(config.model_type).auto_classes
             model_class = variant_model_class(auto_classes[model_class.__name__])
-        return decoder_input(model_class, config)
+        return get_decoder_input(model_class, config)
 
     def _load_teacher_config(self) -> None:
         """Load the teacher's configuration, and check that the teacher can be compared with the model."""

@@ -23,7 +23,7 @@ from ...ops.padded_rows import get_row_roller, is_boolean_key_mask
 from ...ops.softmax_attention import attention_with_weights, fused_attention
 from ...ops.variant_attention import VariantAttention, is_exporting, should_return_weights
 from ...transformers_internals import check_known_arguments, check_method, guarded_imports
-from ..talking_heads import PROJECTIONS
+from ..talking_heads import HEAD_PROJECTIONS
 from .attention_pattern import AttentionPattern
 
 __all__ = [
@@ -204,7 +204,7 @@ def _attend(module: SummarizingAttention, dropout: float, with_weights: bool) ->
     options: dict[str, Any] = {"scaling": module.scaling, "dropout": dropout}
     if not (with_weights or module.projection_names or module.score is not None):
         return partial(fused_attention, **options)
-    options |= {name: getattr(module, name, None) for name in (*PROJECTIONS, "score")}
+    options |= {name: getattr(module, name, None) for name in (*HEAD_PROJECTIONS, "score")}
     if with_weights:
         return partial(attention_with_weights, **options)
     return lambda *operands: attention_with_weights(*operands, **options)[0]
