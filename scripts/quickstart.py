@@ -222,10 +222,10 @@ def _find_embedded_model() -> Path:
 def _check_source(source: str, heads: int) -> None:
     from transformers import AutoConfig
 
-    from hf_attn_variants.conversion.checkpoint.source import local_folder
+    from hf_attn_variants.conversion.checkpoint.source import find_local_folder
     from hf_attn_variants.registration import variant_config_class
 
-    local_folder(source)  # for a missing folder, its message is clearer than that of Transformers
+    find_local_folder(source)  # for a missing folder, its message is clearer than that of Transformers
     config = AutoConfig.from_pretrained(source)
     if config.is_encoder_decoder:
         raise ValueError(

@@ -55,9 +55,9 @@ def main(args: argparse.Namespace) -> Any:
         ValueError: if the repository is not one of this package, or the outputs of the model change.
         OSError: if a file is missing or cannot be written, or the push fails.
     """
-    from ..conversion.checkpoint.source import local_folder, resolve_source
+    from ..conversion.checkpoint.source import find_local_folder, resolve_source
 
-    output, folder = Path(args.output_dir).expanduser(), local_folder(args.model_name_or_path)
+    output, folder = Path(args.output_dir).expanduser(), find_local_folder(args.model_name_or_path)
     source = resolve_source(args.model_name_or_path, args.revision, args.token)
     difference = _refresh(source, check_output_dir(output, source=source))
     print(f"Wrote {output}\nThe largest difference between the outputs before and after is {difference:.1g}.")
@@ -119,9 +119,9 @@ def _refresh(source: Path, output: Path) -> float:
 
 
 def _load_model(model_class: Any, folder: Path) -> Any:
-    from ..conversion.checkpoint.models import reading_checkpoint
+    from ..conversion.checkpoint.models import convert_loading_errors
 
-    with reading_checkpoint(folder) as path:
+    with convert_loading_errors(folder) as path:
         options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "output_loading_info": True}
         model, info = model_class.from_pretrained(path, **options)
     if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):

@@ -30,7 +30,7 @@ from .checkpoint.tensor_files import TensorEntry, element_size
 from .plan import ConversionPlan
 
 
-def cached_numbers(heads: AttentionHeads, width: int) -> int:
+def num_cached_values(heads: AttentionHeads, width: int) -> int:
     """Return how many numbers one attention caches per token: its latent, or its keys and values.
 
     Args:
@@ -50,7 +50,7 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
 
     Args:
         config: The variant configuration of the model.
-        attentions: The kind of each attention, and its bytes per token (see `cached_numbers`).
+        attentions: The kind of each attention, and its bytes per token (see `num_cached_values`).
 
     Returns:
         {kind: bytes}: "self" or "decoder" per generated token, "cross" per source token. None for a model without a
@@ -69,9 +69,9 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
 
 
 # Fields of a plan that selects the attentions to compress. The ranks do not matter.
-PROBE = {"cross_kv_lora_rank": 1, "kv_lora_rank": 1}
+PROBE_FIELDS = {"cross_kv_lora_rank": 1, "kv_lora_rank": 1}
 # Fields that the budget determines.
-BUDGET_FIELDS = {*PROBE, "num_key_value_heads"}
+BUDGET_FIELDS = {*PROBE_FIELDS, "num_key_value_heads"}
 # Ranks are multiples of RANK_STEP, which suits GPU kernels, if there are MIN_STEPPED_RANK numbers per layer or more.
 RANK_STEP, MIN_STEPPED_RANK = 8, 16
 
@@ -114,7 +114,7 @@ def check_has_cache(config: Mapping[str, Any]) -> None:
         )
 
 
-def fields_within(
+def choose_ranks_for_budget(
     probe: ConversionPlan,
     kv_cache_bytes: tuple[int, int],
     entries: Mapping[str, TensorEntry],
@@ -123,10 +123,10 @@ def fields_within(
     """Return the fields with the latent ranks whose cache fits into the budget.
 
     Args:
-        probe: A plan that compresses all attentions to latents (`PROBE`).
+        probe: A plan that compresses all attentions to latents (`PROBE_FIELDS`).
         kv_cache_bytes: Bytes per source token and per generated token, in the stored dtype.
         entries: The tensors of the original model.
-        losses: Function that returns for each of the given modules the energy lost by rank (`lost_by_rank`).
+        losses: Function that returns for each of the given modules the energy lost by rank (`energy_lost_by_rank`).
 
     Raises:
         ValueError: if the budget is below one number per latent and token, or not below the present cache size.
@@ -136,7 +136,7 @@ def fields_within(
     for module in probe.modules:
         stored = entries[module.tensors["key_weight"]].dtype
         itemsize = element_size(stored) if probe.dtype is None else probe.dtype.itemsize
-        numbers[module.name] = cached_numbers(module.site.heads(config, module.name), width)
+        numbers[module.name] = num_cached_values(module.site.heads(config, module.name), width)
         sizes.append((module.site, numbers[module.name] * itemsize))
     old_sizes = cache_bytes_per_token(config, sizes) or {}
     if not old_sizes:
@@ -158,7 +158,7 @@ def fields_within(
         fields["cross_kv_lora_rank"] = min(source, width)
     if generated * itemsize < old_sizes["decoder"]:
         max_ranks = [min(numbers[module.name], width) for module in layers]
-        ranks = ranks_within(losses(layers), generated, max_ranks)
+        ranks = allocate_ranks(losses(layers), generated, max_ranks)
         # A layer that needs no smaller cache keeps its latent, or its keys and values.
         old = [(numbers[module.name], module.site.heads(config, module.name).rank) for module in layers]
         new_ranks = [old_rank if rank == count else rank for rank, (count, old_rank) in zip(ranks, old, strict=True)]
@@ -172,7 +172,7 @@ def fields_within(
     return fields
 
 
-def ranks_within(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[int]) -> list[int]:
+def allocate_ranks(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[int]) -> list[int]:
     """Return a rank for each layer so that all layers together lose the least energy.
 
     Args:
@@ -245,7 +245,9 @@ def check_matching_layers(
             f"`keep_matching_layers` must not be given with `{conflicts[0]}`, which selects other layers. Leave one "
             "of them out."
         )
-    modules = [module for module in plan.modules if not module.site.is_cross_attention and _is_in(prefix, module)]
+    modules = [
+        module for module in plan.modules if not module.site.is_cross_attention and _is_in_stack(prefix, module)
+    ]
     if any(plan.model_class.module_runs(plan.config, module.name) > 1 for module in modules):
         raise ValueError(
             "`keep_matching_layers` must only be given for models whose layers do not share weights. Leave it out."
@@ -258,7 +260,7 @@ def check_matching_layers(
 
 
 @torch.no_grad()
-def matching_shares(
+def compute_matching_shares(
     plan: ConversionPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 ) -> list[float]:
     """Return the share s of each encoder layer (see the module docstring).
@@ -284,9 +286,9 @@ def matching_shares(
     special = torch.tensor(tokenizer.all_special_ids)
     sums: dict[int, Any] = defaultdict(float)
     count = 0
-    starts = range(0, len(texts), calibration.batch_rows)
+    starts = range(0, len(texts), calibration.resolved_batch_size)
     for start in progress_bar(starts, desc="finding token-matching layers", leave=False):
-        rows = slice(start, start + calibration.batch_rows)
+        rows = slice(start, start + calibration.resolved_batch_size)
         batch = pad_rows(encoded[rows], tokenizer.pad_token_id)
         if segments is not None:
             batch["token_type_ids"] = pad_rows(segments[rows], 0)["input_ids"]
@@ -305,7 +307,7 @@ def matching_shares(
     return [round(float(sums[layer].amax()) / count, 4) for layer in range(len(sums))]
 
 
-def fields_keeping(
+def exclude_matching_layers(
     plan: ConversionPlan, fields: Mapping[str, Any], shares: Sequence[float], count: int
 ) -> dict[str, Any]:
     """Return the fields of a conversion that leaves the layers with the largest shares unchanged.
@@ -327,10 +329,10 @@ def _get_encoder_prefix(plan: ConversionPlan) -> str | None:
     """Return the prefix of the fields of an encoder, or None if there is no encoder."""
     if "encoder_num_key_value_heads" not in plan.config.kv_heads_fields():
         return ""
-    return "encoder_" if any(_is_in("encoder_", module) for module in plan.modules) else None
+    return "encoder_" if any(_is_in_stack("encoder_", module) for module in plan.modules) else None
 
 
-def _is_in(prefix: str, module: Any) -> bool:
+def _is_in_stack(prefix: str, module: Any) -> bool:
     """Return whether an attention is in the encoder or decoder with this prefix."""
     return module.site.stack_prefix == prefix
 

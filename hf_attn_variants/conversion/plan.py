@@ -40,14 +40,19 @@ from ..modeling.mechanisms.talking_heads import (
     talking_places,
 )
 from ..registration import variant_config_class, variant_model_class
-from .attention_modules import AttentionModule, attention_modules, check_nothing_missing, check_other_shapes
+from .attention_modules import (
+    AttentionModule,
+    build_attention_modules,
+    check_no_missing_tensors,
+    check_other_tensor_shapes,
+)
 from .attention_tensors import (
     AttentionTensors,
     ConversionMethod,
     LayerContext,
     best_latent,
-    on_latent,
     pool_key_value,
+    project_onto_latent,
     repeat_heads,
     weight_forms,
 )
@@ -106,18 +111,21 @@ class ConversionPlan:
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """The other fields that the conversion changes (kernels and patterns), {field: (before, after)}."""
-        head_fields = {*_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
+        head_fields = {*_list_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
         pairs = self._values([name for name in self.config.variant_fields() if name not in head_fields])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def _values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
         """Return the values of fields in the two configurations, {field: (before, after)}."""
-        return {name: (_by_layer(self.source_config, name), _by_layer(self.config, name)) for name in names}
+        return {
+            name: (_get_values_by_layer(self.source_config, name), _get_values_by_layer(self.config, name))
+            for name in names
+        }
 
     @property
-    def reduced(self) -> list[AttentionModule]:
+    def reduced_modules(self) -> list[AttentionModule]:
         """The attention modules that get fewer key/value heads, a smaller latent or a kernel."""
-        return [module for module in self.modules if module.reduced]
+        return [module for module in self.modules if module.is_reduced]
 
     def convert(
         self,
@@ -145,14 +153,14 @@ class ConversionPlan:
                 forms = weight_forms(new, module.heads)
                 shared = latents.get(module.new_latent or "")
                 latent = best_latent([forms.key, forms.value], module.heads.new_rank) if shared is None else shared
-                new = on_latent(new, latent, forms)
+                new = project_onto_latent(new, latent, forms)
             if module.gets_kernel:
                 new = new.with_new_kernel(module.new_kernel, module.heads)
         if tensors.latent_weight is not None:
             new = new.with_input_projection(tensors.latent_weight)
             if module.heads.rank[1] is None:
                 # A wider dtype keeps digits of the product that the dtype of the original tensors would lose.
-                new = new.folded(self.dtype or tensors.key_weight.dtype)
+                new = new.fold_latent(self.dtype or tensors.key_weight.dtype)
         return new
 
     def with_new_heads(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
@@ -164,12 +172,12 @@ class ConversionPlan:
 
     def layer(self, module: AttentionModule, **context: Any) -> LayerContext:
         """Return the information for a method about a layer. `context` contains further fields of `LayerContext`."""
-        generator = seeded_generator(self.seed, module.name)
-        return LayerContext(module.name, module.site.name, generator, initializer_std(self.config), **context)
+        generator = make_seeded_generator(self.seed, module.name)
+        return LayerContext(module.name, module.site.name, generator, get_initializer_std(self.config), **context)
 
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return the new talking-heads parameters of one module, {name in the checkpoint: tensor}."""
-        generator = seeded_generator(self.seed, f"{module.name}:talking_heads")
+        generator = make_seeded_generator(self.seed, f"{module.name}:talking_heads")
         init = module.site.heads(self.config, module.name).talking_init
         return {name: tensor.to(dtype) for name, tensor in initialize_projections(module.projections, init, generator)}
 
@@ -223,10 +231,10 @@ def make_plan(
             new_config.dtype = dtype
         with torch.device("meta"):
             target = model_class(new_config)
-    modules = attention_modules(target, source_config, entries)
-    check_other_shapes(target, entries, modules, wrong)
-    check_nothing_missing(target, entries, modules, wrong)
-    _check_all_used(model_class.__name__, config_class, changes, new_config, modules)
+    modules = build_attention_modules(target, source_config, entries)
+    check_other_tensor_shapes(target, entries, modules, wrong)
+    check_no_missing_tensors(target, entries, modules, wrong)
+    _check_all_fields_used(model_class.__name__, config_class, changes, new_config, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
@@ -255,18 +263,18 @@ def explain_not_calibrated(plan: ConversionPlan) -> str | None:
     if (reason := explain_not_fittable(plan.source_config)) is not None:
         return reason
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
-    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
+    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced_modules):
         return "it cannot fit the cross-attention of a decoder-only model, because there are no encoder outputs"
     return None
 
 
-def seeded_generator(seed: int, name: str) -> torch.Generator:
+def make_seeded_generator(seed: int, name: str) -> torch.Generator:
     """Return a random number generator that only depends on the seed and the name of the layer."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def initializer_std(config: Any) -> float:
+def get_initializer_std(config: Any) -> float:
     """Return the standard deviation of new key and value projections: a field of BERT and BART, a formula for T5."""
     for name in ("initializer_range", "init_std"):
         if hasattr(config, name):
@@ -274,12 +282,12 @@ def initializer_std(config: Any) -> float:
     return config.initializer_factor * config.d_model**-0.5
 
 
-def _by_layer(config: Any, name: str) -> Any:
+def _get_values_by_layer(config: Any, name: str) -> Any:
     """Return the value of a field, or the list of its values if layers differ."""
     return (config.per_layer_values or {}).get(name) or getattr(config, name, None)
 
 
-def _key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
+def _list_key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
     """Return the names of the fields of key/value heads and of latent ranks."""
     return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
 
@@ -305,7 +313,7 @@ def _check_fields(
     if not changes and not has_other_changes:
         other_names = [name for field in OTHER_CHANGES for name in row_of(field)[1].names]
         other_names = [name for name in other_names if name in config_class.variant_fields()]
-        names = ", ".join(f"`{name}`" for name in (*_key_value_fields(config_class), *other_names))
+        names = ", ".join(f"`{name}`" for name in (*_list_key_value_fields(config_class), *other_names))
         raise ValueError(f"There is nothing to convert. Give one of {names} (or the flag of the same name).")
     patterns = [
         values.get(f"{prefix}attention_pattern") for values in (config, changes) for prefix in ("", "encoder_")
@@ -354,7 +362,7 @@ def _make_new_config(
     new_config = config_class.from_upstream(raw, **(kv_heads | dict(changes)))
     check_talking_heads_unchanged(source_config, new_config, changes)
     for name in config_class.kernel_fields():
-        old, new = _by_layer(source_config, name), _by_layer(new_config, name)
+        old, new = _get_values_by_layer(source_config, name), _get_values_by_layer(new_config, name)
         if old != new and has_kernel(source_config):
             raise ValueError(
                 f"`{name}` must stay {old!r}, because the original model already has a kernel, got {new!r}. Leave it "
@@ -363,7 +371,7 @@ def _make_new_config(
     return new_config
 
 
-def _check_all_used(
+def _check_all_fields_used(
     name: str,
     config_class: type[AttnVariantConfigMixin],
     changes: Mapping[str, Any],

@@ -29,7 +29,7 @@ The measure depends on the task:
 - All other models: the cosine similarity of embeddings, which are means of the last hidden states after the mean over
   all examples is subtracted.
 
-Each measure is a ratio of sums over examples with a 95 % confidence interval (`ratio_interval`). The model is within
+Each measure is a ratio of sums over examples with a 95 % confidence interval (`ratio_confidence_interval`). The model is within
 tolerance if the whole interval is, outside tolerance if no part of it is, and otherwise the result is inconclusive.
 """
 
@@ -50,7 +50,7 @@ from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, HeadCounts, reorder_heads
 from .checkpoint.tensor_files import TensorEntry, element_size
-from .layer_choice import cache_bytes_per_token, cached_numbers
+from .layer_choice import cache_bytes_per_token, num_cached_values
 from .plan import ConversionPlan
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Quality:
     is_rare: bool = False
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> "Quality | None":
+    def from_dict(cls, values: dict[str, Any]) -> "Quality | None":
         """Return the quality from the values of `to_dict` in a report, or None if they are from another version."""
         if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
             return None
@@ -165,7 +165,7 @@ class Quality:
         return text
 
     @property
-    def shown_bound(self) -> str:
+    def formatted_bound(self) -> str:
         """The bound with its unit, for users."""
         if self.measure == "loss":
             return f"{self.bound} nats"
@@ -176,7 +176,9 @@ class Quality:
         return asdict(self) | {"verdict": self.verdict, "is_kept": self.is_kept}
 
 
-def ratio_interval(amounts: torch.Tensor, counts: torch.Tensor, is_share: bool) -> tuple[float, float] | None:
+def ratio_confidence_interval(
+    amounts: torch.Tensor, counts: torch.Tensor, is_share: bool
+) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of sum(amounts) / sum(counts) over randomly drawn examples.
 
     The variance is that of a ratio of sums over examples (Cochran, Sampling Techniques, 1977, section 6.4), because
@@ -215,7 +217,7 @@ class ModelNotKeptError(ValueError):
     exit_status = 1  # The command has done its work, but rejects the result.
 
 
-def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> None:
+def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = None) -> None:
     """Warn about a conversion that is not within tolerance, or raise an error if it is strict.
 
     Args:
@@ -232,7 +234,7 @@ def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> Non
     needs_examples = quality.verdict == "inconclusive" and not quality.is_uninformative
     message = (
         f"The conversion is {quality.verdict}: {quality}, on {quality.examples} held-out examples. The tolerance is "
-        f"{quality.shown_bound}. {MORE_EXAMPLES if needs_examples else ADVICE}"
+        f"{quality.formatted_bound}. {MORE_EXAMPLES if needs_examples else ADVICE}"
     )
     if not strict:
         logger.warning(message)
@@ -261,9 +263,9 @@ class CalibrationResult(NamedTuple):
     batches: Any = None
     settings: dict[str, Any] | None = None
 
-    def quality_of(self, model: Any) -> Quality | None:
+    def measure_quality(self, model: Any) -> Quality | None:
         """Return the quality of the converted model compared with the original one, or None if nothing was fitted."""
-        return None if self.source_outputs is None else self.source_outputs.compared_with(model)
+        return None if self.source_outputs is None else self.source_outputs.compare_with(model)
 
 
 def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -294,19 +296,19 @@ def attention_errors(
     Returns:
         The two errors. An error is None if the products of the original model are zero.
     """
-    queries, new_queries = before.pair("query"), after.pair("query")
-    keys, new_keys = before.pair("key"), after.pair("key")
-    values, new_values = before.pair("value"), after.pair("value")
+    queries, new_queries = before.weight_and_bias("query"), after.weight_and_bias("query")
+    keys, new_keys = before.weight_and_bias("key"), after.weight_and_bias("key")
+    values, new_values = before.weight_and_bias("value"), after.weight_and_bias("value")
     outputs = new_outputs = (before.output_weight.T, None)
     if after.output_weight is not before.output_weight:
         new_outputs = (after.output_weight.T, None)
     return (
-        _summed_error(queries, keys, new_queries, new_keys, heads.query, heads.key, heads.head_dim),
-        _summed_error(outputs, values, new_outputs, new_values, heads.output, heads.value, heads.head_dim),
+        _compute_relative_error(queries, keys, new_queries, new_keys, heads.query, heads.key, heads.head_dim),
+        _compute_relative_error(outputs, values, new_outputs, new_values, heads.output, heads.value, heads.head_dim),
     )
 
 
-def bilinear_error(
+def bilinear_squared_norms(
     left: torch.Tensor, right: torch.Tensor, new_left: torch.Tensor, new_right: torch.Tensor
 ) -> tuple[float, float]:
     """Return |left^T right - new_left^T new_right|^2 and |left^T right|^2 (Frobenius norms).
@@ -331,7 +333,7 @@ def bilinear_error(
     return max(difference.item(), 0.0), reference.item()
 
 
-def _summed_error(
+def _compute_relative_error(
     left: WeightAndBias,
     right: WeightAndBias,
     new_left: WeightAndBias,
@@ -350,7 +352,7 @@ def _summed_error(
         lefts = _select_heads(left, indices, head_dim)
         new_lefts = lefts if unchanged else _select_heads(new_left, indices, head_dim)
         rights, new_rights = _select_heads(right, before, head_dim), _select_heads(new_right, after, head_dim)
-        terms = bilinear_error(lefts, rights, new_lefts, new_rights)
+        terms = bilinear_squared_norms(lefts, rights, new_lefts, new_rights)
         difference, reference = difference + terms[0], reference + terms[1]
     return math.sqrt(difference / reference) if 0 < reference < math.inf and math.isfinite(difference) else None
 
@@ -454,7 +456,7 @@ class ConversionReport:
     quality: Quality | None = None
     seconds: float = 0.0
 
-    def reduced(self) -> bool:
+    def is_reduced(self) -> bool:
         """Return whether an attention has fewer heads, a smaller latent or a kernel afterwards."""
         return any({"pool", "compress", "kernel"} & set(layer.change.split(", ")) for layer in self.layers)
 
@@ -509,7 +511,7 @@ class ConversionReport:
             for name, (before, after) in fields.items()
         ]
         before, after = self.parameters["before"], self.parameters["after"]
-        method = f" ({self.method})" if self.reduced() else ""
+        method = f" ({self.method})" if self.is_reduced() else ""
         lines = [
             f"Converted {self.source}{method} into {self.output_dir}",
             *changed,
@@ -536,7 +538,7 @@ class ConversionReport:
             lines.append(f"  {'averaged heads used':<27} {value}")
         if self.quality is not None:
             value = f"{self.quality}, on {self.quality.examples} held-out examples"
-            lines.append(f"  {'the whole model':<27} {value}: {self.quality.verdict} ({self.quality.shown_bound})")
+            lines.append(f"  {'the whole model':<27} {value}: {self.quality.verdict} ({self.quality.formatted_bound})")
         if self.files_left_out:
             lines.append(f"  {'not copied':<27} {', '.join(self.files_left_out)}")
         lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")
@@ -562,15 +564,15 @@ class ConversionReport:
 
     def _mean_detail(self, name: str) -> float | None:
         """Return the mean of a value of `details` over the layers that have it."""
-        return _mean_known(layer.details.get(name) for layer in self.layers)
+        return _mean_ignoring_none(layer.details.get(name) for layer in self.layers)
 
     def _mean(self, name: str) -> float | None:
         """Return the mean of an error over the layers that changed, or over all layers if none changed."""
         changed = [layer for layer in self.layers if layer.change != "same"]
-        return _mean_known(getattr(layer, name) for layer in changed or self.layers)
+        return _mean_ignoring_none(getattr(layer, name) for layer in changed or self.layers)
 
 
-def layer_report(
+def build_layer_report(
     plan: ConversionPlan,
     module: AttentionModule,
     before: AttentionTensors,
@@ -588,17 +590,17 @@ def layer_report(
     errors: tuple[float | None, float | None] = (0.0, 0.0)
     if module.change != "same" or plan.dtype is not None:
         # The errors include the rounding to another dtype.
-        final = module.read_converted(stored.__getitem__)
+        final = module.read_converted_tensors(stored.__getitem__)
         if groups := after.details.get("head_groups"):
             before = reorder_heads(before, module.heads, groups)
-        errors = attention_errors(before.folded(), final.folded(), module.heads)
+        errors = attention_errors(before.fold_latent(), final.fold_latent(), module.heads)
     heads = module.heads
     return LayerReport(
         module.name, module.site.name, module.change, heads.key, heads.value, *errors, after.details, heads.rank
     )
 
 
-def conversion_report(
+def build_conversion_report(
     plan: ConversionPlan,
     layers: list[LayerReport],
     before: dict[str, TensorEntry],
@@ -624,7 +626,7 @@ def conversion_report(
         layers=layers,
         parameters={"before": _count_parameters(before), "after": _count_parameters(after)},
         kv_cache_bytes_per_token=_compute_cache_bytes(plan, before, after),
-        versions=package_versions(),
+        versions=get_package_versions(),
         **fields,
     )
 
@@ -656,7 +658,7 @@ def _compute_cache_bytes(
     for config, entries in ((plan.source_config, before), (plan.config, after)):
         sizes = []
         for module in plan.modules:
-            numbers = cached_numbers(module.site.heads(config, module.name), config.hidden_size)
+            numbers = num_cached_values(module.site.heads(config, module.name), config.hidden_size)
             kernel = module.kernel[config is plan.config]
             if kernel is not None and kernel.is_causal:
                 numbers = 0  # Its state has the same size for any number of tokens.
@@ -673,13 +675,13 @@ def _count_parameters(entries: dict[str, TensorEntry]) -> int:
     return sum(entry.numel for entry in entries.values() if entry.is_floating)
 
 
-def package_versions() -> dict[str, str]:
+def get_package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that a conversion depends on."""
     packages = {"torch": torch.__version__, "transformers": version("transformers")}
     return {"hf_attn_variants": ATTN_VARIANTS_VERSION, "python": platform.python_version()} | packages
 
 
-def _mean_known(errors: Iterable[float | None]) -> float | None:
+def _mean_ignoring_none(errors: Iterable[float | None]) -> float | None:
     """Return the mean of all values except None, or None if there is no value."""
     known = [error for error in errors if error is not None]
     return sum(known) / len(known) if known else None

@@ -22,16 +22,16 @@ from ..progress import progress_bar
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, LatentForm, best_latent, weight_forms
 from .checkpoint.models import TensorSource
-from .checkpoint.source import copy_side_files, side_files
+from .checkpoint.source import copy_side_files, list_side_files
 from .checkpoint.tensor_files import CheckpointReader, SafetensorsWriter, TensorEntry, cast, dtype_name, write_index
 from .plan import ConversionPlan
-from .report import LayerReport, layer_report
+from .report import LayerReport, build_layer_report
 
 # Prefixes of the names of tokenizer files.
 TOKENIZER_PREFIXES = ("tokenizer", "vocab", "spiece", "sentencepiece")
 
 
-def converted_tensors(
+def compute_converted_tensors(
     plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
 ) -> dict[str, torch.Tensor]:
     """Return all tensors of the converted model, {name: tensor}.
@@ -53,7 +53,7 @@ def converted_tensors(
     return tensors
 
 
-def plan_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
+def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
     """Return the file, the new dtype and the new shape of every tensor. The files have the same names as before."""
     new_dtype = dtype_name(plan.dtype) if plan.dtype is not None else None
     shapes = {module.new_tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
@@ -83,8 +83,8 @@ def write_weights(
     """Write all tensors, and an index if the original checkpoint has one.
 
     Args:
-        plan, reader, calibrated: As for `converted_tensors`.
-        entries: The file, dtype and shape of every tensor (`plan_entries`).
+        plan, reader, calibrated: As for `compute_converted_tensors`.
+        entries: The file, dtype and shape of every tensor (`plan_tensor_entries`).
         stage: Folder to write into.
         size: Size of all tensors in bytes.
 
@@ -109,7 +109,7 @@ def write_weights(
                 writers[entries[name].file].write(name, tensor)
                 written.add(name)
                 progress.update(tensor.nbytes)
-            layers.append(layer_report(plan, module, before, after, tensors))
+            layers.append(build_layer_report(plan, module, before, after, tensors))
         for name, entry in reader.entries.items():
             if name not in plan.converted_names:
                 dtype = None if entries[name].dtype == entry.dtype else plan.dtype
@@ -126,7 +126,7 @@ def _convert_modules(
     """Yield each module, its projections before and after, and its new tensors by name in the dtypes of the files."""
     latents = {} if calibrated else _compute_shared_latents(plan, reader)
     for module in plan.modules:
-        before = module.read(reader.read)
+        before = module.read_tensors(reader.read)
         after = plan.convert(module, before, latents, calibrated.get(module.name))
         query, tensors = before.query_weight, {}
         for part, name in module.new_tensors.items():
@@ -146,7 +146,7 @@ def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[
     ranks = {}
     for module in plan.modules:
         if (name := module.new_latent) is not None:
-            tensors = replace(module.read(reader.read), latent_weight=None)
+            tensors = replace(module.read_tensors(reader.read), latent_weight=None)
             forms = weight_forms(plan.with_new_heads(module, tensors), module.heads)
             # Without text, the metrics of all forms are the identity, so that the forms can be added.
             grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
@@ -232,7 +232,7 @@ class CheckpointFolder:
             copy_side_files(self.source, stage, self.copied)
             layers = write_weights(self.plan, self.reader, calibrated, self.entries, stage, self.weight_bytes)
             write_class_names(stage, self.config)
-            generation = generation_config(self.plan, self.source)
+            generation = read_generation_config(self.plan, self.source)
             if GENERATION_CONFIG_NAME not in self.copied and generation is not None:
                 generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
             yield stage, layers
@@ -257,15 +257,17 @@ def plan_folder(
     Raises:
         OSError: if there is not enough disk space, or a file to copy is a broken link.
     """
-    available, left_out = side_files(source, reader.files, allow_pickle)
+    available, left_out = list_side_files(source, reader.files, allow_pickle)
     copied = [name for name in available if should_copy(name)]
     left_out = sorted({*left_out, *available} - {*copied})
-    folder = CheckpointFolder(plan, reader, source, config, output, copied, left_out, plan_entries(plan, reader))
+    folder = CheckpointFolder(
+        plan, reader, source, config, output, copied, left_out, plan_tensor_entries(plan, reader)
+    )
     check_disk_space(output, folder.weight_bytes + sum((source / name).stat().st_size for name in copied))
     return folder
 
 
-def generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
+def read_generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
     """Return the generation settings of the original model, or None if they are the defaults of the new class."""
     if not plan.model_class.can_generate():
         return None

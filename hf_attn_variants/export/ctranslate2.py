@@ -13,11 +13,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..conversion.attention_tensors import MeanPooling
-from ..conversion.checkpoint.models import load_tokenizer_of, model_of_tensors
-from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
+from ..conversion.checkpoint.models import build_model_from_tensors, load_tokenizer_of
+from ..conversion.checkpoint.source import copy_side_files, list_side_files, read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.plan import ConversionPlan, make_plan
-from ..conversion.writing import converted_tensors, generation_config, write_class_names
+from ..conversion.writing import compute_converted_tensors, read_generation_config, write_class_names
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
 from ..inspection.costs import used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -129,12 +129,12 @@ def export_ctranslate2(
     tokenizer = load_tokenizer_of(folder, ", from which the vocabulary of CTranslate2 is made.")
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plan_without_latents(config, reader.entries, folder / CONFIG_NAME)
-        generation = generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
+        generation = read_generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
         tokens = model_tokens(tokenizer, plan.config, generation)
-        copied, _ = side_files(folder, reader.files)
+        copied, _ = list_side_files(folder, reader.files)
         check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * sum(e.numel for e in reader.entries.values()))
-        tensors = converted_tensors(plan, reader, {})
-    model = model_of_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
+        tensors = compute_converted_tensors(plan, reader, {})
+    model = build_model_from_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
     model.generation_config = generation
     inputs = make_random_inputs(model, tokenizer)
     expected = generate_greedily(model, inputs, tokens)  # before the quantization changes the weights of the model

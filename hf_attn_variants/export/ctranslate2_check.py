@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-from ..conversion.checkpoint.source import learned_tokens
+from ..conversion.checkpoint.source import list_learned_tokens
 from ..model_properties import DecoderInput, decoder_input
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_table import row_of
@@ -406,7 +406,7 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
     if model.main_input_name == "input_features":
         shape = (NUM_WINDOWS, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": torch.randn(shape, generator=generator)}
-    learned: Any = tokenizer.convert_tokens_to_ids(sorted(learned_tokens(tokenizer)))
+    learned: Any = tokenizer.convert_tokens_to_ids(sorted(list_learned_tokens(tokenizer)))
     learned = [token for token in learned if token < config.vocab_size]
     drawn = [torch.randint(len(learned), (length,), generator=generator).tolist() for length in TEXT_LENGTHS]
     texts: Any = [tokenizer.decode([learned[index] for index in indices]) for indices in drawn]

@@ -27,7 +27,7 @@ from torch.export import Dim
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
+from ..conversion.checkpoint.source import copy_side_files, list_side_files, read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import check_disk_space, check_output_dir, staged_folder
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -346,7 +346,7 @@ def export_onnx(
     output = check_output_dir(output_dir, source=folder)
     model_class, model_config = source_model(read_config(folder))
     with open_checkpoint(folder, allow_pickle) as reader:
-        names, _ = side_files(folder, reader.files)
+        names, _ = list_side_files(folder, reader.files)
     copied = [name for name in names if is_independent_of_code(folder, name)]
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     graphs = model_graphs(model)

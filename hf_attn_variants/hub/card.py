@@ -23,7 +23,7 @@ from ..errors import as_value_error
 from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write, load_json
 from ..glue_tasks import TASKS
 from ..inspection.costs import CostTable, cost_table, score_parts, used_fields, values_by_layer, variant_config
-from ..inspection.tables import talking_by_place, talking_parts
+from ..inspection.tables import describe_talking_projections, talking_heads_by_place
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, card_text, row_of
 from ..modeling.mechanisms.head_sharing import GroupedQuery, HeadSharing, MultiQuery, consecutive_groups, sharing_of
@@ -168,7 +168,7 @@ def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[di
             heads = step.get("heads", {})
             facts["heads"] = {name: pair for name, pair in heads.items() if pair[0] != pair[1]} or heads
             facts["origin"] = base_model if index == 0 and base_model else step.get("source", "a checkpoint")
-            facts["quality"] = Quality.of(step.get("quality", {}))
+            facts["quality"] = Quality.from_dict(step.get("quality", {}))
         else:
             before, after = step.get("initial_eval_loss"), step.get("eval_loss")
             facts["no_gain"] = bool(step.get("steps")) and before is not None and after is not None and after >= before
@@ -295,7 +295,10 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
     """
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
     names = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
-    latents, talking = [_describe_latent(variant, name) for name in names], talking_parts(variant, fields)
+    latents, talking = (
+        [_describe_latent(variant, name) for name in names],
+        describe_talking_projections(variant, fields),
+    )
     patterns, kernels = (_list_field_facts(variant, fields, fact) for fact in ("pattern", "kernel"))
     shared = {
         count for name in kv_fields for count in values_by_layer(variant, name) if count != variant.query_heads(name)
@@ -740,7 +743,7 @@ def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Return the talking-heads projections: one line if they are the same in all places, otherwise one per place."""
     by_place = {
         prefix: [_draw_chain(query_heads_there(config, prefix), talking) for talking in layers]
-        for prefix, layers in talking_by_place(config, kv_fields).items()
+        for prefix, layers in talking_heads_by_place(config, kv_fields).items()
     }
     if len({chain for chains in by_place.values() for chain in chains}) == 1:
         return next(chain for chains in by_place.values() for chain in chains)

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..conversion.checkpoint.source import check_files, check_whole_model, explain_unsafe_path, read_config
+from ..conversion.checkpoint.source import check_complete_model, check_files, explain_unsafe_path, read_config
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import (
     BEST_MODEL_FILE,
@@ -148,7 +148,7 @@ def plan_push(
     if not folder.is_dir():
         raise FileNotFoundError(f"The checkpoint folder {str(folder)!r} does not exist.")
     check_files(folder)
-    check_whole_model(folder, allow_pickle)
+    check_complete_model(folder, allow_pickle)
     with open_checkpoint(folder, allow_pickle):
         pass  # opening checks the headers and sizes of all weight files
     _check_code(folder, read_config(folder).get("auto_map"))

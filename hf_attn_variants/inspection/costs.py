@@ -18,8 +18,8 @@ from torch import nn
 from transformers.utils import cached_file
 
 from ..conversion.attention_tensors import rank_relation, relation
-from ..conversion.checkpoint.source import check_whole_model, local_folder, read_config
-from ..conversion.layer_choice import cache_bytes_per_token, cached_numbers
+from ..conversion.checkpoint.source import check_complete_model, find_local_folder, read_config
+from ..conversion.layer_choice import cache_bytes_per_token, num_cached_values
 from ..errors import as_value_error
 from ..files import CONFIG_NAME
 from ..modeling.attention.attention_sites import AttentionSite
@@ -44,7 +44,7 @@ from ..modeling.mechanisms.talking_heads import (
 )
 from ..modeling.ops.variant_attention import VariantAttention
 from ..registration import variant_config_class, variant_model_class
-from .tables import places_of_stacks, talking_parts
+from .tables import describe_talking_projections, select_place_prefixes
 
 if TYPE_CHECKING:
     from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -74,7 +74,7 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
         OSError: If the checkpoint has no `config.json`.
         ValueError: If the file is not a Transformers configuration, or `revision` is given for a folder.
     """
-    folder = local_folder(checkpoint)
+    folder = find_local_folder(checkpoint)
     if folder is None:
         try:
             file: Any = cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)
@@ -83,7 +83,7 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
             raise OSError(f"There is no folder {checkpoint!r}, and it cannot be read as a Hub id: {error}") from error
     elif revision is not None:
         raise ValueError(f"`revision` is supported only for Hub ids, but {checkpoint!r} is a folder. Omit it.")
-    check_whole_model(folder, allow_pickle=True)
+    check_complete_model(folder, allow_pickle=True)
     return read_config(folder)
 
 
@@ -231,7 +231,7 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     parts += score_parts(config, (field,))
     parts += [
         "talking heads" + ("" if kind == BOTH else f" ({kind})") + where
-        for kind, where in talking_parts(config, (field,))
+        for kind, where in describe_talking_projections(config, (field,))
     ]
     prefix = "encoder_" if field.startswith("encoder_") else ""
     pattern = getattr(config, f"{prefix}attention_pattern")
@@ -257,7 +257,7 @@ def score_parts(config: Any, fields: Sequence[str]) -> list[str]:
         config: A variant configuration.
         fields: The key/value head fields of the encoder or decoder to describe.
     """
-    names = {prefix: score_name(config, prefix) for prefix in places_of_stacks(config, fields)}
+    names = {prefix: score_name(config, prefix) for prefix in select_place_prefixes(config, fields)}
     if len({*names.values()}) == 1:
         return [f"{score} scores" for score in {*names.values()} - {None}]
     return [f"{score} scores in {PLACES[prefix].here}" for prefix, score in names.items() if score is not None]
@@ -430,7 +430,7 @@ def kv_head_counts(config: Any, field: str) -> list[int]:
     heads = config.query_heads(field)
     value_heads = {
         config.talking_heads_of(prefix, layer).output
-        for prefix in places_of_stacks(config, (field,))
+        for prefix in select_place_prefixes(config, (field,))
         for layer in range(config.layer_count(prefix + KIND))
     }
     divisors = (k for k in range(heads, 0, -1) if heads % k == 0)
@@ -537,7 +537,7 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
     """Return the `cache_bytes_per_token` of a variant model, with `itemsize` bytes per number."""
     sizes = []
     for site, path, module in model.named_attentions():
-        numbers = cached_numbers(site.heads(model.config, path), model.config.hidden_size)
+        numbers = num_cached_values(site.heads(model.config, path), model.config.hidden_size)
         sizes.append((site, 0 if _keeps_state(module, site) else itemsize * numbers))
     return cache_bytes_per_token(model.config, sizes)
 
@@ -570,7 +570,7 @@ def kv_cache_bytes(
         core, heads = _core(module, site), site.heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
-        size = itemsize * tokens * cached_numbers(heads, model.config.hidden_size)
+        size = itemsize * tokens * num_cached_values(heads, model.config.hidden_size)
         if core.kernel is not None:  # cross-attention caches the keys and values of the state too
             state = max(itemsize, STATE_ITEMSIZE) * core.kernel.state_numbers(heads)
             size = state + (0 if core.kernel.is_causal else size)

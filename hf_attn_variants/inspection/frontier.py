@@ -29,13 +29,13 @@ import torch
 from ..conversion.calibration.batches import add_text_lengths
 from ..conversion.calibration.calibrate import calibrate
 from ..conversion.calibration.methods import Calibrated
-from ..conversion.calibration.source_outputs import load_processor, source_in_memory
+from ..conversion.calibration.source_outputs import load_processor, source_loader_for_model
 from ..conversion.calibration_settings import Calibration
-from ..conversion.checkpoint.models import ModelReader, assemble, reading_checkpoint
+from ..conversion.checkpoint.models import ModelReader, assemble_model, convert_loading_errors
 from ..conversion.checkpoint.source import read_config, resolve_source
-from ..conversion.checkpoint.tensor_files import require_finite
-from ..conversion.plan import explain_not_fittable, make_plan, seeded_generator
-from ..conversion.writing import converted_tensors
+from ..conversion.checkpoint.tensor_files import check_finite
+from ..conversion.plan import explain_not_fittable, make_plan, make_seeded_generator
+from ..conversion.writing import compute_converted_tensors
 from ..errors import as_value_error
 from ..files import atomic_write, check_output_dir, load_json, make_folders
 from ..modeling.attention.attention_sites import AttentionSite
@@ -170,10 +170,10 @@ def load_source(
     if reads_audio is not (calibration.audio is not None):
         kind, option = ("audio", "calibration_audio_dir") if reads_audio else ("text", "calibration_file")
         raise ValueError(f"{os.fspath(checkpoint)} ({model_class.__name__}) reads {kind}. Pass --{option}.")
-    with reading_checkpoint(folder):
+    with convert_loading_errors(folder):
         model = model_class.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True).eval()
     for name, parameter in model.named_parameters():
-        require_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
+        check_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
     return model, load_processor(folder, calibration)
 
 
@@ -231,7 +231,7 @@ def split_text(calibration: Calibration, everything: Calibration, size: int, see
         chosen = random.Random(seed).sample(rest, min(size, len(rest)))
     else:
         # The same draw as in `calibration.batches`, so that these are the examples that nothing is fitted to.
-        count, generator = len(calibration.examples), seeded_generator(seed, "held-out texts")
+        count, generator = len(calibration.examples), make_seeded_generator(seed, "held-out texts")
         drawn = torch.randperm(count, generator=generator).tolist()[: calibration.held_out_count]
         chosen = [_examples(calibration)[i] for i in drawn[:size]]
     inputs, targets = zip(*chosen, strict=True)
@@ -303,18 +303,18 @@ class ConvertedAttentions:
         for key, source_key in self._keys(config):
             if key != source_key:
                 tensors |= {f"{self._prefix}{name}": tensor for name, tensor in self._tensors[key].items()}
-        return assemble(type(self.source), config, tensors, self.source)
+        return assemble_model(type(self.source), config, tensors, self.source)
 
     def _convert(self, fields: Mapping[str, Any]) -> None:
         """Convert the base model to these fields, and store the attentions and their errors."""
         reader = ModelReader(self.source)
         config = self.source.config.to_dict() | {"architectures": [type(self.source).__name__]}
         plan = make_plan(config, reader.entries, Calibrated(), fields, self.seed)
-        source = source_in_memory(reader, self.source)
+        source = source_loader_for_model(reader, self.source)
         result = calibrate(plan, reader, source, self.calibration, with_source_outputs=False, batches=self._batches)
         fits, self._batches = result.attentions, result.batches or self._batches
-        tensors = converted_tensors(plan, reader, fits)
-        converted = assemble(plan.model_class, plan.config, tensors, self.source)
+        tensors = compute_converted_tensors(plan, reader, fits)
+        converted = assemble_model(plan.model_class, plan.config, tensors, self.source)
         self._store(converted, {path: fit.details.get("output_relative_error") for path, fit in fits.items()})
 
     def attention_error(self, fields: Mapping[str, Any]) -> float | None:

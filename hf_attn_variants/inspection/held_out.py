@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..conversion.calibration.batches import (
     IGNORED,
     add_text_lengths,
-    drop_encoder_outputs,
     make_next_token_labels,
-    reuse_encoder_outputs,
+    with_known_encoder_outputs,
+    without_known_encoder_outputs,
 )
 from ..conversion.calibration.examples import make_audio_batch, read_features
 from ..conversion.calibration_settings import Calibration
@@ -72,7 +72,7 @@ class HeldOutText:
     def losses(self, model: PreTrainedModel) -> torch.Tensor:
         """Return the summed loss of each text and the number of words or predictions, float64 [texts, 2]."""
         losses, device = [], next(model.parameters()).device
-        arguments = reuse_encoder_outputs if self._is_encoder_of(model) else drop_encoder_outputs
+        arguments = with_known_encoder_outputs if self._is_encoder_of(model) else without_known_encoder_outputs
         for i, batch in enumerate(progress_bar(self.batches, desc="held-out examples", unit="batch", leave=False)):
             inputs = arguments({name: tensor.to(device) for name, tensor in batch.items()})
             labels = inputs.get("labels") if self.measure == "targets" else inputs.pop("labels", None)
@@ -174,7 +174,9 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
             "masked words. Set it, or use a checkpoint with another head."
         )
     order = sorted(range(len(text.texts)), key=lambda i: (len(str(text.texts[i])), i))
-    chunks: Any = [order[start : start + text.batch_rows] for start in range(0, len(order), text.batch_rows)]
+    chunks: Any = [
+        order[start : start + text.resolved_batch_size] for start in range(0, len(order), text.resolved_batch_size)
+    ]
     if measure == "targets" and text.target_texts is None:
         chunks = progress_bar(chunks, desc="generating held-out targets", unit="batch", leave=False)
     held = HeldOutText(
@@ -192,9 +194,9 @@ def _held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, meas
     """Make batches of held-out audio (see `held_out_text`)."""
     decodes = measure == "transcripts"
     batches = []
-    starts = range(0, len(audio.examples), audio.batch_rows)
+    starts = range(0, len(audio.examples), audio.resolved_batch_size)
     for start in progress_bar(starts, desc="held-out recordings", unit="batch", leave=False):
-        files = audio.examples[start : start + audio.batch_rows]
+        files = audio.examples[start : start + audio.resolved_batch_size]
         features = [read_features(feature_extractor, path)[0] for path in files]
         batch = make_audio_batch(model, features, audio.length, decodes)
         if decodes:
@@ -269,7 +271,7 @@ def _targets(
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
         generate: Any = model.generate
-        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.written_length)[:, 1:].cpu()
+        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.generated_length)[:, 1:].cpu()
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
 
 

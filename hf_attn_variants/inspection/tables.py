@@ -99,7 +99,7 @@ def _wrap(text: str, width: int | None) -> list[str]:
     return textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False) or [text]
 
 
-def places_of_stacks(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
+def select_place_prefixes(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
     """Return the prefixes of the places in the encoder or decoder that some key/value head fields belong to.
 
     The prefix of cross-attention is returned only for a decoder that has cross-attention.
@@ -116,15 +116,15 @@ def places_of_stacks(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def talking_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeads]]:
-    """Return {prefix: [talking heads of each layer]} for the places that `places_of_stacks` returns."""
+def talking_heads_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeads]]:
+    """Return {prefix: [talking heads of each layer]} for the places that `select_place_prefixes` returns."""
     return {
         prefix: [config.talking_heads_of(prefix, layer) for layer in range(config.layer_count(prefix + KIND))]
-        for prefix in places_of_stacks(config, fields)
+        for prefix in select_place_prefixes(config, fields)
     }
 
 
-def talking_parts(config: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
+def describe_talking_projections(config: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
     """Return the kinds of talking-heads projections and descriptions of their places.
 
     The result is [("logits", " in cross-attention")], for example. The description is empty if the projections are
@@ -134,7 +134,7 @@ def talking_parts(config: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
         config: A variant configuration.
         fields: The key/value head fields of the encoder or decoder to describe.
     """
-    by_place = talking_by_place(config, fields)
+    by_place = talking_heads_by_place(config, fields)
     kinds = [talking.kind for layers in by_place.values() for talking in layers]
     if len({*kinds}) == 1:
         return [] if kinds[0] is None else [(kinds[0], "")]

@@ -15,9 +15,9 @@ from hf_attn_variants import AttnVariantWhisperForConditionalGeneration
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import Calibration, convert, read_audio_calibration
 from hf_attn_variants.conversion.calibration.batches import (
-    drop_encoder_outputs,
     get_generated_tokens,
-    reuse_encoder_outputs,
+    with_known_encoder_outputs,
+    without_known_encoder_outputs,
 )
 from hf_attn_variants.conversion.calibration.examples import load_audio, make_audio_batches
 
@@ -65,9 +65,9 @@ def test_decoder_is_calibrated_on_generated_transcripts(source, folder):
     assert sum(len(batch["input_features"]) for batch in held_out) == 15  # a quarter of the sixty
     batch = used[0]
     with torch.no_grad():
-        logits = model(**drop_encoder_outputs(batch)).logits
+        logits = model(**without_known_encoder_outputs(batch)).logits
         # The recorded encoder outputs equal those of a new call.
-        torch.testing.assert_close(model(**reuse_encoder_outputs(batch)).logits, logits)
+        torch.testing.assert_close(model(**with_known_encoder_outputs(batch)).logits, logits)
     assert batch["encoder_outputs"].shape == (len(logits), 20, 48)
     ids = batch["decoder_input_ids"]
     assert ids.shape[1] == 3 + 20 - 1  # at most half of its forty positions are generated

@@ -84,7 +84,7 @@ def folder(tmp_path):
 def test_folder_conversion_equals_the_in_memory_conversion(kernel, folder):
     options = {**fields_of(kernel), "calibration": calibration(fit_steps=10), "dtype": "bfloat16"}
     report = convert_checkpoint(folder / "source", folder / "made", **options)
-    assert [layer.change for layer in report.layers] == ["kernel"] * 2 and report.reduced()
+    assert [layer.change for layer in report.layers] == ["kernel"] * 2 and report.is_reduced()
     names = {"relative_error_closed_form", "relative_error_fitted", "output_relative_error", "fit_kept"}
     assert all(layer.details.keys() == names for layer in report.layers)
     stored = load_file(folder / "made/model.safetensors")

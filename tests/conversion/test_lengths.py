@@ -83,7 +83,7 @@ def test_targets_determine_the_text_length():
     )
     assert result.whole_length > 200
     short = add_text_lengths(calibration(), WordTokenizer(), model.config)
-    assert (short.length, short.written_length, short.passage_length) == (23, 64, 256)
+    assert (short.length, short.generated_length, short.passage_length) == (23, 64, 256)
 
 
 def test_convert_command_pools_decoders_only_on_request(tmp_path, capsys):
@@ -108,4 +108,4 @@ def test_loss_on_full_text_detects_errors_after_the_truncation():
     outputs = SourceOutputs(model, Masking(), cut, measured)
     with torch.no_grad():
         model.bert.embeddings.position_embeddings.weight[64:, 0].add_(50)
-    assert abs(outputs.compared_with(model).value) > 0.01
+    assert abs(outputs.compare_with(model).value) > 0.01

@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel
 from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.checkpoint.models import ModelReader
 from hf_attn_variants.conversion.conversions import resolve_method
-from hf_attn_variants.conversion.layer_choice import matching_shares
+from hf_attn_variants.conversion.layer_choice import compute_matching_shares
 from hf_attn_variants.conversion.plan import make_plan
 
 
@@ -59,7 +59,7 @@ def shares_of(model, calibration):
     ours = convert_model(model, 4, method="mean", copy=True)
     config = model.config.to_dict() | {"architectures": ["BertModel"]}
     plan = make_plan(config, ModelReader(model).entries, resolve_method("mean", None), {"num_key_value_heads": 2})
-    return matching_shares(plan, ours, calibration.tokenizer, calibration), ours
+    return compute_matching_shares(plan, ours, calibration.tokenizer, calibration), ours
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])

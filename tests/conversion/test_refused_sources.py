@@ -9,7 +9,7 @@ from architectures import T5
 
 from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.checkpoint.models import reading_checkpoint
+from hf_attn_variants.conversion.checkpoint.models import convert_loading_errors
 
 from .conftest import LAYER, loaded, tensors_of
 
@@ -162,9 +162,9 @@ def test_missing_tensor_raises_an_error(make_source, edit_tensors, tmp_path):
 def test_error_without_a_name_gets_the_checkpoint_name(tmp_path):
     """Of a tokenizer that is nowhere, transformers says that it could not connect."""
     with pytest.raises(OSError, match="There is no folder 'nowhere', and as a Hub id: cannot connect"):
-        with reading_checkpoint("nowhere"):
+        with convert_loading_errors("nowhere"):
             raise OSError("cannot\nconnect")
-    with pytest.raises(ValueError, match=f"^{tmp_path}: cannot be made$"), reading_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=f"^{tmp_path}: cannot be made$"), convert_loading_errors(tmp_path):
         raise ValueError("cannot be made")
-    with pytest.raises(ValueError, match=f"^in {tmp_path}$"), reading_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=f"^in {tmp_path}$"), convert_loading_errors(tmp_path):
         raise ValueError(f"in {tmp_path}")

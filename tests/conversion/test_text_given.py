@@ -16,7 +16,7 @@ from hf_attn_variants.conversion import Calibration, ConversionReport, read_cali
 from hf_attn_variants.conversion.calibration import examples as files
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.conversion.checkpoint import models
-from hf_attn_variants.conversion.checkpoint.source import learned_tokens
+from hf_attn_variants.conversion.checkpoint.source import list_learned_tokens
 from hf_attn_variants.modeling.architectures.modeling_attn_variant_bert import AttnVariantBertModel
 
 
@@ -209,14 +209,14 @@ def test_model_saved_without_a_tokenizer_loads_without_one(encoder, tmp_path, na
     model = AttnVariantBertModel.from_pretrained(encoder)
     convert(encoder, 4, "mean", output_dir=tmp_path / "folder")
     folder = AttnVariantBertModel.from_pretrained(tmp_path / "folder")
-    assert learned_tokens(AutoTokenizer.from_pretrained(tmp_path / "folder"))
+    assert list_learned_tokens(AutoTokenizer.from_pretrained(tmp_path / "folder"))
     sources = {"model": model, "path": encoder, "folder's model": folder, "folder's path": tmp_path / "folder"}
     for name, source in sources.items():
         convert(source, 4, "mean").save_pretrained(tmp_path / name)
         with pytest.raises((ValueError, OSError)):
             AutoTokenizer.from_pretrained(tmp_path / name)
         AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / name)
-        assert learned_tokens(AutoTokenizer.from_pretrained(tmp_path / name))
+        assert list_learned_tokens(AutoTokenizer.from_pretrained(tmp_path / name))
     model.save_pretrained(tmp_path / "bare")
     convert(tmp_path / "bare", 4, "mean", output_dir=tmp_path / "bare-4")
     with pytest.raises((ValueError, OSError)):

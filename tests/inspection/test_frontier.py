@@ -22,7 +22,7 @@ from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import Calibration, convert_model, read_audio_calibration
 from hf_attn_variants.conversion.calibration.batches import IGNORED, make_batches
 from hf_attn_variants.conversion.calibration.examples import generate_transcripts, load_audio
-from hf_attn_variants.conversion.plan import seeded_generator
+from hf_attn_variants.conversion.plan import make_seeded_generator
 from hf_attn_variants.inspection.frontier import (
     ConvertedAttentions,
     Frontier,
@@ -230,7 +230,7 @@ def test_measured_text_is_never_fitted(source):
     assert pairs <= set(zip(everything.texts, everything.target_texts, strict=True))
     # Without other text, the held-out examples of the conversion are used.
     held_out = split_text(drawn, drawn, size=100)
-    _, batches = make_batches(model, calibration.tokenizer, drawn, seeded_generator(0, "held-out texts"))
+    _, batches = make_batches(model, calibration.tokenizer, drawn, make_seeded_generator(0, "held-out texts"))
     ids = {tuple(row[row != 0].tolist()) for batch in batches for row in batch["input_ids"]}
     assert ids == {tuple(calibration.tokenizer(text).input_ids) for text in held_out.texts} and len(ids) == 40
 

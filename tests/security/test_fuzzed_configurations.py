@@ -94,7 +94,7 @@ def ending(upstream, folder, out, batch, changes):
         assert str(error).strip() and not out.exists(), changes
         print(f"{changes}: {str(error).replace(str(folder), '')}")
         return "refused"
-    if report.reduced():  # the configuration has other heads, of the same size in all
+    if report.is_reduced():  # the configuration has other heads, of the same size in all
         return "merged"
     try:
         model, loading = upstream.from_pretrained(folder, output_loading_info=True)

@@ -50,7 +50,7 @@ SILENCE = 1e-3
 WARN_SHARE = 0.25
 
 
-def check_amount(stacks: Iterable[str], width: int, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+def check_token_count(stacks: Iterable[str], width: int, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
     """Warn if the fitted attentions of an encoder or a decoder read too few tokens.
 
     Args:
@@ -173,7 +173,7 @@ def check_audio(loudness: Sequence[float], transcripts: Sequence[Sequence[int]])
 # Minimum number of tokens in a passage. Single texts can be shorter.
 MIN_PASSAGE_LENGTH = 16
 GOLDEN_RATIO = (1 + 5**0.5) / 2
-# Minimum number of tokens of a calibration. `check_amount` warns if there are fewer than recommended.
+# Minimum number of tokens of a calibration. `check_token_count` warns if there are fewer than recommended.
 MIN_TOKENS = 100
 # Texts are called short if the longest one, times this number, is still below the positions of the model.
 SHORT_TEXT_FACTOR = 4
@@ -194,7 +194,9 @@ Batch = dict[str, torch.Tensor]
 ExampleSplit = tuple[list[int], list[int]]
 
 
-def reads_passages(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> bool:
+def should_join_passages(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration
+) -> bool:
     """Return whether half of the texts of a calibration are continued with the texts after them.
 
     Raises:
@@ -206,7 +208,7 @@ def reads_passages(model_class: type[PreTrainedModel], config: PreTrainedConfig,
             f"`passages` must not be True for {model_class.__name__}, because its decoder would need targets for "
             "them. Leave it out."
         )
-    return calibration.can_be_passages and not has_both and calibration.passages is not False
+    return calibration.supports_passages and not has_both and calibration.passages is not False
 
 
 def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> dict[int, tuple[str, int]]:
@@ -292,7 +294,7 @@ def make_batches(
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
-        length = calibration.max_length or calibration.written_length
+        length = calibration.max_length or calibration.generated_length
         batches[part].append(_make_batch(model, tokenizer, rows, (encoded, segments, targets), length))
     return batches
 
@@ -354,7 +356,9 @@ def group_by_length(
     for part, rows in enumerate(split):
         chunk: list[int] = []
         for row in sorted(rows, key=lambda i: (lengths[i], i)):
-            if chunk and (len(chunk) == calibration.batch_rows or (len(chunk) + 1) * lengths[row] > max_tokens):
+            if chunk and (
+                len(chunk) == calibration.resolved_batch_size or (len(chunk) + 1) * lengths[row] > max_tokens
+            ):
                 chunks.append((part, chunk))
                 chunk = []
             chunk.append(row)
@@ -406,7 +410,7 @@ def _get_prompt_tokens(generation: GenerationConfig | None) -> set[int]:
     return prompt
 
 
-def reuse_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def with_known_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model inputs of a batch with its known encoder outputs instead of the audio features."""
     arguments = dict(batch)
     if (states := arguments.pop(ENCODER_OUTPUTS, None)) is not None:
@@ -415,7 +419,7 @@ def reuse_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def drop_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+def without_known_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model inputs of a batch without known encoder outputs, so that the model runs its encoder."""
     return {name: value for name, value in batch.items() if name != ENCODER_OUTPUTS}
 
@@ -467,7 +471,7 @@ def _tokenize_examples(
     encoded, segments = tokenize_texts(config, tokenizer, texts, calibration.length)
     check_texts(tokenizer, texts, encoded)
     positions = longest_input(config)
-    if reads_passages(type(model), config, calibration):
+    if should_join_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
         special = _special_tokens(tokenizer)
         counts = [sum(token not in special for token in row) for row in encoded]

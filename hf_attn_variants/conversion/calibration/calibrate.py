@@ -38,23 +38,23 @@ from ..attention_tensors import (
 )
 from ..calibration_settings import Calibration
 from ..checkpoint.models import TensorSource
-from ..plan import ConversionPlan, explain_not_calibrated, seeded_generator
+from ..plan import ConversionPlan, explain_not_calibrated, make_seeded_generator
 from ..report import CalibrationResult
 from .batches import (
     Batch,
     add_text_lengths,
-    check_amount,
     check_source_loss,
     check_targets,
+    check_token_count,
     make_batches,
     make_untruncated_batches,
-    reads_passages,
+    should_join_passages,
 )
 from .examples import make_audio_batches
-from .fitting import error_compared_with, round_error
-from .methods import latent_forms
+from .fitting import make_error_function, round_error
+from .methods import compute_latent_forms
 from .recording import compute_attention, group_modules, record_inputs
-from .source_outputs import SourceModel, SourceOutputs
+from .source_outputs import SourceLoader, SourceOutputs
 
 # Batches of model inputs: of the examples to fit to, and of the held-out examples.
 Batches = tuple[list[Batch], list[Batch]]
@@ -63,7 +63,7 @@ Batches = tuple[list[Batch], list[Batch]]
 def calibrate(
     plan: ConversionPlan,
     reader: TensorSource,
-    source: SourceModel,
+    source: SourceLoader,
     calibration: Calibration,
     with_source_outputs: bool = True,
     batches: Batches | None = None,
@@ -80,22 +80,22 @@ def calibrate(
         batches: The batches of an earlier calibration of this model with the same examples and seed.
 
     Raises:
-        ValueError: as for `is_calibrated`, and if there is too little text, no tokenizer, or an attention that the
+        ValueError: as for `should_calibrate`, and if there is too little text, no tokenizer, or an attention that the
             text does not reach.
     """
-    if not is_calibrated(plan, calibration):
+    if not should_calibrate(plan, calibration):
         return CalibrationResult({})
-    with _start_run(plan, reader, source, calibration, batches) as run:
+    with _open_calibration_run(plan, reader, source, calibration, batches) as run:
         outputs = run.compute_source_outputs() if with_source_outputs else None
         run.find_shared_latents()
         return CalibrationResult(run.fit_attentions(), outputs, run.batches, run.settings())
 
 
-def forms_on_text(
+def measure_latent_forms(
     plan: ConversionPlan,
     modules: Sequence[AttentionModule],
     reader: TensorSource,
-    source: SourceModel,
+    source: SourceLoader,
     calibration: Calibration,
 ) -> list[LatentForms]:
     """Return the quadratic forms of latents of some attentions with their original heads, measured on text.
@@ -107,21 +107,21 @@ def forms_on_text(
     Raises:
         ValueError: as for `calibrate`.
     """
-    with _start_run(plan, reader, source, calibration) as run:
+    with _open_calibration_run(plan, reader, source, calibration) as run:
         return [
-            latent_forms(calls.tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
+            compute_latent_forms(calls.tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
             for calls in run.record_calls(modules)
         ]
 
 
-def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
+def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
     """Return whether a plan has attentions to fit to the text or audio.
 
     Raises:
         ValueError: if a calibration is not possible, for example because the original model has talking heads or is a
             BERT with cross-attention, or useless, because the conversion only adds talking heads.
     """
-    if not plan.reduced:
+    if not plan.reduced_modules:
         if any(module.projections for module in plan.modules):
             raise ValueError(
                 "`calibration` must only be given for fewer key/value heads, a latent or a kernel. Talking heads need "
@@ -140,10 +140,10 @@ def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
 
 
 @contextmanager
-def _start_run(
+def _open_calibration_run(
     plan: ConversionPlan,
     reader: TensorSource,
-    source: SourceModel,
+    source: SourceLoader,
     calibration: Calibration,
     batches: Batches | None = None,
 ) -> Iterator["CalibrationRun"]:
@@ -159,7 +159,9 @@ def _start_run(
     if batches is None:
         batches = _make_batches(plan, model, processor, calibration)
         config: Any = plan.config
-        check_amount([module.site.stack_of(config) for module in plan.reduced], config.hidden_size, batches[0])
+        check_token_count(
+            [module.site.stack_of(config) for module in plan.reduced_modules], config.hidden_size, batches[0]
+        )
     run = CalibrationRun(plan, reader, model, processor, calibration, batches)
     try:
         yield run
@@ -191,7 +193,7 @@ def _make_batches(
 
 def _make_held_out_generator(plan: ConversionPlan) -> torch.Generator:
     """Return the random number generator that selects the held-out examples."""
-    return seeded_generator(plan.seed, "held-out texts")
+    return make_seeded_generator(plan.seed, "held-out texts")
 
 
 class AttentionCalls(NamedTuple):
@@ -222,7 +224,7 @@ class CalibrationRun:
         self._plan, self._reader, self._model, self._processor = plan, reader, model, processor
         self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
         self.calibration, self.batches = calibration, batches
-        self.current_name = plan.reduced[0].name  # for error messages
+        self.current_name = plan.reduced_modules[0].name  # for error messages
         # For attentions that share a latent: their new heads, their quadratic forms, and the latents by name.
         self._new_heads: dict[str, AttentionTensors] = {}
         self._forms: dict[str, LatentForms] = {}
@@ -231,7 +233,7 @@ class CalibrationRun:
     def settings(self) -> dict[str, Any]:
         """Return the settings of the calibration for the report."""
         calibration = self.calibration
-        are_passages = reads_passages(self._plan.model_class, self._plan.config, calibration)
+        are_passages = should_join_passages(self._plan.model_class, self._plan.config, calibration)
         return calibration.settings(self._plan.method, calibration.passage_length if are_passages else None)
 
     def compute_source_outputs(self) -> SourceOutputs:
@@ -246,12 +248,12 @@ class CalibrationRun:
 
     def find_shared_latents(self) -> None:
         """Compute the latents that several attentions share, after one pass over all these attentions."""
-        sharing = [module for module in self._plan.reduced if module.new_latent is not None]
+        sharing = [module for module in self._plan.reduced_modules if module.new_latent is not None]
         for calls in self.record_calls(sharing):
             name, tensors = calls.module.name, self._convert_heads(calls)
             if calls.heads.relation == "pool":
                 self._new_heads[name] = tensors.to("cpu")
-            self._forms[name] = latent_forms(tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
+            self._forms[name] = compute_latent_forms(tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
@@ -260,16 +262,16 @@ class CalibrationRun:
     def fit_attentions(self) -> dict[str, AttentionTensors]:
         """Return the new projections of every attention, by module name."""
         converted = {}
-        for calls in self.record_calls(self._plan.reduced):
+        for calls in self.record_calls(self._plan.reduced_modules):
             name = calls.module.name
             tensors = self._new_heads.pop(name, None)
             tensors = self._convert_heads(calls) if tensors is None else tensors.to(calls.tensors.query_weight.device)
             if calls.heads.rank_relation == "compress":
-                tensors = self._add_latent(calls, tensors)
+                tensors = self._convert_to_latent(calls, tensors)
             if calls.module.gets_kernel:
-                tensors = _remove_error(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
+                tensors = _remove_error_details(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
                 tensors = self._method.with_kernel(tensors, calls.heads, calls.layer)
-            converted[name] = _add_errors(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
+            converted[name] = _add_error_details(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
         return converted
 
     def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[AttentionCalls]:
@@ -285,13 +287,13 @@ class CalibrationRun:
                     self.current_name = module.name
                     bar.set_description(f"calibrating {module.name}", refresh=is_watched())
                     # The recorded inputs are the latents of an attention that has any.
-                    tensors = replace(module.read(self._read), latent_weight=None)
+                    tensors = replace(module.read_tensors(self._read), latent_weight=None)
                     inputs = recorded.pop(module.name)
                     uses = max(1, len(inputs) // len(batches))
                     inputs, held_out = inputs[: uses * len(fit_batches)], inputs[uses * len(fit_batches) :]
                     with torch.no_grad():
                         targets = [compute_attention(tensors, batch, module.heads.query)[0] for batch in inputs]
-                    error = error_compared_with(tensors, module.heads, held_out)
+                    error = make_error_function(tensors, module.heads, held_out)
                     context: dict[str, Any] = {"calibration": self.calibration, "inputs": inputs, "targets": targets}
                     layer = self._plan.layer(module, uses=uses, held_out_error=error, **context)
                     yield AttentionCalls(module, tensors, layer)
@@ -307,26 +309,26 @@ class CalibrationRun:
             return self._plan.with_new_heads(calls.module, calls.tensors)
         return self._method.convert_module(calls.tensors, calls.heads, calls.layer)
 
-    def _add_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
+    def _convert_to_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
         """Return the projections of an attention with its latent."""
         module, heads = calls.module, calls.heads
         forms = self._forms.pop(module.name, None)
         if forms is None:
-            forms = latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
+            forms = compute_latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
         weight = self._latents.get(module.new_latent)
         if weight is None:
             weight = best_latent([forms.key, forms.value], heads.new_rank)
         latent = LatentInText(weight, forms, module.site.shares_latent)
-        return self._method.with_latent(_remove_error(tensors), heads, calls.layer, latent)
+        return self._method.with_latent(_remove_error_details(tensors), heads, calls.layer, latent)
 
 
-def _remove_error(tensors: AttentionTensors) -> AttentionTensors:
+def _remove_error_details(tensors: AttentionTensors) -> AttentionTensors:
     """Remove the error that only includes the new heads, because the report contains the error after all changes."""
     details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
     return replace(tensors, details=details)
 
 
-def _add_errors(
+def _add_error_details(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
 ) -> AttentionTensors:
     """Return an attention with its error on held-out text, and that of averaged heads, in `details`.

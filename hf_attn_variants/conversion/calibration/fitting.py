@@ -108,7 +108,7 @@ def relative_error(
 
 
 @torch.no_grad()
-def error_compared_with(
+def make_error_function(
     tensors: AttentionTensors, heads: HeadCounts, held_out: Sequence[AttentionInputs]
 ) -> Callable[[AttentionTensors], float | None]:
     """Return a function that measures the error of other projections on held-out text against this attention."""
@@ -180,13 +180,15 @@ class _Whitened:
 
     def _pad_joined(self, role: str) -> torch.Tensor:
         """Return [W | b]. If the input has a column for a bias and the role has no bias, b is zero."""
-        joined = self._original.joined(role)
+        joined = self._original.join_weight_and_bias(role)
         return nn.functional.pad(joined, (0, self._roots[self._input_names[role]][1].shape[0] - joined.shape[1]))
 
     def _unwhiten(self, role: str) -> dict[str, torch.Tensor]:
         """Return the fields of a role in plain coordinates."""
         plain = self._weights[role] @ self._roots[self._input_names[role]][0].T
-        return self._original.split_joined(role, plain[:, : self._original.joined(role).shape[1]])
+        return self._original.split_weight_and_bias(
+            role, plain[:, : self._original.join_weight_and_bias(role).shape[1]]
+        )
 
 
 def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,7 +221,7 @@ def refit_output(
     """Return the attention with a new output projection and bias from a regression of the targets on its heads.
 
     Cross-validation selects the strength of the regression. The projections must not have been fitted to these outputs
-    already, because cross-validation would overestimate them (use `refits_of_output` then).
+    already, because cross-validation would overestimate them (use `iterate_output_refits` then).
 
     Args:
         tensors: The projections of the attention.
@@ -247,7 +249,7 @@ def refit_output(
 
 
 @torch.no_grad()
-def refits_of_output(
+def iterate_output_refits(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
     """Yield the attention with output projections from ridge regressions towards the present one, by strength.
@@ -265,7 +267,7 @@ def _replace_output(
 ) -> AttentionTensors:
     """Return the attention with the output projection of a regression. `base` as for `_RidgeRegression.solve`."""
     weight, bias = regression.solve(strength, base)
-    old, old_bias = tensors.pair("output")
+    old, old_bias = tensors.weight_and_bias("output")
     changed: dict[str, Any] = {"output_weight": weight.to(old) + (old if base == 0 else 0.0)}
     if old_bias is not None:
         changed["output_bias"] = bias.to(old) + (old_bias if base == 0 else 0.0)

@@ -2,7 +2,7 @@
 
 **Closed form of heads.** BERT, ALBERT and T5 have no rotary positions inside the dot product. Therefore only products
 of weights matter: head i has the logits x^T B_i y with B_i = W_q,i^T W_k,i, and adds W_o,i W_v,i sum_j p_ij y_j to the
-output. Heads can be reordered, and the groups are those that lose least (`best_groups`). For the g heads of a group:
+output. Heads can be reordered, and the groups are those that lose least (`find_best_groups`). For the g heads of a group:
 
 - Keys: the best shared key head in the least-squares sense over the text spans the first d right singular vectors of
   the stacked T_i^1/2 [K_i] S^1/2. T_i is the second moment of the queries of head i. S is that of the keys of the
@@ -55,13 +55,13 @@ from ..attention_tensors import (
     LatentInText,
     LayerContext,
     join_heads,
-    on_latent,
+    project_onto_latent,
     reorder_heads,
     repeat_heads,
     split_heads,
 )
 from ..calibration_settings import FIT_DEFAULTS
-from .fitting import fit, refit_output, refits_of_output, round_error
+from .fitting import fit, iterate_output_refits, refit_output, round_error
 from .recording import attention_weights
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ UNSEEN_SHARE = 1e-4
 
 
 @torch.no_grad()
-def latent_forms(
+def compute_latent_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], generator: torch.Generator
 ) -> LatentForms:
     """Return the quadratic forms of the keys and values of an attention on text. Their energy is per query.
@@ -84,7 +84,7 @@ def latent_forms(
     """
     count, shared = heads.query, heads.query // heads.value[1]
     key, value = projections = [
-        _by_query_head(weight, heads)
+        _repeat_for_query_heads(weight, heads)
         for weight in (tensors.key_weight, tensors.value_weight)  # [h, d, D]
     ]
     output = tensors.output_weight.double().unflatten(1, (count, -1)).transpose(0, 1)  # [h, D, d]
@@ -95,7 +95,7 @@ def latent_forms(
     energies: list[Any] = [0.0, 0.0]
     sums, queries = key.new_zeros(count, key.shape[2]), 0
     for batch in inputs:
-        mixes = _compute_mixes(tensors, value, output, batch, generator)
+        mixes = _compute_mixture_coefficients(tensors, value, output, batch, generator)
         for role, mix in enumerate(mixes):
             moments[role] += _compute_moment(mix, batch.key_value_states, shares[role])
             energies[role] += _compute_energy(mix, batch.key_value_states, projections[role], products[role])
@@ -121,7 +121,7 @@ def latent_forms(
     return LatentForms(key_form, value_form, mean_read)
 
 
-def _compute_mixes(
+def _compute_mixture_coefficients(
     tensors: AttentionTensors,
     value: torch.Tensor,
     output: torch.Tensor,
@@ -199,15 +199,15 @@ class Aligned(CalibratedMethod):
     def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the projections after alignment and averaging. Arguments as for `CalibratedMethod`."""
         groups = consecutive_groups(heads.query, heads.key[1])
-        moments = head_moments(tensors, heads, layer.inputs, groups)
+        moments = compute_head_moments(tensors, heads, layer.inputs, groups)
         key_rotations = torch.cat([_align_heads(moment, heads.head_dim) for moment in moments.keys])  # [h, d, d]
         value_rotations = torch.cat([_align_heads(moment.mean(0), heads.head_dim) for moment in moments.values])
         rotate_queries = partial(_rotate_and_average, rotations=key_rotations, new_heads=heads.query)
         rotate_keys = partial(_rotate_and_average, rotations=key_rotations, new_heads=len(groups))
         rotate_values = partial(_rotate_and_average, rotations=value_rotations, new_heads=len(groups))
-        changed: dict[str, Any] = tensors.mapped("query", rotate_queries)
-        changed |= tensors.mapped("key", rotate_keys)
-        changed |= tensors.mapped("value", rotate_values)
+        changed: dict[str, Any] = tensors.apply_to_role("query", rotate_queries)
+        changed |= tensors.apply_to_role("key", rotate_keys)
+        changed |= tensors.apply_to_role("value", rotate_values)
         output = tensors.output_weight.double().unflatten(1, (heads.query, -1))  # [D, h, d]
         output = torch.einsum("ohe,hde->ohd", output, value_rotations).flatten(1).to(tensors.output_weight.dtype)
         return replace(tensors, **changed, output_weight=output)
@@ -253,11 +253,11 @@ class Calibrated(CalibratedMethod):
     def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the projections with new heads. Arguments as for `CalibratedMethod`."""
         groups = consecutive_groups(heads.query, heads.key[1])
-        if heads_are_free(heads, layer.inputs):
-            groups = best_groups(tensors, heads, layer.inputs, layer.generator, layer.uses)
+        if can_reorder_heads(heads, layer.inputs):
+            groups = find_best_groups(tensors, heads, layer.inputs, layer.generator, layer.uses)
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
-        forms = closed_forms(tensors, heads, layer.inputs, layer.targets)
+        forms = iterate_closed_forms(tensors, heads, layer.inputs, layer.targets)
         measured = ((layer.held_out_error(form), form) for form in forms)
         error, closed = min(measured, key=lambda pair: math.inf if pair[0] is None else pair[0])
         closed = replace(closed, details=closed.details | {"output_relative_error": round_error(error)})
@@ -271,7 +271,7 @@ class Calibrated(CalibratedMethod):
         The latent is fitted too if only this attention uses it. The default learning rate is multiplied by the
         relative error of the closed form.
         """
-        tensors = on_latent(tensors, latent.weight, latent.forms)
+        tensors = project_onto_latent(tensors, latent.weight, latent.forms)
         tensors = refit_output(tensors, heads, layer.inputs, layer.targets)
         return self._fit(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
 
@@ -313,7 +313,7 @@ class Calibrated(CalibratedMethod):
 
         layer = replace(layer, held_out_error=lambda tensors: measure(add_latent(tensors)))
         fitted, after = fit(start, heads, layer)
-        for refitted in refits_of_output(fitted, heads, layer.inputs, layer.targets):
+        for refitted in iterate_output_refits(fitted, heads, layer.inputs, layer.targets):
             error = layer.held_out_error(refitted)
             if error is not None and (after is None or error < after):
                 fitted, after = refitted, error
@@ -325,7 +325,7 @@ class Calibrated(CalibratedMethod):
 
 
 @torch.no_grad()
-def closed_forms(
+def iterate_closed_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
     """Yield the best shared heads in the least-squares sense, for each of `ATTENDED_SHARES`.
@@ -337,7 +337,7 @@ def closed_forms(
         targets: Outputs of the attention, [b, n, D] each.
     """
     groups = consecutive_groups(heads.query, heads.key[1])
-    moments = head_moments(tensors, heads, inputs, groups, with_attended_keys=True)
+    moments = compute_head_moments(tensors, heads, inputs, groups, with_attended_keys=True)
     with_values = _share_values(tensors, heads, groups, moments)
     for share in ATTENDED_SHARES:
         keys = [_mix_moments(*pair, share) for pair in zip(moments.keys, moments.attended_keys, strict=True)]
@@ -368,12 +368,14 @@ def _share_keys(
         queries: Second moments of the queries, [h, d, d].
         keys: Second moments of the stacked keys of each group, [g*d, g*d].
     """
-    query, key = (_by_query_head(tensors.joined(role), heads) for role in ("query", "key"))  # [h, d, D + 1]
+    query, key = (
+        _repeat_for_query_heads(tensors.join_weight_and_bias(role), heads) for role in ("query", "key")
+    )  # [h, d, D + 1]
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
     energies = []
     for group, moment in zip(groups, keys, strict=True):
-        metric = [square_root(_add_unseen(queries[head], query[head])) for head in group]
-        moment = _add_unseen(moment, key[group].flatten(0, 1))
+        metric = [square_root(_add_unseen_directions(queries[head], query[head])) for head in group]
+        moment = _add_unseen_directions(moment, key[group].flatten(0, 1))
         shared, old, energy = _find_shared_head(key[group], metric, moment)
         energies.append(round(energy, 4))
         refitted = old.transpose(1, 2) @ query[group]  # [g, d, D + 1]
@@ -381,7 +383,7 @@ def _share_keys(
         new["key"].append(shared * scale)
         new["query"].append((refitted / scale).flatten(0, 1))
     new_query, new_key = torch.cat(new["query"]), torch.cat(new["key"])
-    changed = tensors.split_joined("query", new_query) | tensors.split_joined("key", new_key)
+    changed = tensors.split_weight_and_bias("query", new_query) | tensors.split_weight_and_bias("key", new_key)
     return _replace_tensors(tensors, changed, {"kept_key_energy": energies})
 
 
@@ -396,20 +398,22 @@ def _share_values(
         groups: The query heads of each group.
         moments: The second moments on text.
     """
-    value = _by_query_head(tensors.joined("value"), heads)  # [h, d, D + 1]
+    value = _repeat_for_query_heads(tensors.join_weight_and_bias("value"), heads)  # [h, d, D + 1]
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     new: dict[str, list[torch.Tensor]] = {"value": [], "output": []}
     energies = []
     for group, value_moments in zip(groups, moments.values, strict=True):
         metric = [square_root(weight.T @ weight) for weight in output[group]]
-        moment = _add_unseen(value_moments.mean(0), value[group].flatten(0, 1))
+        moment = _add_unseen_directions(value_moments.mean(0), value[group].flatten(0, 1))
         shared, old, energy = _find_shared_head(value[group], metric, moment)
         energies.append(round(energy, 4))
         refitted = (output[group] @ old).transpose(1, 2)  # [g, d, D]
         scale = _compute_balance(refitted, shared)
         new["value"].append(shared * scale)
         new["output"].append((refitted / scale).flatten(0, 1))
-    changed = {"output_weight": torch.cat(new["output"]).T} | tensors.split_joined("value", torch.cat(new["value"]))
+    changed = {"output_weight": torch.cat(new["output"]).T} | tensors.split_weight_and_bias(
+        "value", torch.cat(new["value"])
+    )
     return _replace_tensors(tensors, changed, {"kept_value_energy": energies})
 
 
@@ -422,7 +426,7 @@ def _replace_tensors(
     return replace(tensors, **fields, details=tensors.details | details)
 
 
-def _add_unseen(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+def _add_unseen_directions(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     """Add the moment [d, d] of white noise after a projection [d, D], with the share `UNSEEN` of the energy."""
     white = projection @ projection.T
     return moment + (UNSEEN * moment.trace() / white.trace().clamp_min(1e-300)) * white
@@ -452,7 +456,7 @@ def _find_shared_head(
     return shared, from_shared, float(energy[:head_dim].sum() / energy.sum().clamp_min(1e-300))
 
 
-def _by_query_head(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
+def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
     """Return a projection [k*d, ...] per query head in float64, [h, d, ...]. Shared heads are repeated."""
     projection = projection.double()
     return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
@@ -513,7 +517,7 @@ class HeadMoments(NamedTuple):
     attended_keys: list[torch.Tensor]
 
 
-def head_moments(
+def compute_head_moments(
     tensors: AttentionTensors,
     heads: HeadCounts,
     inputs: Sequence[AttentionInputs],
@@ -552,7 +556,7 @@ def head_moments(
                 attended = (weights[:, head] @ stacked)[batch.valid]
                 moment += attended.T @ attended
         for group, moment in zip(groups, attended_keys, strict=False):
-            moment += _attended_key_moment(tensors, heads, batch, weights[:, list(group)], list(group))
+            moment += _compute_attended_key_moment(tensors, heads, batch, weights[:, list(group)], list(group))
     return HeadMoments(
         queries / query_count,
         [moment / key_count for moment in keys],
@@ -561,7 +565,7 @@ def head_moments(
     )
 
 
-def _attended_key_moment(
+def _compute_attended_key_moment(
     tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, weights: torch.Tensor, group: list[int]
 ) -> torch.Tensor:
     """Return the moment of attended keys of a group in one batch. `weights` are those of its heads, [b, g, n, m]."""
@@ -585,7 +589,7 @@ def pseudo_inverse(root: torch.Tensor) -> torch.Tensor:
     return (vectors * torch.where(values > floor, 1 / values.clamp_min(floor), 0.0)) @ vectors.T
 
 
-def heads_are_free(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:
+def can_reorder_heads(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:
     """Return whether heads can be reordered, that is, whether only their own projections distinguish them.
 
     T5's self-attentions cannot, because head i has the same position bias in all layers.
@@ -595,7 +599,7 @@ def heads_are_free(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool
 
 
 @torch.no_grad()
-def best_groups(
+def find_best_groups(
     tensors: AttentionTensors,
     heads: HeadCounts,
     inputs: Sequence[AttentionInputs],
@@ -609,7 +613,7 @@ def best_groups(
     whole groups.
 
     Args:
-        tensors: The projections of the attention. `heads_are_free` must hold.
+        tensors: The projections of the attention. `can_reorder_heads` must hold.
         heads: The head counts.
         inputs: Inputs of the attention on text.
         generator: Random number generator for the starts.
@@ -650,7 +654,7 @@ def _make_sharing_loss(
     """Return a function of a group of units: the share of the energy of logits and values that it loses."""
     d = heads.head_dim
     all_heads = list(range(heads.query))
-    queries, (keys,), (values,), _ = head_moments(tensors, heads, inputs, [all_heads])
+    queries, (keys,), (values,), _ = compute_head_moments(tensors, heads, inputs, [all_heads])
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     # In these coordinates the energy is the trace, and d dimensions preserve the sum of the d largest eigenvalues.
     keys = _transform(keys, [square_root(moment) for moment in queries])

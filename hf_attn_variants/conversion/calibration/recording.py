@@ -25,7 +25,7 @@ from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
 from ..attention_modules import AttentionModule
 from ..attention_tensors import AttentionInputs, AttentionTensors
-from .batches import drop_encoder_outputs, reuse_encoder_outputs
+from .batches import with_known_encoder_outputs, without_known_encoder_outputs
 
 UNREADABLE = "The original model cannot read the calibration, so its configuration is wrong"
 # Maximum size of recorded inputs. If the modules need more, they are recorded in several passes over the text.
@@ -94,7 +94,7 @@ def record_inputs(
         one item for each call.
     """
     recorder = _Recorder(model, paths)
-    arguments = reuse_encoder_outputs if recorder.only_needs_decoder() else drop_encoder_outputs
+    arguments = with_known_encoder_outputs if recorder.only_needs_decoder() else without_known_encoder_outputs
     implementation = model.config._attn_implementation
     device = next(model.parameters()).device
     with recorder.record():

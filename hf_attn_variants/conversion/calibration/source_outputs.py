@@ -16,38 +16,44 @@ from ...model_properties import DecoderInput, LogitsKind, decoder_input, logits_
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
-from ..checkpoint.models import ModelReader, assemble, load_tokenizer_of, model_of_tensors, reading_checkpoint
+from ..checkpoint.models import (
+    ModelReader,
+    assemble_model,
+    build_model_from_tensors,
+    convert_loading_errors,
+    load_tokenizer_of,
+)
 from ..checkpoint.tensor_files import CheckpointReader
 from ..plan import ConversionPlan
-from ..report import BOUNDS, SHARES, Quality, edit_distance, ratio_interval
-from ..writing import generation_config
+from ..report import BOUNDS, SHARES, Quality, edit_distance, ratio_confidence_interval
+from ..writing import read_generation_config
 from .batches import (
     ENCODER_OUTPUTS,
     IGNORED,
     Batch,
-    drop_encoder_outputs,
     generate_targets,
     get_generated_tokens,
     make_next_token_labels,
-    reuse_encoder_outputs,
+    with_known_encoder_outputs,
+    without_known_encoder_outputs,
 )
 from .examples import make_audio_batch
 
 # Function that loads the original model of a plan in float32, and its tokenizer or feature extractor if there is one.
-SourceModel = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
+SourceLoader = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 
 
-def source_in_memory(reader: ModelReader, model: PreTrainedModel) -> SourceModel:
+def source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> SourceLoader:
     """Return the function that makes the original model of a plan from a model in memory."""
 
     def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, None]:
         tensors = {name: reader.read(name).float() for name in reader.entries}
-        return assemble(plan.model_class, plan.source_config, tensors, model), None
+        return assemble_model(plan.model_class, plan.source_config, tensors, model), None
 
     return source
 
 
-def source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceModel:
+def source_loader_for_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceLoader:
     """Return the function that loads the model in a folder, and its processor unless the calibration has one.
 
     The function raises an `OSError` if a file is missing or cannot be read, and a `ValueError` if a file is invalid.
@@ -58,8 +64,8 @@ def source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibr
         tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
         # In float32 even if config.json has another dtype: second moments overflow in half precision.
         config = deepcopy(plan.source_config)
-        model = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
-        if (generation := generation_config(plan, folder)) is not None:
+        model = build_model_from_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
+        if (generation := read_generation_config(plan, folder)) is not None:
             model.generation_config = generation
         has_processor = calibration is not None and calibration.processor is not None
         return model, None if has_processor else load_processor(folder, calibration)
@@ -76,7 +82,7 @@ def load_processor(folder: Path, calibration: Calibration | None) -> Any:
     """
     if calibration is not None and calibration.audio is not None:
         try:
-            with reading_checkpoint(folder):
+            with convert_loading_errors(folder):
                 return AutoFeatureExtractor.from_pretrained(folder)
         except OSError:
             raise FileNotFoundError(
@@ -117,7 +123,7 @@ class SourceOutputs:
             calibration: The calibration.
             batches: Model inputs for the held-out examples.
         """
-        self._length, self.device = calibration.written_length, next(model.parameters()).device
+        self._length, self.device = calibration.generated_length, next(model.parameters()).device
         self._generation = getattr(model, "generation_config", None)
         self._generates = decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS
         self._logits_kind = logits_kind(model)
@@ -162,7 +168,7 @@ class SourceOutputs:
         """The loss of the original model in nats per token, or None if it was not measured."""
         return _compute_loss(self._source_outputs)
 
-    def compared_with(self, model: PreTrainedModel) -> Quality:
+    def compare_with(self, model: PreTrainedModel) -> Quality:
         """Return the quality of a converted model of the same class."""
         training = model.training
         with self._use_generation_config(model):
@@ -172,7 +178,7 @@ class SourceOutputs:
         examples, total = len(amounts), float(counts.sum())
         alike = not total or (self._measure == "scores" and examples == 1)  # a single score has no variance
         if self._measure in ("embeddings", "scores"):
-            alike = alike or _are_alike(torch.stack(self._source_outputs[self._measure]))
+            alike = alike or _are_all_equal(torch.stack(self._source_outputs[self._measure]))
         value = math.nan if alike else float(amounts.sum()) / total
         is_finite = math.isfinite(value)
         before, after = self.loss, _compute_loss(outputs)
@@ -189,7 +195,7 @@ class SourceOutputs:
             alike=alike,
             # A model that does not know this kind of text cannot lose quality on it.
             unknown=before is not None and before > WORSE_THAN_A_GUESS * math.log(self._vocabulary),
-            interval=ratio_interval(amounts, counts, self._measure in SHARES) if is_finite else None,
+            interval=ratio_confidence_interval(amounts, counts, self._measure in SHARES) if is_finite else None,
             is_rare=self._measure == "predictions" and self._get_common_prediction() is not None,
         )
 
@@ -250,7 +256,9 @@ class SourceOutputs:
                 name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor
                 for name, tensor in arguments.items()
             }
-            arguments = reuse_encoder_outputs(arguments) if is_source else drop_encoder_outputs(arguments)
+            arguments = (
+                with_known_encoder_outputs(arguments) if is_source else without_known_encoder_outputs(arguments)
+            )
             for name, value in self._compute_batch(model, arguments, labels, is_source, targets).items():
                 outputs.setdefault(name, []).extend(value)
         return outputs
@@ -265,7 +273,9 @@ class SourceOutputs:
             batch = {name: tensor[:, None] for name, tensor in batch.items()}
         generated = None if is_source or self._measure != "tokens" else self._generate(model, batch)
         # For audio, `_generate` has already run the encoder.
-        inputs = batch if generated is None else reuse_encoder_outputs(batch | _get_encoder_outputs(generated, model))
+        inputs = (
+            batch if generated is None else with_known_encoder_outputs(batch | _get_encoder_outputs(generated, model))
+        )
         if targets is not None:
             inputs = {name: tensor.to(model.device) for name, tensor in targets.items()}
         output = model(**inputs)
@@ -395,7 +405,7 @@ def _compute_differences(
     return cosines, torch.ones_like(cosines)
 
 
-def _are_alike(embeddings: torch.Tensor) -> bool:
+def _are_all_equal(embeddings: torch.Tensor) -> bool:
     """Return whether several examples have the same embedding or scores [b, D], except for rounding errors."""
     spread = (embeddings - embeddings.mean(0)).norm()
     return len(embeddings) > 1 and bool(spread <= ROUNDING * embeddings.norm())

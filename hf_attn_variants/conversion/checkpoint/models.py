@@ -16,8 +16,8 @@ from ...errors import is_out_of_memory
 from ...modeling.fields.mechanism_fields import has_kernel
 from ...modeling.mechanisms.kernels.kernel_table import drawn_names
 from ...modeling.variant_names import plain_implementation
-from .source import learned_tokens, local_folder
-from .tensor_files import CheckpointReader, TensorEntry, dtype_name, require_finite
+from .source import find_local_folder, list_learned_tokens
+from .tensor_files import CheckpointReader, TensorEntry, check_finite, dtype_name
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
@@ -26,14 +26,14 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", ".
 
 
 @contextmanager
-def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
+def convert_loading_errors(source: str | os.PathLike) -> Iterator[str]:
     """Yield the name to load a checkpoint from. Loading errors within this context become OSError or ValueError.
 
     Args:
         source: A folder or a Hub id.
     """
     # If a path does not exist, Transformers would complain about an invalid Hub id, so this is checked first.
-    folder = local_folder(source)
+    folder = find_local_folder(source)
     name = os.fspath(source)
     # Transformers, huggingface_hub and safetensors raise their own types of errors.
     try:
@@ -61,9 +61,9 @@ def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) ->
         options: Arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        OSError, ValueError: as for `reading_checkpoint`, `check_tokenizer_files` and `check_learned_tokens`.
+        OSError, ValueError: as for `convert_loading_errors`, `check_tokenizer_files` and `check_learned_tokens`.
     """
-    with reading_checkpoint(source) as folder:
+    with convert_loading_errors(source) as folder:
         check_tokenizer_files(folder, advice)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_learned_tokens(tokenizer, source, advice)
@@ -81,7 +81,9 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
         OSError: if the folder has no file that a tokenizer can be loaded from.
     """
     folder = Path(source)
-    if folder.is_dir() and not any(name.endswith((*TOKENIZER_FILES, "config.json")) for name in _file_names(folder)):
+    if folder.is_dir() and not any(
+        name.endswith((*TOKENIZER_FILES, "config.json")) for name in _list_file_names(folder)
+    ):
         raise _no_tokenizer_error(source, advice)
 
 
@@ -96,10 +98,10 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
     Raises:
         OSError: if the tokenizer has no vocabulary. The message names the files of the folder.
     """
-    if learned_tokens(tokenizer):
+    if list_learned_tokens(tokenizer):
         return
     folder = Path(os.path.expanduser(source))
-    if names := [name for name in _file_names(folder) if name.endswith(TOKENIZER_FILES)]:
+    if names := [name for name in _list_file_names(folder) if name.endswith(TOKENIZER_FILES)]:
         raise FileNotFoundError(
             f"{os.fspath(source)} has {', '.join(names)}, but AutoTokenizer finds no words there, because a "
             f"{type(tokenizer).__name__} needs other files or these belong to another tokenizer{advice}"
@@ -107,7 +109,7 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
     raise _no_tokenizer_error(source, advice)
 
 
-def _file_names(folder: Path) -> list[str]:
+def _list_file_names(folder: Path) -> list[str]:
     """Return the names of the files in a folder, sorted."""
     return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
@@ -117,7 +119,7 @@ def _no_tokenizer_error(source: str | os.PathLike, advice: str) -> FileNotFoundE
     return FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
 
 
-def model_of_tensors(
+def build_model_from_tensors(
     model_class: type[ModelT], config: Any, tensors: Mapping[str, torch.Tensor], folder: Path, **options: Any
 ) -> ModelT:
     """Return a model with the tensors of a folder, as `from_pretrained` loads it from the folder itself.
@@ -141,7 +143,7 @@ def model_of_tensors(
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(insert_folder)
     try:
-        with reading_checkpoint(folder):
+        with convert_loading_errors(folder):
             return model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
     finally:
         logger.removeFilter(insert_folder)
@@ -182,14 +184,14 @@ class ModelReader:
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor after checking that it is finite."""
-        return require_finite(self._tensors[name].detach(), name)
+        return check_finite(self._tensors[name].detach(), name)
 
 
 # Both classes have `entries` and `read`.
 TensorSource = CheckpointReader | ModelReader
 
 
-def assemble(
+def assemble_model(
     model_class: type[ModelT],
     config: Any,
     tensors: dict[str, torch.Tensor],

@@ -1,10 +1,10 @@
 """The folder of a checkpoint: checks before it is read, its configuration, and the files other than weights.
 
 folder or Hub id ──► resolve_source ──► check_files          links out of the folder, pipes, unfinished runs
-                           │            check_whole_model    adapters, pickled weights
+                           │            check_complete_model    adapters, pickled weights
                            ▼
                         folder ──► read_config               config.json
-                              └──► side_files                files to copy, files to leave out
+                              └──► list_side_files                files to copy, files to leave out
 """
 
 import logging
@@ -94,7 +94,7 @@ def check_files(folder: Path) -> None:
             raise OSError(f"{path} is {reason}, and is not read for safety. Replace it by a copy of the file.")
 
 
-def check_whole_model(folder: Path, allow_pickle: bool = False) -> None:
+def check_complete_model(folder: Path, allow_pickle: bool = False) -> None:
     """Check that a folder contains a complete model: no adapter, and no pickled weights unless they are allowed.
 
     Raises:
@@ -103,7 +103,7 @@ def check_whole_model(folder: Path, allow_pickle: bool = False) -> None:
     files = os.listdir(folder)
     check_no_adapter(str(folder), files)
     if not allow_pickle:
-        check_no_pickle(str(folder), files)
+        check_no_pickled_weights(str(folder), files)
 
 
 def check_no_adapter(name: str, files: list[str]) -> None:
@@ -125,7 +125,7 @@ def check_no_adapter(name: str, files: list[str]) -> None:
         )
 
 
-def check_no_pickle(name: str, files: list[str]) -> None:
+def check_no_pickled_weights(name: str, files: list[str]) -> None:
     """Check that a checkpoint has weights in other formats than pickle.
 
     Raises:
@@ -140,7 +140,7 @@ def check_no_pickle(name: str, files: list[str]) -> None:
         )
 
 
-def local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
+def find_local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
     """Return the folder of a checkpoint, or None if it does not exist and the name can be a Hub id.
 
     Args:
@@ -174,7 +174,7 @@ def resolve_source(
     """Return the folder of a checkpoint. If the name is a Hub id, the checkpoint is downloaded into the cache.
 
     Args:
-        model_name_or_path: As for `local_folder`.
+        model_name_or_path: As for `find_local_folder`.
         revision: Branch, tag or commit on the Hub.
         token: Token of the Hub, for private and gated repositories.
         allow_pickle: Whether to download pytorch_model.bin if the repository has no safetensors file.
@@ -184,13 +184,13 @@ def resolve_source(
         OSError: if there is no such folder or repository, or the Hub cannot be reached.
         ValueError: if the checkpoint is an adapter, or its weights are pickles and these are not allowed.
     """
-    name, folder = os.fspath(model_name_or_path), local_folder(model_name_or_path)
+    name, folder = os.fspath(model_name_or_path), find_local_folder(model_name_or_path)
     if folder is not None and revision is not None:
         raise ValueError(f"`revision` must only be given for a Hub id, got the folder {name!r}. Leave it out.")
     if folder is None:
         return _download(name, revision, token, allow_pickle, weights)
     if weights:
-        check_whole_model(folder, allow_pickle)
+        check_complete_model(folder, allow_pickle)
     return folder
 
 
@@ -204,26 +204,26 @@ def check_source(model_name_or_path: str | os.PathLike) -> None:
     from huggingface_hub import HfApi
 
     name = os.fspath(model_name_or_path)
-    folder, files = local_folder(name), None
+    folder, files = find_local_folder(name), None
     if folder is None:
         try:
             files = HfApi().list_repo_files(name)
         except Exception:  # the repository does not exist or cannot be reached: use a copy in the cache
-            folder = cached_folder(name)
+            folder = find_cached_folder(name)
     if folder is not None:
-        check_whole_model(folder)
+        check_complete_model(folder)
     elif files is not None:
         check_no_adapter(name, files)
-        check_no_pickle(name, files)
+        check_no_pickled_weights(name, files)
 
 
-def cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
+def find_cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
     """Return the folder of a checkpoint that was resolved before, without network access, or None if it is gone."""
     from huggingface_hub import snapshot_download
 
     name = os.fspath(model_name_or_path)
     try:
-        return local_folder(name) or Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return find_local_folder(name) or Path(snapshot_download(name, revision=revision, local_files_only=True))
     except OSError:
         return None
 
@@ -248,7 +248,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False) -> tuple[list[str], list[str]]:
+def list_side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False) -> tuple[list[str], list[str]]:
     """List the files of a checkpoint other than its weights and config.json.
 
     The tokenizer, the generation configuration, and the further modules of a sentence-transformers model with their
@@ -268,7 +268,7 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
         OSError: if a file to copy is a broken link, or a module is a link out of the folder. Other links out of the
             folder are left out with a warning.
     """
-    modules = _module_folders(folder)
+    modules = _list_module_folders(folder)
     # The history is read too, and a new one is written that includes the conversion.
     read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, HISTORY_NAME, *weight_files}
     if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
@@ -280,7 +280,7 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
         # Links to a parent folder would lead to endless recursion.
         inside = [name for name in subfolders if not here.is_relative_to((here / name).resolve())]
         inside = sorted(name for name in inside if name not in IGNORED_FOLDERS)
-        skipped = [name for name in inside if relative == Path(".") and _is_skipped_folder(name)]
+        skipped = [name for name in inside if relative == Path(".") and _should_skip_folder(name)]
         skipped += [name for name in inside if name not in skipped and _is_unsafe(folder, relative / name, modules)]
         subfolders[:] = [name for name in inside if name not in skipped]
         left_out += [f"{(relative / name).as_posix()}/" for name in skipped]
@@ -289,7 +289,7 @@ def side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False
             if path in read:
                 continue
             is_result = relative == Path(".") and any(fnmatchcase(file, pattern) for pattern in RESULT_FILES)
-            is_copied = not is_result and _is_copied(file, relative.as_posix() in modules, allow_pickle)
+            is_copied = not is_result and _should_copy_file(file, relative.as_posix() in modules, allow_pickle)
             if is_copied and not (folder / path).exists():
                 raise FileNotFoundError(f"{folder / path} is a broken link. Repair or remove it.")
             is_copied = is_copied and not _is_unsafe(folder, relative / file, modules)
@@ -311,14 +311,14 @@ def warn_about_remote_code(config: Mapping[str, Any]) -> None:
 
 
 def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
-    """Copy files by their relative paths from `side_files`. Links are copied as files."""
+    """Copy files by their relative paths from `list_side_files`. Links are copied as files."""
     for name in files:
         target = output / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, target)
 
 
-def learned_tokens(tokenizer: Any) -> set[str]:
+def list_learned_tokens(tokenizer: Any) -> set[str]:
     """Return the tokens of a tokenizer that are not special or added; none if it was made without files."""
     return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
 
@@ -337,7 +337,7 @@ def _is_unsafe(folder: Path, path: Path, modules: set[str]) -> bool:
     return True
 
 
-def _is_copied(file: str, in_module: bool, allow_pickle: bool) -> bool:
+def _should_copy_file(file: str, in_module: bool, allow_pickle: bool) -> bool:
     """Return whether a file is copied, judged by its name."""
     name = file.lower()
     # An adapter, even in a folder of its own, does not fit the new heads.
@@ -352,12 +352,12 @@ def _is_copied(file: str, in_module: bool, allow_pickle: bool) -> bool:
     return True
 
 
-def _is_skipped_folder(name: str) -> bool:
+def _should_skip_folder(name: str) -> bool:
     """Return whether a folder at the top level of a checkpoint is left out."""
     return name in (*OTHER_WEIGHT_FOLDERS, *TRACKER_FOLDERS) or name.startswith(("checkpoint-", "global_step"))
 
 
-def _module_folders(folder: Path) -> set[str]:
+def _list_module_folders(folder: Path) -> set[str]:
     """Return the relative paths of the modules of a sentence-transformers model, except the model itself."""
     # The path of the model itself is "".
     try:
@@ -373,7 +373,7 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     arguments: dict[str, Any] = {"repo_id": name, "revision": revision, "token": token}
-    with _explain_download(name):
+    with _convert_download_errors(name):
         try:
             files = HfApi().list_repo_files(**arguments)
         except (HfHubHTTPError, HFValidationError):
@@ -383,18 +383,18 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
             folder = Path(snapshot_download(**arguments, local_files_only=True))
     if not files:
         if weights:
-            check_whole_model(folder, allow_pickle)
+            check_complete_model(folder, allow_pickle)
         return folder
     if weights:
         check_no_adapter(name, files)
     if weights and not allow_pickle:
         _check_pickles(name, files)
-    with _explain_download(name):
+    with _convert_download_errors(name):
         return Path(snapshot_download(allow_patterns=list(_select_files(files, allow_pickle)), **arguments))
 
 
 @contextmanager
-def _explain_download(name: str) -> Iterator[None]:
+def _convert_download_errors(name: str) -> Iterator[None]:
     """Convert all errors of a download into `OSError`. The HTTP library has its own errors for broken connections."""
     try:
         yield
@@ -409,9 +409,9 @@ def _check_pickles(name: str, files: list[str]) -> None:
     Raises:
         ValueError: if the repository only has pickled weights.
     """
-    check_no_pickle(name, files)
+    check_no_pickled_weights(name, files)
     folders = [file.rpartition("/")[0] for file in files if file.endswith(f"/{PICKLE_WEIGHTS_NAME}")]
-    unskipped = [folder for folder in folders if not _is_skipped_folder(folder.split("/")[0])]
+    unskipped = [folder for folder in folders if not _should_skip_folder(folder.split("/")[0])]
     lost = [folder for folder in unskipped if f"{folder}/{WEIGHTS_NAME}" not in files]
     if SENTENCE_MODULES_NAME in files and lost:
         logger.warning("The pickled weights of %s are not copied. Give --allow_pickle to copy them.", ", ".join(lost))
@@ -422,7 +422,7 @@ def _select_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
     has_safetensors = WEIGHTS_NAME in files or INDEX_NAME in files
     for name in files:
         top, slash, _ = name.partition("/")
-        if (slash and _is_skipped_folder(top)) or name.lower().endswith(OTHER_WEIGHT_SUFFIXES):
+        if (slash and _should_skip_folder(top)) or name.lower().endswith(OTHER_WEIGHT_SUFFIXES):
             continue
         if not name.lower().endswith(PICKLE_SUFFIXES) or (allow_pickle and (slash or not has_safetensors)):
             yield name

@@ -31,7 +31,7 @@ from ...model_folder import read_json
 from ...modeling.fields.field_checks import check_size
 from ...modeling.mechanisms.kernels.kernel_table import KERNELS, kernel_class
 from ...registration import variant_config_class
-from .source import check_no_pickle
+from .source import check_no_pickled_weights
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -104,7 +104,7 @@ class TensorEntry:
         return self.dtype in CASTABLE
 
 
-def require_finite(tensor: torch.Tensor, name: str, location: object = "the model") -> torch.Tensor:
+def check_finite(tensor: torch.Tensor, name: str, location: object = "the model") -> torch.Tensor:
     """Return a tensor after checking that its elements are finite.
 
     Args:
@@ -203,7 +203,7 @@ class SafetensorsReader(CheckpointReader):
                 "Convert the original, unquantized model."
             )
         elements = self._read_elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype])
-        return require_finite(elements, name, self.folder / entry.file).reshape(entry.shape)
+        return check_finite(elements, name, self.folder / entry.file).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors (uint8 if torch does not have the dtype)."""
@@ -211,7 +211,7 @@ class SafetensorsReader(CheckpointReader):
         dtype = TORCH_DTYPES.get(entry.dtype, torch.uint8)
         for begin in range(entry.begin, entry.end, CHUNK_BYTES):
             elements = self._read_elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
-            yield require_finite(elements, name, self.folder / entry.file)
+            yield check_finite(elements, name, self.folder / entry.file)
 
     def close(self) -> None:
         """Close the files."""
@@ -257,13 +257,13 @@ class PickleReader(CheckpointReader):
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor in its own memory."""
-        return require_finite(self._tensors[name], name, self.folder / self.entries[name].file).clone()
+        return check_finite(self._tensors[name], name, self.folder / self.entries[name].file).clone()
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
         flat = self._tensors[name].contiguous().reshape(-1)
         for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
-            yield require_finite(chunk, name, self.folder / self.entries[name].file)
+            yield check_finite(chunk, name, self.folder / self.entries[name].file)
 
     def close(self) -> None:
         """Release the tensors."""
@@ -295,7 +295,7 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
             f"{folder} must contain {WEIGHTS_NAME} or {INDEX_NAME}. Give the folder of a safetensors checkpoint."
         )
     if not allow_pickle:
-        check_no_pickle(str(folder), pickles)
+        check_no_pickled_weights(str(folder), pickles)
     if pickles[0] == PICKLE_WEIGHTS_NAME:
         return PickleReader(folder, pickles[:1])
     return PickleReader(folder, *_read_index(folder / PICKLE_INDEX_NAME))
@@ -525,7 +525,7 @@ POSITION_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 LENGTH_FIELDS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json": "max_seq_length"}
 
 
-class LongerCheckpoint(CheckpointReader):
+class ExtendedPositionsReader(CheckpointReader):
     """A reader of a checkpoint that adds learned positions. The caller closes the files of the original reader."""
 
     def __init__(self, stored: CheckpointReader, name: str, positions: int, first: int, extension: str) -> None:
@@ -606,13 +606,13 @@ def extend_positions(
             f"`{POSITIONS_FIELD}` must not change in a model with the kernel {kernel!r}, whose learned sums have "
             f"{old_positions} positions. Leave it out."
         )
-    longer = LongerCheckpoint(
+    longer = ExtendedPositionsReader(
         reader, tables[0], positions, _count_unused_positions(config), extension or EXTENSIONS[0]
     )
     return config | {POSITIONS_FIELD: positions}, longer
 
 
-def lengthen_tokenizer(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+def update_tokenizer_length(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Write the number of positions into the files of the tokenizer and of sentence-transformers, if it was changed.
 
     Args:
