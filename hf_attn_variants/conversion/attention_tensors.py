@@ -316,9 +316,9 @@ class LatentForms(NamedTuple):
 
 @torch.no_grad()
 def best_latent(forms: Sequence[LatentForm], rank: int) -> torch.Tensor:
-    """Return the latent projection A [r, D] that loses the least energy of all forms (float64, orthonormal rows)."""
+    """Return the latent projection A [r, D] that loses the least energy over all forms (float64, orthonormal)."""
     _, directions = _latent_directions(forms)
-    # Orthonormal rows: the latent is not larger than its input, so that it fits into the same dtype.
+    # With orthonormal rows, the latent is not larger than its input and therefore fits into the same dtype.
     return torch.linalg.qr(directions[:, -rank:])[0].T.contiguous()
 
 
@@ -547,7 +547,7 @@ class CalibratedMethod(ABC):
         return project_onto_latent(tensors, latent.weight, latent.forms)
 
     def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the projections with a fitted kernel. `tensors` already have the new heads and an initialized kernel."""
+        """Return the projections with a fitted kernel. `tensors` already have new heads and an initialized kernel."""
         return tensors
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
