@@ -196,10 +196,10 @@ def make_plan(
         config: The original model's config.json. If it has no `architectures`, the base model is converted.
         entries: The dtype and shape of every tensor in the original model.
         method: The method that merges heads.
-        fields: The configuration fields to change. Fields that are None do not change.
+        fields: The configuration fields to change. Fields set to None do not change.
         seed: Random seed.
         dtype: The dtype of floating-point tensors in the converted model. If None, it does not change.
-        config_file: Path of `config`, for messages.
+        config_file: Path of `config`, for error messages.
 
     Raises:
         ValueError: if the architecture is not supported, the configuration is invalid, head counts are impossible, or
