@@ -541,7 +541,7 @@ class ConversionReport:
         return "\n".join(lines)
 
     def _describe_output_errors(self) -> list[str]:
-        """Return the summary lines about output errors on held-out text, or an empty list if they were not measured."""
+        """Return the summary lines about output errors on held-out text, or an empty list if not measured."""
         if self.mean_output_relative_error is None:
             return []
         averaged = self.mean_output_relative_error_averaged

@@ -1,17 +1,16 @@
-"""Calibration: fitting new attentions to the outputs of the original ones on text or audio.
-
-    examples ──► batches ──► original model ──► inputs of each attention            (batches, recording)
+"""Calibration: fits new attention modules to the outputs of the original ones on text or audio.
+    examples ──► batches ──► original model ──► inputs of each module               (batches, recording)
                     │                                   │
-                    │        shared latents: one pass over all attentions that read them
+                    │        shared latents: one pass over all modules that read them
                     │                                   │
-                    │        for each attention:  new heads ─► latent ─► kernel     (methods, fitting)
+                    │        for each module:     new heads ─► latent ─► kernel     (methods, fitting)
                     │                                   │
-                    │        averaged heads instead, if their error on held-out examples is smaller
+                    │        averaged heads if their error on held-out examples is smaller
                     ▼
     held-out examples ──► outputs of the whole original model                       (source_outputs)
-
-Each attention is fitted to its inputs in the original model, and therefore independently of the others. The inputs of
-as many attentions as fit into memory are recorded in one pass over the batches (`recording.group_modules`).
+Each module is fitted on the inputs that it receives in the original model, and therefore independently of the others.
+In each pass over the batches, the inputs of as many modules as fit into memory are recorded
+(`recording.group_modules`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +55,7 @@ from .methods import compute_latent_forms
 from .recording import compute_attention, group_modules, record_inputs
 from .source_outputs import SourceLoader, SourceOutputs
 
-# Batches of model inputs: of the examples to fit to, and of the held-out examples.
+# Batches of model inputs for the fitting examples and for the held-out examples.
 Batches = tuple[list[Batch], list[Batch]]
 
 
@@ -68,20 +67,18 @@ def calibrate(
     with_source_outputs: bool = True,
     batches: Batches | None = None,
 ) -> CalibrationResult:
-    """Fit every attention that the plan changes to the outputs of the original attention.
-
+    """Fit every attention module that the plan changes to the outputs of the original module.
     Args:
-        plan: The plan of the conversion. Its method is a `CalibratedMethod`.
+        plan: The conversion plan. Its method must be a `CalibratedMethod`.
         reader: The tensors of the original model.
-        source: Function that loads the original model in this package's class. Only its generation settings are
-            changed.
-        calibration: The text or audio.
-        with_source_outputs: Whether the converted model will be compared with the original one.
-        batches: The batches of an earlier calibration of this model with the same examples and seed.
-
+        source: Function that loads the original model in this package's class. Only the model's generation settings
+            are changed.
+        calibration: The calibration settings with the text or audio.
+        with_source_outputs: Whether to compute the original model's outputs for a later comparison.
+        batches: The batches from an earlier calibration of this model with the same examples and seed.
     Raises:
-        ValueError: as for `should_calibrate`, and if there is too little text, no tokenizer, or an attention that the
-            text does not reach.
+        ValueError: if `should_calibrate` raises an error, there is too little text, there is no tokenizer, or an
+            attention module receives no input.
     """
     if not should_calibrate(plan, calibration):
         return CalibrationResult({})
@@ -98,14 +95,12 @@ def measure_latent_forms(
     source: SourceLoader,
     calibration: Calibration,
 ) -> list[LatentForms]:
-    """Return the quadratic forms of latents of some attentions with their original heads, measured on text.
-
+    """Measure the quadratic forms for the latents of the given attention modules with their original heads.
     Args:
-        plan, reader, source, calibration: As for `calibrate`.
+        plan, reader, source, calibration: See `calibrate`.
         modules: The attention modules.
-
     Raises:
-        ValueError: as for `calibrate`.
+        ValueError: See `calibrate`.
     """
     with _open_calibration_run(plan, reader, source, calibration) as run:
         return [
@@ -115,25 +110,26 @@ def measure_latent_forms(
 
 
 def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
-    """Return whether a plan has attentions to fit to the text or audio.
-
+    """Return whether a plan contains attention modules that must be fitted to the text or audio.
     Raises:
-        ValueError: if a calibration is not possible, for example because the original model has talking heads or is a
-            BERT with cross-attention, or useless, because the conversion only adds talking heads.
+        ValueError: if calibration is not possible (for example, if the original model has talking heads or is a BERT
+            model with cross-attention), or if it has no effect because the conversion only adds talking heads.
     """
     if not plan.reduced_modules:
         if any(module.projections for module in plan.modules):
             raise ValueError(
-                "`calibration` must only be given for fewer key/value heads, a latent or a kernel. Talking heads need "
-                "none: leave it out."
+                "`calibration` is only supported for fewer key/value heads, a latent or a kernel. Talking heads do "
+                "not need it. Remove it."
             )
         return False
     if plan.reads_audio is not (calibration.audio is not None):
         kind, option = ("audio", "calibration_audio_dir") if plan.reads_audio else ("text", "calibration_file")
         name = plan.model_class.__name__.removeprefix("AttnVariant")
-        raise ValueError(f"`calibration` must be {kind} for {name}. Give it (--{option}).")
+        raise ValueError(f"`calibration` must be {kind} for {name}. Set it (--{option}).")
     if (reason := explain_not_calibrated(plan)) is not None:
-        raise ValueError(f'`method` {plan.method.name!r} cannot be used for this model: {reason}. Use method "mean".')
+        raise ValueError(
+            f'`method` {plan.method.name!r} is not supported for this model because {reason}. Use method "mean".'
+        )
     if not plan.reads_audio:
         check_targets(plan.model_class, plan.config, calibration)
     return True
@@ -147,9 +143,8 @@ def _open_calibration_run(
     calibration: Calibration,
     batches: Batches | None = None,
 ) -> Iterator["CalibrationRun"]:
-    """Load the original model, make its batches, and name the attention in errors of linear algebra.
-
-    Arguments as for `calibrate`.
+    """Load the original model and make its batches. Linear algebra errors in this context name the attention module.
+    Takes the same arguments as `calibrate`.
     """
     model, processor = source(plan)
     processor = calibration.processor or processor
@@ -165,11 +160,11 @@ def _open_calibration_run(
     run = CalibrationRun(plan, reader, model, processor, calibration, batches)
     try:
         yield run
-    except torch.linalg.LinAlgError as error:  # the weights are finite, but the outputs on the text are not
+    except torch.linalg.LinAlgError as error:  # the weights are finite, but the outputs on this text are not
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"The attention {run.current_name!r} cannot be fitted, because its outputs on the calibration are too "
-            f"large or not finite ({reason}). Check the weights of the checkpoint, or convert with method "
+            f"The attention module {run.current_name!r} cannot be fitted because its outputs on the calibration data "
+            f"are too large or not finite ({reason}). Check the checkpoint's weights, or convert with method "
             '"mean" (--method mean).'
         ) from error
 
@@ -192,12 +187,12 @@ def _make_batches(
 
 
 def _make_held_out_generator(plan: ConversionPlan) -> torch.Generator:
-    """Return the random number generator that selects the held-out examples."""
+    """Create the random number generator that selects the held-out examples."""
     return make_seeded_generator(plan.seed, "held-out texts")
 
 
 class AttentionCalls(NamedTuple):
-    """An attention of the original model with its calls on the text. If it has a latent, the inputs are latents."""
+    """An original attention module and its recorded calls. If it has a latent, the inputs are the latents."""
 
     module: AttentionModule
     tensors: AttentionTensors
@@ -210,7 +205,7 @@ class AttentionCalls(NamedTuple):
 
 
 class CalibrationRun:
-    """The calibration of all attentions: it finds the shared latents first, and then fits each attention."""
+    """Calibrates all attention modules: first computes the shared latents, then fits each module."""
 
     def __init__(
         self,
@@ -222,22 +217,22 @@ class CalibrationRun:
         batches: Batches,
     ):
         self._plan, self._reader, self._model, self._processor = plan, reader, model, processor
-        self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
+        self._method = cast(CalibratedMethod, plan.method)  # ensured by `resolve_method`
         self.calibration, self.batches = calibration, batches
         self.current_name = plan.reduced_modules[0].name  # for error messages
-        # For attentions that share a latent: their new heads, their quadratic forms, and the latents by name.
+        # For modules that share a latent: their new heads, their quadratic forms, and the latents by name.
         self._new_heads: dict[str, AttentionTensors] = {}
         self._forms: dict[str, LatentForms] = {}
         self._latents: dict[str | None, torch.Tensor] = {}
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the calibration for the report."""
+        """Return the calibration settings for the report."""
         calibration = self.calibration
         are_passages = should_join_passages(self._plan.model_class, self._plan.config, calibration)
         return calibration.settings(self._plan.method, calibration.passage_length if are_passages else None)
 
     def compute_source_outputs(self) -> SourceOutputs:
-        """Return the outputs of the original model on the held-out examples, without truncation."""
+        """Return the original model's outputs on the untruncated held-out examples."""
         batches = self.batches[1]
         if self.calibration.audio is None:
             generator = _make_held_out_generator(self._plan)
@@ -247,7 +242,7 @@ class CalibrationRun:
         return outputs
 
     def find_shared_latents(self) -> None:
-        """Compute the latents that several attentions share, after one pass over all these attentions."""
+        """Compute the latents that several modules share, in one pass over all these modules."""
         sharing = [module for module in self._plan.reduced_modules if module.new_latent is not None]
         for calls in self.record_calls(sharing):
             name, tensors = calls.module.name, self._convert_heads(calls)
@@ -260,7 +255,7 @@ class CalibrationRun:
             self._latents[latent] = best_latent(forms, readers[0].heads.new_rank)
 
     def fit_attentions(self) -> dict[str, AttentionTensors]:
-        """Return the new projections of every attention, by module name."""
+        """Fit every module and return its new projections, by module name."""
         converted = {}
         for calls in self.record_calls(self._plan.reduced_modules):
             name = calls.module.name
@@ -300,17 +295,17 @@ class CalibrationRun:
                     bar.update()
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return a tensor of the original model in float32, on the device of the calibration."""
+        """Return a tensor from the original model in float32, on the device used for calibration."""
         return self._reader.read(name).float().to(next(self._model.parameters()).device)
 
     def _convert_heads(self, calls: AttentionCalls) -> AttentionTensors:
-        """Return the projections of an attention with its new heads."""
+        """Return a module's projections with the new heads."""
         if calls.heads.relation != "pool":
             return self._plan.with_new_heads(calls.module, calls.tensors)
         return self._method.convert_module(calls.tensors, calls.heads, calls.layer)
 
     def _convert_to_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
-        """Return the projections of an attention with its latent."""
+        """Return a module's projections with the new latent."""
         module, heads = calls.module, calls.heads
         forms = self._forms.pop(module.name, None)
         if forms is None:
@@ -323,7 +318,7 @@ class CalibrationRun:
 
 
 def _remove_error_details(tensors: AttentionTensors) -> AttentionTensors:
-    """Remove the error that only includes the new heads, because the report contains the error after all changes."""
+    """Remove the error measured after changing only the heads, because the report contains the final error."""
     details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
     return replace(tensors, details=details)
 
@@ -331,9 +326,8 @@ def _remove_error_details(tensors: AttentionTensors) -> AttentionTensors:
 def _add_error_details(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
 ) -> AttentionTensors:
-    """Return an attention with its error on held-out text, and that of averaged heads, in `details`.
-
-    If averaged heads have a smaller error, they are returned instead. This prevents harm from too little text.
+    """Add the held-out errors of the fitted and averaged heads to `details`.
+    If averaged heads have a smaller error, they are returned instead. This avoids quality loss from too little text.
     """
     details = dict(converted.details)
     if "output_relative_error" not in details:

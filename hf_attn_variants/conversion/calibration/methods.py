@@ -272,7 +272,7 @@ class Calibrated(CalibratedMethod):
         return self._fit(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
 
     def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return projections with a kernel. The output is regressed, and then the kernel and projections are fitted."""
+        """Return projections with a kernel. The output is regressed, then kernel and projections are fitted."""
         return self._fit(refit_output(tensors, heads, layer.inputs, layer.targets), heads, layer)
 
     def _fit(
@@ -474,7 +474,7 @@ Groups = list[list[int]]
 
 
 def _project_heads(tensors: AttentionTensors, role: str, heads: HeadCounts, states: torch.Tensor) -> torch.Tensor:
-    """Return the queries, keys or values [b, n, h, d] of all query heads for states [b, n, D], repeating shared heads."""
+    """Return the queries, keys or values [b, n, h, d] of all query heads. Shared heads are repeated."""
     projected = tensors.project(role, states).unflatten(-1, (-1, heads.head_dim))
     return projected.repeat_interleave(heads.query // projected.shape[2], dim=2)
 
@@ -612,9 +612,9 @@ def find_best_groups(
     if count == 1 or count == len(units):
         return consecutive_groups(heads.query, count)
     if (needed_bytes := 16 * heads.query * (heads.query * heads.head_dim) ** 2) > MAX_SEARCH_BYTES:
-        message = "Grouping consecutive heads, because searching for the best groups of %d heads of size %d would need
-        %.0f GB." logger.warning(message, heads.query, heads.head_dim, needed_bytes / 1e9) return
-        consecutive_groups(heads.query, count)
+        message = "Grouping consecutive heads because the search for groups of %d heads of size %d would need %.0f GB."
+        logger.warning(message, heads.query, heads.head_dim, needed_bytes / 1e9)
+        return consecutive_groups(heads.query, count)
     loss = _make_sharing_loss(tensors, heads, _sample_inputs(inputs, uses), units)
 
     def pairs_loss(group: Sequence[int]) -> float:
