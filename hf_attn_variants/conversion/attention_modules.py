@@ -183,6 +183,7 @@ def _resolve_linear_tensors(
 
 def _resolve_head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> HeadCounts:
     """Return the head counts and ranks of an attention module before and after the conversion.
+
     Raises:
         ValueError: if the original counts or ranks cannot be converted to the new ones.
     """
@@ -306,6 +307,7 @@ def check_no_missing_tensors(
     target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
 ) -> None:
     """Check that the checkpoint is complete, because `from_pretrained` initializes missing parts randomly.
+
     A missing model head only causes a warning because users often load a base model into a model with a head. A
     missing pooler is ignored because many BERT checkpoints do not have one.
 

@@ -136,6 +136,7 @@ def join_heads(heads: torch.Tensor) -> torch.Tensor:
 
 def group_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
     """Reshape a projection of `source` heads to `target` groups of consecutive heads: [h*d, ...] -> [k, g, d, ...].
+
     The groups are consecutive because in Transformers query heads g*i ... g*i + g - 1 share key/value head i.
     """
     heads = split_heads(projection, source)  # [h, d, ...]
@@ -280,6 +281,7 @@ def pool_key_value(
     tensors: AttentionTensors, heads: HeadCounts, pool: Callable[..., torch.Tensor]
 ) -> AttentionTensors:
     """Return the projections after applying `pool(projection, source=, target=)` to the keys and values.
+
     Args:
         tensors: The original projections.
         heads: The head counts. A role whose number of heads does not change stays unchanged.
@@ -306,6 +308,7 @@ class LatentForm(NamedTuple):
 
 class LatentForms(NamedTuple):
     """The forms for the keys and values of an attention module, and the mean input [k, D] of each value head.
+
     The mean input is None if the forms were computed without text.
     """
 
@@ -353,6 +356,7 @@ def preserved_energy_share(form: LatentForm, latent: torch.Tensor) -> float:
 @torch.no_grad()
 def project_onto_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: LatentForms) -> AttentionTensors:
     """Return projections that compute keys and values from a latent A [r, D], by regressing the input on the latent.
+
     The shares of key and value energy that the latent preserves are added to `details`.
     """
     like = tensors.key_weight
@@ -443,6 +447,7 @@ class AttentionInputs:
 @dataclass(frozen=True)
 class LayerContext:
     """Information about the layer to convert, in addition to its tensors.
+
     The fields after `initializer_std` are only set for a `CalibratedMethod`.
 
     Args:
@@ -486,6 +491,7 @@ class LatentInText:
 
 class ConversionMethod(Protocol):
     """Interface of methods that merge heads. To register a method, add its class to `conversions.METHODS`.
+
     `convert(..., method=instance)` accepts instances as well as names. Methods that need text derive from
     `CalibratedMethod`. With all other methods, latents are computed from the weights
     (`attention_tensors.weight_forms`).
@@ -511,6 +517,7 @@ class ConversionMethod(Protocol):
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return this layer's projections with `heads.key[1]` key heads and `heads.value[1]` value heads.
+
         This method is only called if the number of heads decreases. The values of query and output projections may
         change, but not their shapes. A bias may change, but must not be added or removed. Input tensors must not be
         changed in place. Unchanged tensors can be returned as they are. PyTorch uses a single thread during this
@@ -526,6 +533,7 @@ class ConversionMethod(Protocol):
 
 class CalibratedMethod(ABC):
     """A `ConversionMethod` that uses the recorded inputs of each attention module on calibration text.
+
     `calibration.calibrate` calls `convert_module` for one module at a time. `options` lists the fields of
     `Calibration` that this method reads in addition to those that describe the text. Setting any other option raises
     an error.
@@ -537,6 +545,7 @@ class CalibratedMethod(ABC):
     @abstractmethod
     def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the new projections of an attention module. Takes the same arguments as `pool`.
+
         If the method evaluates `layer.held_out_error`, it adds the result to `details` as "output_relative_error".
         """
 

@@ -39,9 +39,11 @@ FIT_DEFAULTS: dict[str, Any] = {"fit_steps": 400, "fit_learning_rate": 0.03, "fi
 @dataclass(frozen=True)
 class Calibration:
     """The text or audio for calibration, and the fitting options.
+
     An encoder needs no labels, and no gradient passes through more than one attention module. A few thousand lines of
     typical text are enough, and many short texts are better than a few long ones. A tenth of the examples (a quarter
     if there are few) is held out from fitting and is used to measure the errors in the report.
+
     A model keeps its quality on long text only if the calibration text contains long examples. For encoders, half of
     the texts are therefore joined with the texts that follow them to form passages. Passages have between 16 and 256
     tokens, and their lengths are distributed evenly on a logarithmic scale.

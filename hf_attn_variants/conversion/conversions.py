@@ -1,4 +1,5 @@
 """Converts checkpoints and models in memory, and writes converted checkpoints.
+
 `convert_checkpoint`, `load_converted` and `convert_model` all follow these steps:
 
 1. Check the arguments (`ConversionRequest`), and read the configuration and the tensors (`checkpoint`).
@@ -246,8 +247,10 @@ def convert_model(
         seed: Random seed.
         copy: Whether unchanged parameters are copied. By default, both models share the memory of these parameters,
             so only one of the models can be trained.
+
     Returns:
         The converted model in this package's class, with the same model head.
+
     Raises:
         TypeError, ValueError: See `convert`.
 
@@ -298,6 +301,7 @@ def load_converted(
     **fields: Any,
 ) -> PreTrainedModel:
     """Convert a checkpoint and return the model without writing any files.
+
     Takes the same arguments and raises the same errors as `convert`. As with `from_pretrained`, all parameters of the
     model have the same dtype, which is `dtype` or the one in config.json. Only `convert_checkpoint` preserves mixed
     dtypes.
@@ -334,9 +338,11 @@ def convert_checkpoint(
     **fields: Any,
 ) -> ConversionReport:
     """Convert a checkpoint into a new folder, holding the attention of only one layer in memory at a time.
+
     The folder has the same shards, tensor names and other files as the original one, and the remote code for
     `trust_remote_code=True`. It is created only when it is complete. Takes the same arguments and raises the same
     errors as `convert`.
+
     Returns:
         The report, which is also saved in the folder as conversion_report.json.
     """
@@ -407,6 +413,7 @@ def check_conversion(
     **fields: Any,
 ) -> None:
     """Run the checks for a checkpoint conversion that need no weights. Takes the same arguments as `convert`.
+
     Raises:
         TypeError, ValueError, OSError: See `convert`.
     """
@@ -462,6 +469,7 @@ AUDIO_ADVICE = (
 @dataclass
 class ConversionRequest:
     """The arguments of a conversion. The constructor checks the arguments that do not depend on a checkpoint.
+
     Args:
         num_key_value_heads: Number of key/value heads in the converted model, or None if it does not change.
         requested_method: A method or its name, or None for the default.
@@ -528,6 +536,7 @@ class ConversionRequest:
         source: "SourceLoader | None" = None,
     ) -> ConversionPlan:
         """Return the checked plan. Warn if heads are averaged and the user did not choose a method.
+
         Args:
             config: The original model's config.json.
             entries: The dtypes and shapes of the original model's tensors.
@@ -535,6 +544,7 @@ class ConversionRequest:
             reader: The tensors of the original model. If None, the conversion is only checked, without weights and
                 text, and ranks and layers that depend on these are placeholders.
             source: Function that loads the original model for calibration, or None if calibration is not used.
+
         Raises:
             ValueError: if the conversion is not possible.
         """
@@ -579,6 +589,7 @@ class ConversionRequest:
 
     def _describe_loss_without_examples(self, plan: ConversionPlan) -> str | None:
         """Return a warning about quality loss without examples, or None if a method or examples are set.
+
         Raises:
             ValueError: if `needs_method` is set and the outputs of the decoder would be unusable. The message is the
                 warning.
@@ -607,6 +618,7 @@ class ConversionRequest:
         self, probe: ConversionPlan, fields: dict[str, Any], source: "SourceLoader"
     ) -> dict[str, Any]:
         """Return the conversion fields that leave the token-matching layers unchanged.
+
         Args:
             probe: A plan that converts all layers.
             fields: The conversion fields of this plan.
@@ -641,10 +653,12 @@ class ConversionRequest:
 
 def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:
     """Return the conversion method with the given name. A method is returned unchanged.
+
     Args:
         method: A method or its name. If None, "calibrated" with calibration, otherwise "mean".
         calibration: The calibration settings, or None if calibration is not used.
-    Raises:
+
+        Raises:
         ValueError: if the name is unknown, if the method requires calibration or does not support it, or if
             `calibration` sets an option that the method does not use.
 

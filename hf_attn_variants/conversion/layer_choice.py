@@ -1,4 +1,5 @@
 """Chooses the fields of each layer: ranks that fit into a cache budget, and layers that stay unchanged.
+
 **Cache budget** (`kv_cache_bytes`). The budget does not choose head counts. Keys and values of k heads are equivalent
 to a latent of 2 k d numbers with tied projections, and an unconstrained latent of that size loses less.
 
@@ -31,6 +32,7 @@ from .plan import ConversionPlan
 
 def num_cached_values(heads: AttentionHeads, width: int) -> int:
     """Return the number of values that an attention module caches per token: its latent, or its keys and values.
+
     Args:
         heads: The heads of the module.
         width: Input size of the key and value projections, which is the maximum size of a latent.
@@ -42,11 +44,14 @@ def num_cached_values(heads: AttentionHeads, width: int) -> int:
 
 def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite, int]]) -> dict[str, int] | None:
     """Return the cache size per token in bytes for each type of attention, summed over all layers.
+
     A latent that all layers share is counted once. Decoders also cache the keys and values of short source texts
     (`latent_attention.is_short`). These are not counted because they are not larger than the projections.
+
     Args:
         config: The variant configuration of the model.
         attentions: The type and the bytes per token of each attention module (see `num_cached_values`).
+
     Returns:
         {type: bytes}: "self" or "decoder" per generated token, "cross" per source token. None if the model has no
         cache, that is, for encoders and for models excluded by `can_cache`.
@@ -74,9 +79,11 @@ RANK_STEP, MIN_STEPPED_RANK = 8, 16
 
 def check_cache_bytes(kv_cache_bytes: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
     """Return the cache budget in bytes per source token and per generated token.
+
     Args:
         kv_cache_bytes: The value passed by the user.
         fields: The other conversion fields.
+
     Raises:
         ValueError: if the value is not two positive integers, or if a field also sets a rank or the key/value heads.
     """
@@ -98,6 +105,7 @@ def check_cache_bytes(kv_cache_bytes: Any, fields: Mapping[str, Any]) -> tuple[i
 
 def check_has_cache(config: Mapping[str, Any]) -> None:
     """Check that a config.json belongs to an encoder-decoder, for which a cache budget is supported.
+
     Raises:
         ValueError: if it belongs to another model.
     """
@@ -117,11 +125,13 @@ def choose_ranks_for_budget(
     losses: Callable[[list[AttentionModule]], list[torch.Tensor]],
 ) -> dict[str, Any]:
     """Return the configuration fields with the latent ranks whose cache fits into the budget.
+
     Args:
         probe: A plan that compresses all attention modules to latents (`PROBE_FIELDS`).
         kv_cache_bytes: Bytes per source token and per generated token, in the stored dtype.
         entries: The tensors of the original model.
         losses: Function that returns the energy lost at each rank (`energy_lost_by_rank`) for the given modules.
+
     Raises:
         ValueError: if the budget is below one value per latent and token, or not below the current cache size.
     """
@@ -168,6 +178,7 @@ def choose_ranks_for_budget(
 
 def allocate_ranks(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[int]) -> list[int]:
     """Return a rank for each layer such that all layers together lose the least energy.
+
     Args:
         lost: For each layer, the share of energy lost at each rank, starting at rank 0. It must be convex.
         total: Maximum sum of all ranks, which must be at least the number of layers.
@@ -203,11 +214,13 @@ def check_matching_layers(
     plan: ConversionPlan, fields: Mapping[str, Any], count: Any, calibration: Calibration | None
 ) -> None:
     """Check that the given number of token-matching layers can stay unchanged. This check does not read any text.
+
     Args:
         plan: A plan that converts all layers.
         fields: The conversion fields of this plan.
         count: Number of layers that stay unchanged.
         calibration: The calibration settings with the text that is used to find these layers.
+
     Raises:
         ValueError: if no layer would be left to convert, if there is no text or no encoder, if the encoder layers
             share weights, or if another argument changes all layers or selects layers.
@@ -257,13 +270,16 @@ def compute_matching_shares(
     plan: ConversionPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 ) -> list[float]:
     """Return the share s of each encoder layer (see the module docstring).
+
     In a decoder-only BERT model, only earlier tokens u < t are counted.
+
     Args:
         plan: A plan that converts all layers.
         model: The original model in this package's class.
         tokenizer: The model's tokenizer.
         calibration: The calibration settings. The first `MAX_TEXTS` texts or pairs are used, up to `MAX_TOKENS` tokens
             each.
+
     Raises:
         ValueError: if no example contains a word twice, or the tokenizer does not belong to the model.
     """
@@ -302,6 +318,7 @@ def exclude_matching_layers(
     plan: ConversionPlan, fields: Mapping[str, Any], shares: Sequence[float], count: int
 ) -> dict[str, Any]:
     """Return the conversion fields that leave the layers with the largest shares unchanged.
+
     Args:
         plan, fields, count: See `check_matching_layers`.
         shares: The share of each layer from `compute_matching_shares`.

@@ -135,6 +135,7 @@ class ConversionPlan:
         calibrated: AttentionTensors | None = None,
     ) -> AttentionTensors:
         """Return a module's projections with new heads, latent and kernel.
+
         Args:
             module: The attention module.
             tensors: The module's original projections.
@@ -448,6 +449,7 @@ def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any
         changes: The fields to change.
         config: The configuration of the converted model.
         prefixes: Field prefixes of the model's attention modules.
+
     Raises:
         ValueError: if the model has no attention modules for a field, or `talking_heads` is missing.
     """
@@ -468,6 +470,7 @@ def initialize_projections(
     shapes: Mapping[str, tuple[int, ...]], initialization: str, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield new talking-heads parameters, initialized as in `AttentionVariantMixin.init_projections`.
+
     Args:
         shapes: The shape of each parameter, by its name in the checkpoint.
         initialization: The value of `talking_heads_init`.

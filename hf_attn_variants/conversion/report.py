@@ -1,4 +1,5 @@
 """The conversion report (`conversion_report.json`) and the quality of the converted model.
+
 **Weight errors.** The relative Frobenius errors of the two weight products in an attention module, over all heads i:
 
     logits:  sqrt( sum_i |B_i - B'_i|^2 / sum_i |B_i|^2 ),  B_i = W_q,i^T W_k,i   (with biases: [W | b] instead of W)
@@ -6,6 +7,7 @@
 
 W_k,i is the key head that query head i uses. These errors do not depend on data. After calibration, they can be large
 even if the model is good.
+
 **Output errors.** After calibration, the error in the output y of each attention module is more meaningful. It is
 computed in float32 on held-out text from the inputs that the module receives in the original model:
 
@@ -26,6 +28,7 @@ passages. The measure depends on the task:
 - Scores (regression, reranking, multiple choice): the squared error as a share of the variance.
 - All other models: the cosine similarity of embeddings. An embedding is the mean of the last hidden states, from which
   the mean over all examples is subtracted.
+
 Each measure is a ratio of sums over examples with a 95 % confidence interval (`ratio_confidence_interval`). The model
 is within tolerance if the whole interval is within tolerance, and outside tolerance if no part of it is. Otherwise the
 result is inconclusive.
@@ -180,6 +183,7 @@ def ratio_confidence_interval(
     amounts: torch.Tensor, counts: torch.Tensor, is_share: bool
 ) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of sum(amounts) / sum(counts) over randomly sampled examples.
+
     The variance is that of a ratio of sums over examples (Cochran, Sampling Techniques, 1977, section 6.4) because the
     changes within an example are not independent. For shares, Wilson's interval (1927) is computed for the number of
     independent units with the same variance. For all other ratios, Student's interval is used.
@@ -188,6 +192,7 @@ def ratio_confidence_interval(
         amounts: The numerator of each example, [n].
         counts: The denominator of each example, [n].
         is_share: Whether the ratio is a share, that is, whether `amounts` are parts of `counts`.
+
     Returns:
         The lower and upper ends, or None if fewer than two examples have a positive count.
     """
@@ -217,11 +222,13 @@ class ModelNotKeptError(ValueError):
 
 def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = None) -> None:
     """Warn or raise an error if a conversion is not within tolerance.
+
     Args:
         quality: Quality of the converted model, or None if it was not measured.
         strict: Whether to raise an error instead of a warning.
         report: The `ConversionReport` if the model is converted into a folder. It is written next to the folder before
             the error is raised because the folder itself is not created.
+
     Raises:
         ModelNotKeptError: if `strict` is True and the conversion is not within tolerance.
     """
@@ -245,6 +252,7 @@ def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = 
 
 class CalibrationResult(NamedTuple):
     """The result of calibration, which is empty if calibration is not used.
+
     Attributes:
         attentions: The new projections of every fitted attention module, on the CPU, by module name.
         source_outputs: The original model's outputs on held-out examples (`calibration.source_outputs`). None if
@@ -283,9 +291,11 @@ def attention_errors(
     before: AttentionTensors, after: AttentionTensors, heads: HeadCounts
 ) -> tuple[float | None, float | None]:
     """Return the relative errors of the weight products for logits and values (see the module docstring).
+
     Args:
         before, after: The projections of the original and converted models.
         heads: The head counts.
+
     Returns:
         The two errors. An error is None if the original weight products are zero.
     """
@@ -365,6 +375,7 @@ def _select_heads(projection: WeightAndBias, indices: torch.Tensor, head_dim: in
 @dataclass(frozen=True)
 class LayerReport:
     """The changes to one attention module.
+
     Args:
         module: Path of the module inside the base model.
         site: The type of attention.
@@ -493,6 +504,7 @@ class ConversionReport:
 
     def summary(self, attention_errors: bool = False) -> str:
         """Return a human-readable summary in a few lines.
+
         Args:
             attention_errors: Whether to include the errors of the attention modules. They are always included if the
                 quality of the whole model was not measured.
@@ -576,6 +588,7 @@ def build_layer_report(
     stored: dict[str, torch.Tensor],
 ) -> LayerReport:
     """Return the report for one attention module.
+
     Args:
         plan: The conversion plan.
         module: The attention module.
@@ -603,6 +616,7 @@ def build_conversion_report(
     **fields: Any,
 ) -> ConversionReport:
     """Build the report of a conversion.
+
     Args:
         plan: The conversion plan.
         layers: The report for each attention module.
@@ -627,6 +641,7 @@ def build_conversion_report(
 
 def _describe_new_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the new talking-heads parameters, with the shortest possible keys.
+
     If all modules get the same parameters, the keys are the name suffixes. If only modules of the same attention type
     get the same parameters, the type precedes the suffix. Otherwise, the keys are the names in the checkpoint.
     """

@@ -35,6 +35,7 @@ def compute_converted_tensors(
     plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
 ) -> dict[str, torch.Tensor]:
     """Return all tensors of the converted model, {name: tensor}.
+
     Args:
         plan: The conversion plan.
         reader: The tensors of the original model.
@@ -80,11 +81,13 @@ def write_weights(
     size: int,
 ) -> list[LayerReport]:
     """Write all tensors, and an index if the original checkpoint has one.
+
     Args:
         plan, reader, calibrated: See `compute_converted_tensors`.
         entries: The file, dtype and shape of every tensor (`plan_tensor_entries`).
         stage: Folder to write to.
         size: Total size of all tensors in bytes.
+
     Returns:
         The report for each attention module.
     """
@@ -136,6 +139,7 @@ def _convert_modules(
 
 def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
     """Return the new latents that several modules share, {name: latent}, computed only from the weights.
+
     Modules are read one at a time, and their quadratic forms are added up.
     """
     grams: dict[str, torch.Tensor] = {}
@@ -183,6 +187,7 @@ def _safetensors_name(file: str) -> str:
 @dataclass(frozen=True)
 class CheckpointFolder:
     """The output folder of a converted checkpoint and its planned contents.
+
     Args:
         plan: The conversion plan.
         reader: The tensors of the original model.
@@ -210,12 +215,16 @@ class CheckpointFolder:
     @contextmanager
     def write(self, calibrated: Mapping[str, AttentionTensors]) -> Iterator[tuple[Path, list[LayerReport]]]:
         """Write weights, tokenizer, generation settings and other files to a temporary folder, and yield it.
+
         The caller adds at least config.json to the temporary folder. When the context exits, the temporary folder is
         renamed to the output folder.
+
         Args:
             calibrated: The projections computed by `calibrate`, by module name.
+
         Yields:
             The temporary folder and the report for each attention module.
+
         Raises:
             OSError: if a file cannot be written. In this case, the temporary folder is deleted.
         """
@@ -239,6 +248,7 @@ def plan_folder(
     should_copy: Callable[[str], bool] = lambda name: True,
 ) -> CheckpointFolder:
     """Plan the contents of the output folder and check the available disk space.
+
     Args:
         plan, reader, source, config, output: See `CheckpointFolder`.
         allow_pickle: Whether to copy pickled weights of sentence-transformers modules.
@@ -272,6 +282,7 @@ def read_generation_config(plan: ConversionPlan, folder: Path) -> GenerationConf
 
 def write_class_names(stage: Path, source: Mapping[str, Any]) -> None:
     """Add the class names of the tokenizer and the feature extractor to their configuration files.
+
     Args:
         stage: The folder with these files.
         source: The original config.json, which can contain the names instead of these files.

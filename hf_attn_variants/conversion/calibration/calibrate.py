@@ -1,4 +1,5 @@
 """Calibration: fits new attention modules to the outputs of the original ones on text or audio.
+
     examples ──► batches ──► original model ──► inputs of each module               (batches, recording)
                     │                                   │
                     │        shared latents: one pass over all modules that read them
@@ -8,6 +9,7 @@
                     │        averaged heads if their error on held-out examples is smaller
                     ▼
     held-out examples ──► outputs of the whole original model                       (source_outputs)
+
 Each module is fitted on the inputs that it receives in the original model, and therefore independently of the others.
 In each pass over the batches, the inputs of as many modules as fit into memory are recorded
 (`recording.group_modules`).
@@ -68,6 +70,7 @@ def calibrate(
     batches: Batches | None = None,
 ) -> CalibrationResult:
     """Fit every attention module that the plan changes to the outputs of the original module.
+
     Args:
         plan: The conversion plan. Its method must be a `CalibratedMethod`.
         reader: The tensors of the original model.
@@ -76,6 +79,7 @@ def calibrate(
         calibration: The calibration settings with the text or audio.
         with_source_outputs: Whether to compute the original model's outputs for a later comparison.
         batches: The batches from an earlier calibration of this model with the same examples and seed.
+
     Raises:
         ValueError: if `should_calibrate` raises an error, there is too little text, there is no tokenizer, or an
             attention module receives no input.
@@ -96,9 +100,11 @@ def measure_latent_forms(
     calibration: Calibration,
 ) -> list[LatentForms]:
     """Measure the quadratic forms for the latents of the given attention modules with their original heads.
+
     Args:
         plan, reader, source, calibration: See `calibrate`.
         modules: The attention modules.
+
     Raises:
         ValueError: See `calibrate`.
     """
@@ -111,6 +117,7 @@ def measure_latent_forms(
 
 def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
     """Return whether a plan contains attention modules that must be fitted to the text or audio.
+
     Raises:
         ValueError: if calibration is not possible (for example, if the original model has talking heads or is a BERT
             model with cross-attention), or if it has no effect because the conversion only adds talking heads.
@@ -144,6 +151,7 @@ def _open_calibration_run(
     batches: Batches | None = None,
 ) -> Iterator["CalibrationRun"]:
     """Load the original model and make its batches. Linear algebra errors in this context name the attention module.
+
     Takes the same arguments as `calibrate`.
     """
     model, processor = source(plan)
@@ -327,6 +335,7 @@ def _add_error_details(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
 ) -> AttentionTensors:
     """Add the held-out errors of the fitted and averaged heads to `details`.
+
     If averaged heads have a smaller error, they are returned instead. This avoids quality loss from too little text.
     """
     details = dict(converted.details)

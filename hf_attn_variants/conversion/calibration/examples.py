@@ -43,6 +43,7 @@ def read_audio_calibration(
         size: Maximum number of files (at least two). If None, 64.
         seed: Random seed for the selection.
         settings: Further arguments of `Calibration`.
+
     Returns:
         The calibration settings with the selected files.
 
@@ -140,8 +141,10 @@ def make_audio_batches(
     generator: torch.Generator,
 ) -> tuple[list[Batch], list[Batch]]:
     """Make batches from audio files.
+
     The model's greedy output without timestamps is used as decoder input, with the language and task from its
     generation configuration.
+
     Args:
         model: The original model.
         feature_extractor: The model's feature extractor.
@@ -150,6 +153,7 @@ def make_audio_batches(
 
     Returns:
         The fitting batches and the held-out batches.
+
     Raises:
         OSError: if a file cannot be read.
         ValueError: if a file has the wrong sampling rate, or there is too little speech.
@@ -175,6 +179,7 @@ def make_audio_batches(
 
 def read_features(feature_extractor: Any, path: str | os.PathLike) -> tuple[torch.Tensor, float]:
     """Read an audio file and return the model's input features [bins, frames] and the root mean square of the samples.
+
     Args:
         feature_extractor: The model's feature extractor.
         path: Path of the file.
@@ -198,7 +203,9 @@ def make_audio_batch(
     model: PreTrainedModel, features: Sequence[torch.Tensor], max_length: int, decodes: bool = True
 ) -> Batch:
     """Return the model inputs for recordings, with greedily generated decoder inputs and the encoder outputs.
+
     Whisper's encoder takes most of the time, so its outputs are stored and reused whenever the batch is used.
+
     Args:
         model: The original model.
         features: Input features [bins, frames] of each recording.
@@ -258,10 +265,12 @@ def _check_speech(batches: Sequence[Sequence[Batch]], decodes: bool) -> None:
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:
     """Convert calibration data in any supported form to a `Calibration`. None is returned unchanged.
+
     Args:
         calibration: A `Calibration`, texts or pairs of texts, the path of a text file, a table or a folder of audio
             files, or None.
         seed: Random seed for selecting examples from a file or folder.
+
     Raises:
         TypeError: if `calibration` has any other type.
         ValueError, OSError: See `Calibration`, `read_calibration` and `read_audio_calibration`.
@@ -295,6 +304,7 @@ def read_calibration(
     **settings: Any,
 ) -> Calibration:
     """Read calibration text from a file and select examples at random.
+
     Args:
         path: A UTF-8 text file with one example per line, or a table (.csv, .tsv, .json, .jsonl). Both can be
             compressed (.gz).
@@ -304,8 +314,10 @@ def read_calibration(
         size: Maximum number of examples (at least two). If None, 2048.
         seed: Random seed for the selection.
         settings: Further arguments of `Calibration`.
+
     Returns:
         The calibration settings with the selected examples.
+
     Raises:
         OSError: if a file cannot be read.
         ValueError: if the contents of a file are invalid, or an argument does not apply to its format.

@@ -1,10 +1,13 @@
 """Fits projections to the outputs of the original attention module by ridge regression and Adam.
+
 With about as many unknowns as tokens, least squares would fit noise. For example, a Whisper decoder read 1,200 tokens
 from 32 recordings, and each output had 513 unknowns. On other recordings, the result was worse than an output of zero.
 The output projection is therefore computed by ridge regression (Hoerl and Kennard, 1970). Its strength is selected by
 cross-validation over examples, which can also select the unchanged projection.
+
 Let c be the head outputs and y the output of the original module, both centered if there is a bias. The regression is
 one of
+
     W + sum (y - W c) c^T (sum c c^T + k I)^-1      shrinks towards the current projection W
     sum y c^T (sum c c^T + k I)^-1                  shrinks towards zero, for modules that cannot be reproduced
 """
@@ -35,6 +38,7 @@ REFIT_STRENGTHS = (1e-6, 1e-2, 1.0)
 
 def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tuple[AttentionTensors, float | None]:
     """Fit a module's projections to target outputs with Adam, as long as the error on held-out text decreases.
+
     Gradients only pass through this module. Adam optimizes W C^1/2, where C is the second moment of W's input. Each
     step then changes the outputs equally in all directions that occur in the text.
 
@@ -42,6 +46,7 @@ def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tu
         tensors: The initial projections.
         heads: The head counts.
         layer: The inputs, the target outputs, and the calibration settings with the fitting options.
+
     Returns:
         The projections with the smallest measured error, and this error. The error is None if no measurement was
         finite.
@@ -82,6 +87,7 @@ def relative_error(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> float | None:
     """Return sqrt(sum |output - target|^2 / sum |target - mean target|^2) over the valid positions.
+
     Args:
         tensors: The projections of the module.
         heads: The head counts.
@@ -117,6 +123,7 @@ def round_error(error: float | None) -> float | None:
 
 class _Whitened:
     """A module's projections W, with the bias as the last column, in whitened coordinates W C^1/2.
+
     C is the second moment of each projection's input: hidden states, latents or head outputs. If the values have a
     bias but the keys do not (Whisper), a key bias is fitted and then discarded because a softmax ignores it.
     """
@@ -212,13 +219,16 @@ def refit_output(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> AttentionTensors:
     """Refit the output projection and bias by regressing the target outputs on the head outputs.
+
     Cross-validation selects the regularization strength. The projections must not already be fitted to these targets
     because cross-validation would then overestimate them (use `iterate_output_refits` instead).
+
     Args:
         tensors: The projections of the module.
         heads: The head counts.
         inputs: Recorded inputs of the module.
         targets: Target outputs, each of shape [b, n, D].
+
     Returns:
         The projections with a new output projection. They are unchanged if cross-validation finds no improvement, or
         if there is only one example.
@@ -243,6 +253,7 @@ def iterate_output_refits(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
     """Yield projections with output projections from ridge regressions towards the current one, one per strength.
+
     Takes the same arguments as `refit_output`.
     """
     moments = _sum_moments(_compute_folds(tensors, heads, inputs, targets))

@@ -15,6 +15,7 @@ group:
   outputs of the new heads (`fitting.refit_output`). Other heads can thus compensate for what one head lost.
 
 All computations use float64 moments of dimension h*d or less. Then all projections are fitted with Adam (`fitting`).
+
 **Latent forms.** A latent causes an error E y in the keys or values of each input y. The form measures its first-order
 effect on the attention output for text (`attention_tensors.LatentForm`). An error in the keys changes the logits of
 query q by q^T E y_j, and the output by
@@ -76,6 +77,7 @@ def compute_latent_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], generator: torch.Generator
 ) -> LatentForms:
     """Return the quadratic forms for a module's keys and values, measured on text. Their energy is per query.
+
     Args:
         tensors: The projections of an attention module with a softmax and without a latent.
         heads: The head counts.
@@ -187,6 +189,7 @@ MIN_RATE_ERROR = 1e-3
 
 class Aligned(CalibratedMethod):
     """Mean pooling after an orthogonal Procrustes alignment of the heads in each group.
+
     A head's queries and keys can be rotated together without changing the output, because q^T k = (R q)^T (R k). The
     same applies to its values and W_o. The rotations bring the keys and values of a group as close together as
     possible on the text. Groups consist of consecutive heads. Nothing is refitted.
@@ -224,6 +227,7 @@ def _rotate_and_average(projection: torch.Tensor, rotations: torch.Tensor, new_h
 
 def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return the rotations [g, d, d] that bring the heads with second moment [g*d, g*d] as close as possible.
+
     Heads are rotated one at a time towards the sum of the others. This is the orthogonal Procrustes problem, whose
     solution is U V^T for the singular value decomposition U S V^T of the cross-moment.
     """
@@ -241,6 +245,7 @@ def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 class Calibrated(CalibratedMethod):
     """The closed form, followed by `Calibration.fit_steps` fitting steps if they reduce the error on held-out text.
+
     The report's `details` contain both errors.
     """
 
@@ -264,6 +269,7 @@ class Calibrated(CalibratedMethod):
         self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
     ) -> AttentionTensors:
         """Return projections with a latent. Keys, values and then the output are regressed, and then all are fitted.
+
         The latent is also fitted if no other module uses it. The default learning rate is multiplied by the relative
         error of the closed form.
         """
@@ -284,6 +290,7 @@ class Calibrated(CalibratedMethod):
         closed_error: float | None = None,
     ) -> AttentionTensors:
         """Return the closed form or the fitted result, whichever has the smaller error on held-out text.
+
         Args:
             closed: The closed form.
             heads, layer: See `convert_module`.
@@ -324,6 +331,7 @@ def iterate_closed_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
     """Yield projections with the best shared heads in the least-squares sense, for each of `ATTENDED_SHARES`.
+
     Args:
         tensors: The original projections. Query heads that will share a key/value head must be consecutive.
         heads: The head counts.
@@ -430,10 +438,12 @@ def _find_shared_head(
     old: torch.Tensor, metric: Sequence[torch.Tensor], moment: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the best d-dimensional projection that the heads in a group can share.
+
     Args:
         old: The group's projections, [g, d, D + 1].
         metric: For each head, the square root [d, d] of the matrix that weights its errors.
         moment: The second moment of the projections' stacked outputs, [g*d, g*d].
+
     Returns:
         The shared projection [d, D + 1], the matrices [g, d, d] that compute each old head from it, and the share of
         energy that it preserves.
@@ -456,7 +466,9 @@ def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torc
 
 def _compute_balance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return factors [d, 1] by which the rows of `second` [d, D] are multiplied and those of `first` [g, d, ...]
-    divided. Both then have rows of the same magnitude, which minimizes rounding errors in bfloat16.
+    divided.
+
+    Both then have rows of the same magnitude, which minimizes rounding errors in bfloat16.
     """
     sizes = first.square().mean((0, 2)).sqrt(), second.square().mean(1).sqrt()
     return (sizes[0].clamp_min(1e-30) / sizes[1].clamp_min(1e-30)).sqrt()[:, None]
@@ -490,6 +502,7 @@ def _center_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionI
 
 class HeadMoments(NamedTuple):
     """Second moments in float64, measured on text, for the closed form.
+
     Attributes:
         queries: Moments of each head's queries, [h, d, d].
         keys: For each group of query heads that will share a key/value head, the moment of the stacked centered keys,
@@ -515,6 +528,7 @@ def compute_head_moments(
     with_attended_keys: bool = False,
 ) -> HeadMoments:
     """Compute the second moments of an attention module's heads on text.
+
     Args:
         tensors: The projections of the module.
         heads: The head counts.
@@ -580,6 +594,7 @@ def pseudo_inverse(root: torch.Tensor) -> torch.Tensor:
 
 def can_reorder_heads(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:
     """Return whether heads can be reordered, that is, whether they differ only in their projections.
+
     This is not possible in T5's self-attention because head i has the same position bias in all layers.
     """
     is_symmetric = heads.query == heads.output and heads.key == heads.value
@@ -595,15 +610,18 @@ def find_best_groups(
     uses: int = 1,
 ) -> Groups:
     """Search for the groups of query heads that lose the least logit and value energy if each group shares a head.
+
     The search first minimizes the pairwise loss within groups by swapping heads, from random starting points. The best
     result, or groups of consecutive heads if they are better, is then improved by swaps that minimize the loss of
     whole groups.
+
     Args:
         tensors: The projections of the module. `can_reorder_heads` must be True.
         heads: The head counts.
         inputs: Recorded inputs of the module.
         generator: Random number generator for the starting points.
         uses: Number of consecutive inputs that come from the same batch of text.
+
     Returns:
         The query heads in each group.
     """

@@ -83,6 +83,7 @@ def record_inputs(
     model: AttnVariantModelMixin, paths: Sequence[str], batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, list[AttentionInputs]]:
     """Run a model on batches and record the inputs of its attention modules.
+
     Args:
         model: A model from this package.
         paths: Paths of attention modules inside the base model.
@@ -234,6 +235,7 @@ def group_modules(
     """Yield groups of modules whose recorded inputs fit into `MAX_RECORDED_BYTES`.
 
     Each module needs memory for its own inputs. All cross-attention modules in a group share the encoder outputs.
+
     Args:
         modules: The attention modules.
         model_class: Class of the model.
@@ -262,6 +264,7 @@ def group_modules(
 
 def _count_positions(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     """Return the numbers of positions in a batch that the encoder (or the decoder-only model) and the decoder read.
+
     For audio features [b, bins, frames], the encoder reads every second frame.
     """
     audio = batch.get("input_features")

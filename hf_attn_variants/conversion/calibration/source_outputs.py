@@ -55,6 +55,7 @@ def source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> Sour
 
 def source_loader_for_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceLoader:
     """Return a function that loads the model in a folder, and its processor unless `calibration` contains one.
+
     The function raises `OSError` if a file is missing or cannot be read, and `ValueError` if a file is invalid.
     """
 
@@ -74,6 +75,7 @@ def source_loader_for_folder(reader: CheckpointReader, folder: Path, calibration
 
 def load_processor(folder: Path, calibration: Calibration | None) -> Any:
     """Load the tokenizer from a checkpoint folder, or the feature extractor for audio calibration.
+
     Raises:
         OSError: if the folder has no tokenizer or feature extractor.
         ValueError: if the tokenizer or feature extractor cannot be loaded.
@@ -108,11 +110,13 @@ COMMON = 0.75
 
 class SourceOutputs:
     """The original model's outputs on held-out examples, for comparison with converted models.
+
     The original model itself is not stored.
     """
 
     def __init__(self, model: PreTrainedModel, processor: Any, calibration: Calibration, batches: Sequence[Batch]):
         """Run the original model and store its outputs.
+
         Args:
             model: The original model.
             processor: The model's tokenizer or feature extractor.
@@ -337,6 +341,7 @@ def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -
 
 def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]) -> list[Batch] | None:
     """Return batches with `labels` for masked tokens or next tokens. All other tokens have the label `IGNORED`.
+
     Returns None if the tokenizer has no mask token, or if no token is masked.
     """
     if getattr(model.config, "is_decoder", False):
