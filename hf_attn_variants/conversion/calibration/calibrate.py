@@ -180,10 +180,10 @@ def _open_calibration_run(
 def _make_batches(
     plan: ConversionPlan, model: AttnVariantModelMixin, processor: Any, calibration: Calibration
 ) -> Batches:
-    """Return the batches of the original model, and set its generation settings to those of the batches."""
+    """Return the calibration batches, and set the model's generation settings to greedy decoding."""
     is_audio = calibration.audio is not None
     if not is_audio and decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
-        # Its own settings, such as beams or penalties, do not matter here, except for the first token of outputs.
+        # The model's own settings, such as beams or penalties, do not matter here, except for the first output token.
         begin = model.generation_config.forced_bos_token_id
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.generation_config.forced_bos_token_id = begin
@@ -278,7 +278,7 @@ class CalibrationRun:
         return converted
 
     def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[AttentionCalls]:
-        """Yield the calls of each attention. Attentions whose inputs fit into memory are recorded together."""
+        """Yield the calls of each module, recording as many modules together as fit into memory."""
         if not modules:
             return
         fit_batches, held_out_batches = self.batches
@@ -289,7 +289,7 @@ class CalibrationRun:
                 for module in group:
                     self.current_name = module.name
                     bar.set_description(f"calibrating {module.name}", refresh=is_watched())
-                    # The recorded inputs are the latents of an attention that has any.
+                    # If a module has a latent, the recorded inputs are the latents.
                     tensors = replace(module.read_tensors(self._read), latent_weight=None)
                     inputs = recorded.pop(module.name)
                     uses = max(1, len(inputs) // len(batches))

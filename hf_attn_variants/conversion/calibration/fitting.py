@@ -314,10 +314,10 @@ class _Moments:
 def _compute_folds(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> list[_Moments]:
-    """Return the moments of each fold of the examples. Arguments as for `refit_output`."""
+    """Return the moments for each cross-validation fold. Takes the same arguments as `refit_output`."""
     folds: dict[int, _Moments] = {}
-    # The index of an example in its batch selects its fold. Therefore it is in the same fold if a forward pass calls
-    # the module several times (ALBERT). Batches with one example are folds as a whole.
+    # An example's index in its batch determines its fold, which therefore stays the same if a forward pass calls the
+    # module several times (ALBERT). Batches with a single example form a fold as a whole.
     is_single = all(len(target) == 1 for target in targets)
     for number, (batch, target) in enumerate(zip(inputs, targets, strict=True)):
         output, context = compute_attention(tensors, batch, heads.query)
@@ -369,7 +369,7 @@ class _RidgeRegression:
         return 1 / (self._values + strength * self._scale)
 
     def solve(self, strength: float, base: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the solution [out, in] and its bias [out]. It is added to W if `base` is 0 and replaces W if it is 1."""
+        """Return the solution [out, in] and its bias [out]. If `base` is 0, it is added to W. Otherwise, it replaces W."""
         weight = (self.cross[base] * self.factors(strength)) @ self.vectors.T
         context, target = self.means
         return weight, target[base] - weight @ context

@@ -465,8 +465,7 @@ def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torc
 
 
 def _compute_balance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return factors [d, 1] by which the rows of `second` [d, D] are multiplied and those of `first` [g, d, ...]
-    divided.
+    """Return factors [d, 1] that multiply the rows of `second` [d, D] and divide the rows of `first` [g, d, ...].
 
     Both then have rows of the same magnitude, which minimizes rounding errors in bfloat16.
     """

@@ -35,22 +35,22 @@ MAX_RECORDED_BYTES = 3 * 2**30
 def compute_attention(
     tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the output of one attention for recorded inputs, with torch's fused attention or with its own kernel.
+    """Compute a module's output for recorded inputs with PyTorch's fused attention or the module's own kernel.
 
     Args:
-        tensors: The projections of the attention.
+        tensors: The projections of the module.
         inputs: The recorded inputs.
         query_heads: Number of query heads.
 
     Returns:
-        The output [b, n, D] and the outputs of the heads [b, n, h*d]. Rows of queries without keys, and the gradients
-        of these rows, are arbitrary: only use valid rows.
+        The output [b, n, D] and the concatenated head outputs [b, n, h*d]. Rows of queries without keys and their
+        gradients are arbitrary, so only valid rows should be used.
     """
     projected = _project_heads(tensors, inputs, query_heads)
     if tensors.kernel is None:
         context = fused_attention(*projected, **_attention_arguments(inputs)).flatten(2)
     else:
-        # The last query attends to all keys except padding, so its row is the mask of the keys.
+        # The last query attends to all keys except padding, so its row is the key mask.
         mask = None if inputs.mask is None else inputs.mask[..., -1:, :]
         query, key, value = projected
         attention: Any = tensors  # it has the attributes of a module with a kernel
@@ -166,12 +166,12 @@ class _Recorder:
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Record a call of the attention function and return its result (the interface of Transformers)."""
+        """Record a call to the attention function and return its result. Implements the Transformers interface."""
         if module in self._modules:
             path, site, query_linear, key_linear = self._modules[module]
             states, key_value_states = self._inputs[query_linear], self._inputs[key_linear]
             mask_name = "decoder_attention_mask" if site.stack == "decoder" else "attention_mask"
-            # The mask of a decoder-only model is `attention_mask`. Audio has no mask, so all positions are valid.
+            # In a decoder-only model, the mask is `attention_mask`. Audio has no mask, so all positions are valid.
             valid = self.batch.get(mask_name, self.batch.get("attention_mask"))
             valid = torch.ones_like(states[..., 0], dtype=torch.bool) if valid is None else valid.bool()
             mask, bias = _compute_mask_and_bias(module, query, key, attention_mask, position_bias, **kwargs)
@@ -194,10 +194,10 @@ def _compute_mask_and_bias(
     position_bias: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the additive mask and the bias that give full attention the same result as an attention pattern."""
+    """Return the additive mask and bias with which full attention gives the same result as an attention pattern."""
     bias = position_bias
 
-    @from_first_token  # it moves rows, and moves the attention weights back: here, the mask takes their place
+    @from_first_token  # it reorders rows and restores the order of the attention weights, which are replaced by the mask here
     def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
         key_range = kwargs.get("key_range", module.key_range)
