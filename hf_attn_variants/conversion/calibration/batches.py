@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 TOKENS_PER_DIMENSION = 8
 # The language is only checked if there are at least this many tokens.
 MIN_CHECKED_TOKENS = 1000
-# Maximum number of tokens per word of letters. English has 1.0 to 1.4 with English tokenizers, also next to code.
-# German has 1.9. Names and numbers in code have many tokens in all languages, so they are not checked.
+# Maximum average number of tokens per alphabetic word. With English tokenizers, English text has 1.0 to 1.4, even if
+# it contains code, and German text has 1.9. Names and numbers in code have many tokens in all languages and are not
+# checked.
 MAX_TOKENS_PER_WORD = 1.65
-# Text with longer words on average has no real words: for example formulas and sequences of letters.
+# Text with longer words on average does not contain real words, but formulas or letter sequences, for example.
 MAX_WORD_LENGTH = 12.0
 # Number of words that is sufficient to check the language.
 MAX_WORDS = 4096
@@ -45,9 +46,9 @@ WARN_UNKNOWN_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.9
 # Maximum loss of the original model, relative to the loss ln(vocabulary) of a random guess. A larger loss indicates
 # that the model was not trained on this type of text.
 MAX_LOSS_SHARE = 0.5
-# Loudness below which a recording is silent, relative to full scale: -60 dB.
+# Loudness relative to full scale below which a recording is considered silent (-60 dB).
 SILENCE = 1e-3
-# Share of silent or duplicate examples that causes a warning.
+# Share of silent or duplicate examples that triggers a warning.
 WARN_SHARE = 0.25
 
 
@@ -229,7 +230,7 @@ def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> 
     shortest = min(MIN_PASSAGE_LENGTH, longest)
     joined = {}
     for i in range(0, len(texts), 2):
-        # Multiples of the golden ratio modulo 1 are spread evenly over any range of texts without random numbers.
+        # Multiples of the golden ratio modulo 1 are distributed evenly over any range of texts without random numbers.
         length = round(shortest * (longest / shortest) ** (i // 2 * GOLDEN_RATIO % 1))
         parts, tokens = [texts[i]], counts[i]
         # The first text follows the last one, and no text is used twice in a passage.

@@ -197,7 +197,7 @@ def _compute_mask_and_bias(
     """Return the additive mask and bias with which full attention gives the same result as an attention pattern."""
     bias = position_bias
 
-    @from_first_token  # it reorders rows and restores the order of the attention weights, which are replaced by the mask here
+    @from_first_token  # reorders rows, and restores the order of the result (the mask)
     def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
         key_range = kwargs.get("key_range", module.key_range)
