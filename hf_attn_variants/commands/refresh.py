@@ -65,12 +65,12 @@ def main(args: argparse.Namespace) -> Any:
         return output
     from huggingface_hub import HfApi
 
-    from ..hub.push import full_repo_id, plan_push, push_checkpoint
+    from ..hub.push import plan_push, push_checkpoint, resolve_repo_id
 
     api, card = HfApi(token=args.token), output / CARD_NAME
     name = args.hub_model_id or (args.model_name_or_path if folder is None else output.resolve().name)
     text = card.read_text(encoding="utf-8") if card.is_file() else None
-    plan = plan_push(output, full_repo_id(name, api), card=text)
+    plan = plan_push(output, resolve_repo_id(name, api), card=text)
     private = True if args.private else False if args.public else None
     result = push_checkpoint(plan, private, commit_message="Refresh the code of hf_attn_variants", api=api)
     print(f"{'Pushed to' if result.changed else 'No changes in'} {result.url}, commit {result.commit}")

@@ -143,28 +143,26 @@ class Quality:
     def __str__(self) -> str:
         """Return a clause that describes the quality, with its confidence interval."""
         if self.alike:
-            output = (
-                "generates nothing" if self.measure == "tokens" else f"gives all examples the same {self.measure[:-1]}"
-            )
-            return f"the original model {output}, so the models cannot be compared"
+            output = "generates nothing" if self.measure == "tokens" else f"gives all examples one {self.measure[:-1]}"
+            return f"the original model {output}, so that the models cannot be compared"
         if self.unknown:
             loss = "" if self.losses is None else f" of {self.losses[0]:.1f} nats per token"
-            return f"the original model's loss{loss} on these examples is higher than that of a random guess"
+            return f"the original model has a loss{loss} on these examples, which is more than that of a random guess"
         if self.value is None:
             return "its outputs are not finite numbers"
-        rare = " (excluding the most frequent one)" if self.is_rare else ""
+        rare = ", without the most frequent one," if self.is_rare else ""
         text = {
             "tokens": f"{self.value:.1%} of its generated tokens differ from the original's",
-            "loss": f"its loss changes by {self.value:+.3f} nats per token",
+            "loss": f"its loss is {self.value:+.3f} nats per token compared with the original's",
             "predictions": f"{self.value:.1%} of its predictions{rare} differ from the original's",
-            "scores": f"the squared error of its scores is {self.value:.1%} of the variance of the original's",
-            "embeddings": f"its embeddings have a cosine similarity of {self.value:.3f} to the original's",
+            "scores": f"the error of its scores is {self.value:.1%} of the variance of the original's",
+            "embeddings": f"its embeddings have a cosine of {self.value:.3f} to the original's",
         }[self.measure]
         if self.interval is not None:
             form = {"loss": "{:+.3f}", "embeddings": "{:.3f}"}.get(self.measure, "{:.1%}")
             text += f" (95 % interval {form.format(self.interval[0])} to {form.format(self.interval[1])})"
         if self.runaway:
-            text += f"; it generates more than twice as many tokens for {self.runaway} of {self.examples} examples"
+            text += f"; for {self.runaway} of {self.examples} examples it generates more than twice as many tokens"
         return text
 
     @property

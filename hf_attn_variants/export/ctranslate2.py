@@ -19,7 +19,7 @@ from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import compute_converted_tensors, read_generation_config, write_class_names
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
-from ..inspection.costs import used_fields, values_by_layer
+from ..inspection.costs import list_used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..registration import longest_input
 from .ctranslate2_check import (
@@ -27,16 +27,16 @@ from .ctranslate2_check import (
     Agreement,
     Tokens,
     check_ctranslate2_support,
+    describe_translator_usage,
+    describe_whisper_usage,
     generate_greedily,
     generate_with_ctranslate2,
     make_random_inputs,
     max_generated_tokens,
-    model_tokens,
-    translator_usage,
+    read_model_tokens,
     unsupported_settings,
-    whisper_usage,
 )
-from .plain import is_independent_of_code, source_model, upstream_architecture
+from .plain import is_independent_of_code, source_model, upstream_class_name
 
 FLOAT32 = "float32"
 # The bytes per weight of a quantization. The others, of eight bits, need one byte.
@@ -54,7 +54,7 @@ class CTranslate2Export:
         heads: {key/value head field: (query heads, key/value heads)}. The latter is a list if layers differ.
         agreement: The comparison of the outputs of CTranslate2 and of the model for random inputs.
         usage: Python code that uses the exported model.
-        unsaid: The generation settings that are neither in the exported files nor in `usage`.
+        unexported_settings: The generation settings that are neither in the exported files nor in `usage`.
     """
 
     output_dir: str
@@ -63,19 +63,19 @@ class CTranslate2Export:
     heads: dict[str, tuple[int, Any]]
     agreement: Agreement
     usage: str
-    unsaid: dict[str, Any]
+    unexported_settings: dict[str, Any]
 
     def summary(self) -> str:
         """Return a printable summary."""
         lines = [f"Wrote {self.output_dir}: a {self.architecture} for CTranslate2, {self.quantization}"]
         lines += [f"  {name:<27} {count} of {query}" for name, (query, count) in self.heads.items()]
-        lines += self._comparison_lines()
-        if self.unsaid:
-            settings = ", ".join(f"{name}={value!r}" for name, value in self.unsaid.items())
+        lines += self._describe_comparison()
+        if self.unexported_settings:
+            settings = ", ".join(f"{name}={value!r}" for name, value in self.unexported_settings.items())
             lines.append(f"  {'settings not exported':<27} {settings} (generation_config.json)")
         return "\n".join([*lines, "Use it as follows:", *(f"  {line}" for line in self.usage.splitlines())])
 
-    def _comparison_lines(self) -> list[str]:
+    def _describe_comparison(self) -> list[str]:
         """Return lines that compare the greedy outputs of CTranslate2 with those of the model."""
         agreement, label = self.agreement, f"  {'comparison':<27}"
         tokens = f"{agreement.same_tokens} of {agreement.tokens}"
@@ -130,7 +130,7 @@ def export_ctranslate2(
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plan_without_latents(config, reader.entries, folder / CONFIG_NAME)
         generation = read_generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
-        tokens = model_tokens(tokenizer, plan.config, generation)
+        tokens = read_model_tokens(tokenizer, plan.config, generation)
         copied, _ = list_side_files(folder, reader.files)
         check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * sum(e.numel for e in reader.entries.values()))
         tensors = compute_converted_tensors(plan, reader, {})
@@ -138,7 +138,7 @@ def export_ctranslate2(
     model.generation_config = generation
     inputs = make_random_inputs(model, tokenizer)
     expected = generate_greedily(model, inputs, tokens)  # before the quantization changes the weights of the model
-    spec = model_specification(model, tokens, model_type := _transformers_model_type(config))
+    spec = build_model_specification(model, tokens, model_type := _transformers_model_type(config))
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, [name for name in copied if is_independent_of_code(folder, name)])
@@ -165,7 +165,7 @@ def _plan_without_latents(
     """Return the plan of the conversion to float32 without latents that are narrower than the input."""
     model_class, model_config = source_model(config)
     fields = {}
-    for name in used_fields(model_class, model_config):
+    for name in list_used_fields(model_class, model_config):
         ranks = values_by_layer(model_config, name) if name in model_config.rank_fields() else []
         if any(rank not in (None, model_config.hidden_size) for rank in ranks):
             fields[name] = model_config.hidden_size
@@ -213,12 +213,12 @@ def _describe_export(
     generation, reads_audio = model.generation_config, model.main_input_name == "input_features"
     arguments = (os.fspath(output_dir), tokens, generation, longest_input(model.config))
     if reads_audio:
-        usage = whisper_usage(*arguments)
+        usage = describe_whisper_usage(*arguments)
     else:
-        usage = translator_usage(*arguments, model.config.upstream_model_types[0])
+        usage = describe_translator_usage(*arguments, model.config.upstream_model_types[0])
     return CTranslate2Export(
         os.fspath(output_dir),
-        upstream_architecture(type(model)),
+        upstream_class_name(type(model)),
         quantization,
         heads,
         agreement,
@@ -234,7 +234,7 @@ PADDING_ROWS = {"bart": 2, "mbart": 2}
 TensorsByName = dict[str, torch.Tensor]
 
 
-def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type: str) -> Any:
+def build_model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type: str) -> Any:
     """Return the complete specification of a model, with its vocabulary.
 
     Args:
@@ -260,7 +260,7 @@ def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type
         groups = ([query], [key, value]) if site.is_cross_attention else ([query, key, value],)
         for linear, projections in zip(part.linear, (*groups, [output]), strict=True):
             linear.weight = torch.cat([projection.weight.detach() for projection in projections])
-            if (bias := _joined_bias(projections)) is not None:
+            if (bias := _concatenate_biases(projections)) is not None:
                 linear.bias = bias
     spec.decoder.projection.weight = model.get_output_embeddings().weight.detach()
     if architecture == "whisper":
@@ -296,7 +296,7 @@ def _register_whisper_tokens(spec: Any, tokens: Tokens, config: Any, generation:
     spec.config.alignment_heads = heads or [*map(list, product(upper, range(config.decoder_attention_heads)))]
 
 
-def _joined_bias(linears: list[Any]) -> torch.Tensor | None:
+def _concatenate_biases(linears: list[Any]) -> torch.Tensor | None:
     """Return the concatenated biases of linear layers, or None if no layer has a bias.
 
     The bias of a layer without bias (the key projection of Whisper) is 0.

@@ -19,11 +19,11 @@ from ..modeling.fields.field_table import row_of
 from ..modeling.fields.saving_and_loading import fields_in_effect
 from ..modeling.transformers_internals import cache_name, cache_of
 from ..registration import longest_input
-from .plain import upstream_architecture
+from .plain import upstream_class_name
 
 logger = logging.getLogger(__name__)
 
-# The Transformers model types that `ctranslate2.model_specification` supports.
+# The Transformers model types that `ctranslate2.build_model_specification` supports.
 SUPPORTED_MODEL_TYPES = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
 # {activation of Transformers: activation of CTranslate2}. Most names differ only in the case of the letters.
 ACTIVATIONS = {
@@ -46,7 +46,7 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
     Raises:
         ValueError: If the class, a field or an activation is not supported.
     """
-    name, model_type = upstream_architecture(model_class), config.upstream_model_types[0]
+    name, model_type = upstream_class_name(model_class), config.upstream_model_types[0]
     if model_type not in SUPPORTED_MODEL_TYPES or decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS:
         raise ValueError(
             f"{name} cannot be exported to CTranslate2. Supported are encoder-decoders that generate, of the types "
@@ -101,7 +101,7 @@ class Tokens:
         return [self.vocabulary[token] for token in ids]
 
 
-def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig) -> Tokens:
+def read_model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig) -> Tokens:
     """Return the vocabulary and the special tokens of an encoder-decoder.
 
     Args:
@@ -113,7 +113,7 @@ def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Ge
         ValueError: If there is no start token or not exactly one end token, or the tokenizer of a Whisper model has
             not the tokens of its prompt.
     """
-    start, ends = (_setting(name, config, generation) for name in ("decoder_start_token_id", "eos_token_id"))
+    start, ends = (_get_setting(name, config, generation) for name in ("decoder_start_token_id", "eos_token_id"))
     ends = ends if isinstance(ends, list) else [ends]
     for name, value in (("decoder_start_token_id", start), ("eos_token_id", ends[0])):
         if value is None or value >= config.vocab_size:
@@ -126,7 +126,7 @@ def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Ge
             f"`eos_token_id` must be a single token for CTranslate2, got {ends}. Change generation_config.json."
         )
     is_whisper = config.upstream_model_types[0] == "whisper"
-    vocabulary = _vocabulary(tokenizer, config.vocab_size, is_whisper)
+    vocabulary = _build_vocabulary(tokenizer, config.vocab_size, is_whisper)
     prompt, never = [start], sorted(generation.suppress_tokens or [])
     never_first = sorted(generation.begin_suppress_tokens or []) if is_whisper else []
     if is_whisper:
@@ -145,13 +145,13 @@ def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Ge
     return Tokens(vocabulary, prompt, ends[0], unknown, never, never_first)
 
 
-def _setting(name: str, config: Any, generation: GenerationConfig) -> Any:
+def _get_setting(name: str, config: Any, generation: GenerationConfig) -> Any:
     """Return a value of the generation config, or of the configuration if the former does not have it."""
     value = getattr(generation, name, None)
     return getattr(config, name, None) if value is None else value
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool) -> list[str]:
+def _build_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool) -> list[str]:
     """Return `size` different texts by token id. Ids that the tokenizer does not use get an artificial text."""
     ids = sorted({*tokenizer.get_vocab().values()})
     if surplus := [token for token in ids if token >= size]:
@@ -237,7 +237,7 @@ DEFAULT_MAX_LENGTH = 256
 MULTILINGUAL_MODEL_TYPES = ("m2m_100", "mbart")
 
 
-def translator_usage(
+def describe_translator_usage(
     folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None, model_type: str
 ) -> str:
     """Return Python code that generates text with an exported model.
@@ -249,7 +249,7 @@ def translator_usage(
         num_positions: The number of positions of the decoder, or None if it is not limited.
         model_type: The Transformers model type.
     """
-    call_options = _translator_options(tokens, generation)
+    call_options = _make_translator_options(tokens, generation)
     if num_positions is not None and num_positions <= DEFAULT_MAX_LENGTH:
         call_options.setdefault("max_decoding_length", num_positions - 1)
     options = "".join(f", {name}={value!r}" for name, value in call_options.items())
@@ -266,10 +266,12 @@ source = tokenizer.convert_ids_to_tokens(tokenizer("A text.").input_ids)
 print(tokenizer.decode(tokenizer.convert_tokens_to_ids(result.hypotheses[0]), skip_special_tokens=True))"""
 
 
-def whisper_usage(folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None) -> str:
-    """Return Python code that transcribes audio with an exported Whisper model (see `translator_usage`)."""
-    prompt, has_language = _whisper_prompt(tokens, generation)
-    call_options: dict[str, Any] = {"beam_size": 1} | _call_options(WHISPER_OPTIONS, generation)
+def describe_whisper_usage(
+    folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None
+) -> str:
+    """Return Python code that transcribes audio with an exported Whisper model (see `describe_translator_usage`)."""
+    prompt, has_language = _make_whisper_prompt(tokens, generation)
+    call_options: dict[str, Any] = {"beam_size": 1} | _make_call_options(WHISPER_OPTIONS, generation)
     lengths = [length - len(prompt) for length in (generation.max_length, num_positions) if length]
     if max_tokens := min(filter(None, [generation.max_new_tokens, *lengths]), default=None):
         call_options["max_length"] = 2 * max(1, max_tokens)  # CTranslate2 generates half of `max_length`
@@ -286,7 +288,7 @@ prompt = processor.tokenizer.convert_tokens_to_ids({prompt!r}){language}
 print(processor.decode(result.sequences_ids[0]))"""
 
 
-def _whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[str], bool]:
+def _make_whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[str], bool]:
     """Return the prompt of a Whisper model, and whether its language is set or the model has only English.
 
     If the language is not set, the prompt has English, or the first language of a model without English.
@@ -307,9 +309,9 @@ def _whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[
     return prompt, language is not None or middle[0] not in tokens.vocabulary
 
 
-def _translator_options(tokens: Tokens, generation: GenerationConfig) -> dict[str, Any]:
+def _make_translator_options(tokens: Tokens, generation: GenerationConfig) -> dict[str, Any]:
     """Return the options of `Translator.translate_batch` for one text that correspond to a generation config."""
-    options: dict[str, Any] = {"beam_size": 1} | _call_options(TRANSLATOR_OPTIONS, generation)
+    options: dict[str, Any] = {"beam_size": 1} | _make_call_options(TRANSLATOR_OPTIONS, generation)
     if sequences := [words for words in generation.bad_words_ids or [] if len(words) > 1]:
         options["suppress_sequences"] = [tokens.texts(words) for words in sequences]
     if forced := tokens.prompt[1:]:
@@ -317,7 +319,7 @@ def _translator_options(tokens: Tokens, generation: GenerationConfig) -> dict[st
     return options
 
 
-def _call_options(option_names: Mapping[str, str], generation: GenerationConfig) -> dict[str, Any]:
+def _make_call_options(option_names: Mapping[str, str], generation: GenerationConfig) -> dict[str, Any]:
     """Return the options of a call for the settings of a generation config.
 
     Args:

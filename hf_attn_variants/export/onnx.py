@@ -37,7 +37,7 @@ from ..modeling.mechanisms.talking_heads import dynamic_terms, supports_cache
 from ..modeling.transformers_internals import cache_name, cache_of
 from ..progress import progress_bar
 from ..registration import longest_input
-from .plain import is_independent_of_code, source_model, upstream_architecture, upstream_config
+from .plain import is_independent_of_code, source_model, upstream_class_name, upstream_config
 
 TensorDict = dict[str, torch.Tensor]
 # The names of the dimensions with variable sizes.
@@ -74,7 +74,7 @@ class Graph:
     longest: dict[str, int]
 
 
-def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
+def build_model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
     """Return the graphs of a model of this package.
 
     Raises:
@@ -85,8 +85,8 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
     longest = longest_input(config)
     limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
     if stacks == {"encoder"}:
-        return [_encoder_graph(model, limits)]
-    name = upstream_architecture(type(model))
+        return [_build_encoder_graph(model, limits)]
+    name = upstream_class_name(type(model))
     if stacks == {"decoder"} or not model.can_generate():
         raise ValueError(
             f"{name} cannot be exported to ONNX. Supported are encoders with any head, and encoder-decoders that "
@@ -103,7 +103,7 @@ def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
             f"`attention_kernel` of a decoder is not supported in an ONNX export, got {config.attention_kernel!r}. "
             "Kernels of encoders and of cross-attention are supported."
         )
-    return [_encoder_stack_graph(model, limits), *_decoder_graphs(model, limits)]
+    return [_build_encoder_stack_graph(model, limits), *_build_decoder_graphs(model, limits)]
 
 
 class _Encoder(nn.Module):
@@ -131,7 +131,7 @@ class _Decoder(nn.Module):
         states: Any = inputs.get("encoder_hidden_states")
         cache = None
         if self.is_step:
-            caches = (_filled_cache(self.model.config, part, inputs) for part in ("decoder", "encoder"))
+            caches = (_make_cache(self.model.config, part, inputs) for part in ("decoder", "encoder"))
             cache = EncoderDecoderCache(*caches)
             batch, _, length, _ = inputs["past_key_values.0.encoder.key"].shape
             # The cross-attention reads the cache, so that only the length of the encoder outputs matters.
@@ -144,10 +144,10 @@ class _Decoder(nn.Module):
             **{cache_name(): cache},
         )
         parts = ("decoder",) if self.is_step else ("decoder", "encoder")
-        return {"logits": output.logits} | _cache_tensors(self.model.config, parts, cache_of(output))
+        return {"logits": output.logits} | _collect_cache_tensors(self.model.config, parts, cache_of(output))
 
 
-def _encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
+def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
     """Return the graph of an encoder-only model."""
     reads_audio = model.main_input_name == "input_features"
     has_choices = type(model).__name__.endswith("MultipleChoice")
@@ -161,26 +161,28 @@ def _encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
 
     def inputs(sizes: Sizes) -> TensorDict:
         shape = (sizes.batch, *([sizes.choices] if has_choices else []), sizes.source)
-        example = _features(model, sizes) if reads_audio else _text(model, *shape)
+        example = _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, *shape)
         return {name: example[name] for name in names}
 
     return Graph("model", _Encoder(model), inputs, dict.fromkeys(names, axes), limits)
 
 
-def _encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
+def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
     """Return the graph of the encoder of an encoder-decoder."""
     reads_audio = model.main_input_name == "input_features"
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
     axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
 
     def inputs(sizes: Sizes) -> TensorDict:
-        example = _features(model, sizes) if reads_audio else _text(model, sizes.batch, sizes.source)
+        example = (
+            _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, sizes.batch, sizes.source)
+        )
         return {name: example[name] for name in names}
 
     return Graph("encoder_model", _Encoder(model.get_encoder()), inputs, dict.fromkeys(names, axes), limits)
 
 
-def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Graph]:
+def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Graph]:
     """Return the graphs of the first call of a decoder and of a step."""
     reads_audio = model.main_input_name == "input_features"
     first, step = _Decoder(model, False), _Decoder(model, True)
@@ -189,8 +191,11 @@ def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Grap
 
     def first_inputs(sizes: Sizes) -> TensorDict:
         length = model.config.max_source_positions if reads_audio else sizes.source
-        source_text, target_text = _text(model, sizes.batch, length), _text(model, sizes.batch, sizes.target)
-        states = torch.randn(sizes.batch, length, model.config.d_model, generator=_generator())
+        source_text, target_text = (
+            _make_text_inputs(model, sizes.batch, length),
+            _make_text_inputs(model, sizes.batch, sizes.target),
+        )
+        states = torch.randn(sizes.batch, length, model.config.d_model, generator=_make_generator())
         inputs = {"input_ids": target_text["input_ids"], "encoder_hidden_states": states}
         return ({} if reads_audio else {"encoder_attention_mask": source_text["attention_mask"]}) | inputs
 
@@ -202,7 +207,7 @@ def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Grap
 
     axes = mask | {"input_ids": {0: BATCH, 1: TARGET}, "encoder_hidden_states": source}
     self_axes, cross_axes = {0: BATCH, 2: PAST}, ({0: BATCH} if reads_audio else {0: BATCH, 2: SOURCE})
-    names_by_layer = (_cache_names(model.config, part, "past_key_values") for part in ("decoder", "encoder"))
+    names_by_layer = (_list_cache_names(model.config, part, "past_key_values") for part in ("decoder", "encoder"))
     # The order is that of the outputs, because optimum passes cache inputs by position instead of by name.
     cache_axes: dict[str, Any] = {}
     for self_names, cross_names in zip(*names_by_layer, strict=True):
@@ -213,7 +218,7 @@ def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Grap
     ]
 
 
-def _cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
+def _list_cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
     """Return the names of the cache tensors of each layer.
 
     Args:
@@ -232,17 +237,19 @@ def _cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
     return [[f"{prefix}.{layer}.{part}.{kind}" for kind in layer_kinds] for layer, layer_kinds in enumerate(kinds)]
 
 
-def _filled_cache(config: Any, part: str, inputs: TensorDict) -> DynamicCache:
-    """Return a Transformers cache with the cache tensors of the inputs (see `_cache_names`)."""
-    layers = [[inputs[name] for name in names] for names in _cache_names(config, part, "past_key_values") if names]
+def _make_cache(config: Any, part: str, inputs: TensorDict) -> DynamicCache:
+    """Return a Transformers cache with the cache tensors of the inputs (see `_list_cache_names`)."""
+    layers = [
+        [inputs[name] for name in names] for names in _list_cache_names(config, part, "past_key_values") if names
+    ]
     # A cache of latents has values of width 0.
     return DynamicCache([(layer[0], layer[1] if len(layer) > 1 else layer[0][..., :0]) for layer in layers])
 
 
-def _cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCache) -> TensorDict:
+def _collect_cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCache) -> TensorDict:
     """Return {name: tensor} for a Transformers cache."""
     caches = {"decoder": cache.self_attention_cache, "encoder": cache.cross_attention_cache}
-    names = [_cache_names(config, part, "present") for part in parts]
+    names = [_list_cache_names(config, part, "present") for part in parts]
     tensors = {}
     for layer, names_by_part in enumerate(zip(*names, strict=True)):
         for part, part_names in zip(parts, names_by_part, strict=True):
@@ -251,22 +258,22 @@ def _cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCac
     return tensors
 
 
-def _generator() -> torch.Generator:
+def _make_generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _text(model: PreTrainedModel, *shape: int) -> TensorDict:
+def _make_text_inputs(model: PreTrainedModel, *shape: int) -> TensorDict:
     """Return random text inputs. The last token of the first text is padding."""
-    tokens = torch.randint(0, model.config.vocab_size, shape, generator=_generator())
+    tokens = torch.randint(0, model.config.vocab_size, shape, generator=_make_generator())
     mask = torch.ones(shape, dtype=torch.long)
     mask.view(-1, shape[-1])[0, 1:][-1:] = 0
     return {"input_ids": tokens, "attention_mask": mask, "token_type_ids": torch.zeros_like(tokens)}
 
 
-def _features(model: PreTrainedModel, sizes: Sizes) -> TensorDict:
+def _make_audio_inputs(model: PreTrainedModel, sizes: Sizes) -> TensorDict:
     """Return random audio inputs."""
     shape = (sizes.batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-    return {"input_features": torch.randn(shape, generator=_generator())}
+    return {"input_features": torch.randn(shape, generator=_make_generator())}
 
 
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -349,7 +356,7 @@ def export_onnx(
         names, _ = list_side_files(folder, reader.files)
     copied = [name for name in names if is_independent_of_code(folder, name)]
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    graphs = model_graphs(model)
+    graphs = build_model_graphs(model)
     if (
         len(graphs) == 1
     ):  # opset 23 has one operator for the attention of an encoder, but not for a decoder with a cache
@@ -365,7 +372,7 @@ def export_onnx(
             file = f"{graph.name}.onnx"
             _write_graph(graph, opset, stage / file)
             written[file] = _largest_difference(graph, stage / file), list(graph.axes)
-    return OnnxExport(os.fspath(output_dir), upstream_architecture(model_class), opset, written)
+    return OnnxExport(os.fspath(output_dir), upstream_class_name(model_class), opset, written)
 
 
 def _write_graph(graph: Graph, opset: int, path: Path) -> None:

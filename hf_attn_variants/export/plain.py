@@ -23,7 +23,7 @@ from ..conversion.conversions import resolve_dtype
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import plan_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
-from ..inspection.costs import used_fields, variant_config
+from ..inspection.costs import list_used_fields, variant_config
 from ..model_folder import read_history, write_history
 from ..modeling.code_builder import file_names
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
@@ -51,7 +51,7 @@ def source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin
     return variant_model_class(architecture or model_config.auto_classes["AutoModel"]), model_config
 
 
-def upstream_architecture(model_class: type) -> str:
+def upstream_class_name(model_class: type) -> str:
     """Return the name of the Transformers class that corresponds to a model class of this package."""
     return model_class.__name__.removeprefix(PREFIX)
 
@@ -68,7 +68,7 @@ def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
     omitted = {*config.variant_fields(), *OMITTED_FIELDS}
     values = {name: value for name, value in config.to_dict().items() if name not in omitted}
     plain_config = CONFIG_MAPPING[config.upstream_model_types[0]](**values)
-    plain_config.architectures = [upstream_architecture(model_class)]
+    plain_config.architectures = [upstream_class_name(model_class)]
     return plain_config
 
 
@@ -161,7 +161,7 @@ def export_transformers(
     output = check_output_dir(output_dir, source=folder)
     config, history = read_config(folder), read_history(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
-        plan = _plain_plan(config, reader.entries, dtype, folder / CONFIG_NAME)
+        plan = _plan_plain_conversion(config, reader.entries, dtype, folder / CONFIG_NAME)
         output_folder = plan_folder(
             plan, reader, folder, config, output, allow_pickle, partial(is_independent_of_code, folder)
         )
@@ -176,14 +176,14 @@ def export_transformers(
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
     return PlainExport(
         os.fspath(output_dir),
-        upstream_architecture(plan.model_class),
+        upstream_class_name(plan.model_class),
         changed,
         (before, after),
         output_folder.left_out,
     )
 
 
-def _plain_plan(
+def _plan_plain_conversion(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, config_file: Path
 ) -> ConversionPlan:
     """Return the plan of the conversion to multi-head attention without latents.
@@ -200,11 +200,11 @@ def _plain_plan(
     for field, feature in NO_PLAIN_FORM.items():
         if (value := getattr(source, field, None)) not in (None, NONE, "absolute"):
             raise ValueError(
-                f"`{field}` is {value!r}, but {upstream_architecture(model_class)} of Transformers does not support "
+                f"`{field}` is {value!r}, but {upstream_class_name(model_class)} of Transformers does not support "
                 f"{feature}. Use `--to onnx`."
             )
     fields = {}
-    for name in used_fields(model_class, source):
+    for name in list_used_fields(model_class, source):
         if name in source.kv_heads_fields():
             fields[name] = source.query_heads(name)
         elif getattr(source, name) is not None:

@@ -10,14 +10,14 @@ Example:
 """
 
 from .card import CardOptions, model_card
-from .push import PushPlan, PushResult, check_visibility, full_repo_id, plan_push, push_checkpoint
+from .push import PushPlan, PushResult, check_visibility, plan_push, push_checkpoint, resolve_repo_id
 
 __all__ = [
     "CardOptions",
     "PushPlan",
     "PushResult",
     "check_visibility",
-    "full_repo_id",
+    "resolve_repo_id",
     "model_card",
     "plan_push",
     "push_checkpoint",

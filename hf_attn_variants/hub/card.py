@@ -22,7 +22,14 @@ from ..conversion.report import Quality
 from ..errors import as_value_error
 from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write, load_json
 from ..glue_tasks import TASKS
-from ..inspection.costs import CostTable, cost_table, score_parts, used_fields, values_by_layer, variant_config
+from ..inspection.costs import (
+    CostTable,
+    cost_table,
+    describe_scores,
+    list_used_fields,
+    values_by_layer,
+    variant_config,
+)
 from ..inspection.tables import describe_talking_projections, talking_heads_by_place
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, card_text, row_of
@@ -172,13 +179,13 @@ def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[di
         else:
             before, after = step.get("initial_eval_loss"), step.get("eval_loss")
             facts["no_gain"] = bool(step.get("steps")) and before is not None and after is not None and after >= before
-            facts["data"] = (data_name(step, ("train_file", "source_file")) or {}).get("dataset_name")
+            facts["data"] = (describe_dataset(step, ("train_file", "source_file")) or {}).get("dataset_name")
             facts["rows"] = _list_arguments(step["arguments"], verb == "evaluated")
         all_facts.append(facts)
     return all_facts
 
 
-def last_training(steps: Sequence[Step]) -> Step | None:
+def find_last_training(steps: Sequence[Step]) -> Step | None:
     """Return the last training, whose scores apply to the model, or None if a conversion followed it."""
     return steps[-1] if steps and steps[-1]["kind"] == "training" else None
 
@@ -188,7 +195,7 @@ def starts_from_model(step: Step) -> bool:
     return step["kind"] == "conversion" or step["arguments"].get("model_name_or_path") is not None
 
 
-def latest_hub_id(steps: Sequence[Step]) -> str | None:
+def find_latest_hub_id(steps: Sequence[Step]) -> str | None:
     """Return the Hub id in the latest step that has one. Names of local folders are ignored."""
     for step in reversed(steps):
         name = step["arguments"].get("model_name_or_path") if step["kind"] == "training" else None
@@ -199,7 +206,7 @@ def latest_hub_id(steps: Sequence[Step]) -> str | None:
     return None
 
 
-def trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
+def get_trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
     """Return the text columns of the last training, or an empty sequence if no step has them."""
     for step in reversed(steps):
         if step["kind"] == "training" and ("problem_type" in step or _get_glue_task(step) in TASKS):
@@ -208,7 +215,7 @@ def trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
     return ()
 
 
-def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
+def describe_dataset(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
     """Return the name of the data of a training, as fields of `huggingface_hub.EvalResult`.
 
     Args:
@@ -318,7 +325,7 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "stacks": [_describe_heads(variant, name) for name in kv_fields],
         "value_head_dim": variant.value_head_dim,
         "latents": latents,
-        "scores": score_parts(variant, kv_fields),
+        "scores": describe_scores(variant, kv_fields),
         "talking": talking,
         "patterns": patterns,
         "kernels": kernels,
@@ -497,8 +504,8 @@ def model_card(
     with as_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
         steps = remove_local_paths(history.steps)
         # Only the first step counts, because a later one may have started from an earlier push of this model.
-        origin = options.base_model or latest_hub_id(history.steps[:1])
-        scores = eval_results(last_training(steps), task) + evaluations
+        origin = options.base_model or find_latest_hub_id(history.steps[:1])
+        scores = build_eval_results(find_last_training(steps), task) + evaluations
         options = replace(options, title=options.title or repo_id.split("/")[-1])
         data = _build_metadata(
             options, history, task, is_sentence_model, facts["tags"] if facts else OWN_TAGS[:1], scores
@@ -519,7 +526,7 @@ def model_card(
             license=data.license,
             terms=history.metadata if options.license is None else {},
             auto_class=loader,
-            columns=trained_text_columns(steps),
+            columns=get_trained_text_columns(steps),
             config=config,
             is_sentence_model=is_sentence_model,
             oldest_run=OLDEST_RUN,
@@ -527,7 +534,7 @@ def model_card(
             plain=plain,
             code=code,
         )
-    return ModelCard(_sign(card.content))
+    return ModelCard(_add_digest_mark(card.content))
 
 
 def _build_metadata(
@@ -546,7 +553,7 @@ def _build_metadata(
         tags=[*own_tags, *_select_tags(source.get("tags"), task, is_sentence_model)],
         eval_results=scores or None,
         model_name=options.title if scores else None,
-        base_model=options.base_model or latest_hub_id(history.steps) or source.get("base_model"),
+        base_model=options.base_model or find_latest_hub_id(history.steps) or source.get("base_model"),
         datasets=options.datasets or _list_datasets(history.steps),
         language=options.language or source.get("language"),
         license=options.license or terms.get("license"),
@@ -587,12 +594,12 @@ def _select_hub_ids(names: Any) -> list[str] | str | None:
     return names if isinstance(names, str) and HUB_ID.fullmatch(names) else None
 
 
-def _sign(text: str) -> str:
+def _add_digest_mark(text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
     return f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_compute_digest(text))}\n"
 
 
-def is_untouched(text: str) -> bool:
+def is_unedited_card(text: str) -> bool:
     """Return whether a card was generated by `model_card` and was not edited later."""
     match = MARK_PATTERN.search(text)
     return match is not None and _compute_digest(text[: match.start()].rstrip() + "\n") == match[1]
@@ -600,19 +607,19 @@ def is_untouched(text: str) -> bool:
 
 def refresh_card(text: str) -> str | None:
     """Return a card with the current paragraph about the code, or None for a card that was edited by hand."""
-    if not is_untouched(text):
+    if not is_unedited_card(text):
         return None
-    mark: Any = MARK_PATTERN.search(text)  # it exists, because `is_untouched` found it
+    mark: Any = MARK_PATTERN.search(text)  # it exists, because `is_unedited_card` found it
     repo_id, body = REPO_ID_PATTERN.search(text), text[: mark.start()]
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
     paragraph: Any = CODE_PATTERN.search(TEMPLATE.read_text(encoding="utf-8"))
     values = {"repo_id": repo_id[1], "oldest_run": OLDEST_RUN, "newest_run": NEWEST_RUN}
     refreshed = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
-    return text if refreshed == body else _sign(refreshed)
+    return text if refreshed == body else _add_digest_mark(refreshed)
 
 
-def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
+def build_eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
     """Return the scores of a training for the model-index of a card. Losses are included only without other scores.
 
     Args:
@@ -626,7 +633,7 @@ def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
         }
         names = [name for name in scores if not NO_SCORE.fullmatch(name)]
         names = [name for name in names if not name.startswith("loss")] or names
-        data: Any = (data_name(training, files) if training and names else None) or HELD_OUT_DATASET
+        data: Any = (describe_dataset(training, files) if training and names else None) or HELD_OUT_DATASET
         for name in names:
             row = {"metric_type": name, "metric_name": name, "metric_value": round(scores[name], 4)}
             results.append(EvalResult(task_type=task or "other", dataset_split=split, **row, **data))
@@ -639,7 +646,7 @@ def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None
         return None, None
     variant, table = variant_config(config), cost_table(config)
     return variant, collect_variant_facts(
-        variant, used_fields(variant_model_class(table.architecture), variant), table
+        variant, list_used_fields(variant_model_class(table.architecture), variant), table
     )
 
 
@@ -651,7 +658,7 @@ def _list_datasets(steps: Sequence[Step]) -> list[str] | None:
     datasets = []
     for step in steps:
         if step["kind"] == "training":
-            data = data_name(step, ())
+            data = describe_dataset(step, ())
             is_benchmark = data is not None and ("dataset" in step or data["dataset_type"] == "nyu-mll/glue")
             name = data["dataset_type"] if data and is_benchmark else step["arguments"].get("dataset_name")
             if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
@@ -691,7 +698,7 @@ def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
         counts = values_by_layer(config, name) or [getattr(config, name)]
         for count in dict.fromkeys(counts):
             title = [HEADS_TITLES[name]] if len(kv_fields) > 1 else []
-            title += [layers_text(counts, count)] if len(set(counts)) > 1 else []
+            title += [format_layers(counts, count)] if len(set(counts)) > 1 else []
             head = [f"{', '.join(title)}:"] if title else []
             blocks.append("\n".join([*head, *_draw_groups(config.query_heads(name), count)]))
     latents = [_draw_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
@@ -702,7 +709,7 @@ def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
     return "\n\n".join(blocks)
 
 
-def layers_text(values: Sequence[Any], value: Any) -> str:
+def format_layers(values: Sequence[Any], value: Any) -> str:
     """Return the layers that have a value, counted from 0: "layers 0, 2"."""
     layers = [str(layer) for layer, layer_value in enumerate(values) if layer_value == value]
     return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
@@ -713,7 +720,7 @@ def _draw_latent(config: Any, field: str, is_t5: bool) -> str:
     ranks, parts = values_by_layer(config, field), []
     for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
-        parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
+        parts.append(numbers + (f" ({format_layers(ranks, rank)})" if len(set(ranks)) > 1 else ""))
     prefix, _ = row_of(field)
     owner = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
     text = f"Keys and values of {owner} are computed from {', '.join(parts)} for each {PLACES[prefix].token}."
@@ -750,7 +757,7 @@ def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
     lines = []
     for prefix, chains in by_place.items():
         for chain in dict.fromkeys(filter(None, chains)):
-            where = f", {layers_text(chains, chain)}" if len({*chains}) > 1 else ""
+            where = f", {format_layers(chains, chain)}" if len({*chains}) > 1 else ""
             lines.append(f"{PLACES[prefix].here}{where}: {chain}")
     return "\n".join(lines)
 

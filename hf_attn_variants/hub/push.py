@@ -32,7 +32,7 @@ from .card import (
     CardOptions,
     contains_local_path,
     contains_secret,
-    is_untouched,
+    is_unedited_card,
     make_shareable,
     model_card,
     starts_from_model,
@@ -43,12 +43,12 @@ __all__ = [
     "PushResult",
     "check_hub_access",
     "check_visibility",
-    "explain_hub_errors",
-    "full_repo_id",
+    "convert_hub_errors",
+    "resolve_repo_id",
     "list_folder_files",
     "plan_push",
     "push_checkpoint",
-    "push_trained",
+    "push_trained_model",
 ]
 
 # Files of a training, by name or by the first folder of the path.
@@ -207,7 +207,7 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
     return files, left_out
 
 
-def full_repo_id(repo_id: str, api: HfApi) -> str:
+def resolve_repo_id(repo_id: str, api: HfApi) -> str:
     """Return "user/name". A name without a user gets the user of the client's token.
 
     Raises:
@@ -215,7 +215,7 @@ def full_repo_id(repo_id: str, api: HfApi) -> str:
     """
     if "/" in repo_id:
         return repo_id
-    with explain_hub_errors(repo_id):
+    with convert_hub_errors(repo_id):
         return f"{api.whoami()['name']}/{repo_id}"
 
 
@@ -248,8 +248,8 @@ def push_checkpoint(
         ValueError: if the visibility of the repository does not match `private`, or its README.md was edited by hand.
     """
     api = api or HfApi()
-    with explain_hub_errors(plan.repo_id):
-        repo_id = full_repo_id(plan.repo_id, api)
+    with convert_hub_errors(plan.repo_id):
+        repo_id = resolve_repo_id(plan.repo_id, api)
         if not check_visibility(api, repo_id, private):
             api.create_repo(repo_id, private=private)
         if revision not in (None, "main"):
@@ -305,7 +305,7 @@ def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None
     with tempfile.TemporaryDirectory() as folder:  # the cache may be read-only
         path = api.hf_hub_download(repo_id, CARD_NAME, revision=commit, local_dir=folder)
         text = Path(path).read_text(encoding="utf-8")
-    if text != card and not is_untouched(text):
+    if text != card and not is_unedited_card(text):
         raise ValueError(
             f"{repo_id} has a README.md that was edited by hand. Give a copy of it as --card to keep it, or "
             "--overwrite_card to replace it."
@@ -324,7 +324,7 @@ def _read_note(path: Path) -> str:
 
 
 @contextmanager
-def explain_hub_errors(repo_id: str) -> Iterator[None]:
+def convert_hub_errors(repo_id: str) -> Iterator[None]:
     """Convert errors of the Hub client into an OSError that says what to do. Other ValueErrors are not changed."""
     try:
         yield
@@ -354,12 +354,12 @@ def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, t
     """
     repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
     validate_repo_id(repo_id)
-    with explain_hub_errors(repo_id):
+    with convert_hub_errors(repo_id):
         api.whoami()
-        check_visibility(api, full_repo_id(repo_id, api), private or None)
+        check_visibility(api, resolve_repo_id(repo_id, api), private or None)
 
 
-def push_trained(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> str:
+def push_trained_model(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> str:
     """Push a trained model with a generated model card in one commit. Training checkpoints are left out.
 
     Args:
@@ -376,7 +376,7 @@ def push_trained(output_dir: str, hub_model_id: str | None, private: bool, token
     """
     repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
     try:
-        plan = plan_push(output_dir, full_repo_id(repo_id, api))
+        plan = plan_push(output_dir, resolve_repo_id(repo_id, api))
         return push_checkpoint(plan, private=private or None, commit_message="Fine-tuned model", api=api).url
     except (ValueError, OSError) as error:
         raise OSError(

@@ -122,24 +122,24 @@ def attention_maps(
     was_training, implementation = model.training, model.config._attn_implementation
     model.eval()
     try:
-        inputs, target_text_read, is_cut = _model_inputs(model, tokenizer, text, target_text, max_length)
+        inputs, target_text_read, is_cut = _prepare_model_inputs(model, tokenizer, text, target_text, max_length)
         model.set_attn_implementation("eager")
-        with _recorded_calls(model) as calls:
+        with _record_attention_calls(model) as calls:
             outputs = model.base_model(**inputs, **{"use_cache": False} if has_decoder else {}, output_attentions=True)
     finally:
         model.set_attn_implementation(implementation)
         model.train(was_training)
     tokens = {"text": inputs["input_ids"][0].tolist()}
     tokens["target"] = inputs["decoder_input_ids"][0].tolist() if has_decoder else []
-    labels = {name: tuple(_label(tokenizer, token) for token in ids) for name, ids in tokens.items()}
+    labels = {name: tuple(_format_token(tokenizer, token) for token in ids) for name, ids in tokens.items()}
     weights = {
         name: iter(enumerate(getattr(outputs, output, None) or ())) for name, (_, output) in ATTENTION_NAMES.items()
     }
-    attentions = tuple(_maps_of_call(*call, labels, *next(weights[call[0].name])) for call in calls)
+    attentions = tuple(_attention_maps_for_call(*call, labels, *next(weights[call[0].name])) for call in calls)
     return TextMaps(text, target_text_read, has_decoder and target_text is None, is_cut, attentions)
 
 
-def _model_inputs(
+def _prepare_model_inputs(
     model: Any, tokenizer: PreTrainedTokenizerBase, text: str, target_text: str | None, max_length: int
 ) -> tuple[dict[str, torch.Tensor], str | None, bool]:
     """Return the model inputs, the text that the decoder reads, and whether a text was truncated."""
@@ -167,14 +167,14 @@ def _model_inputs(
     return inputs | {"decoder_input_ids": torch.cat([start, target[:, :-1]], dim=1)}, target_text, is_cut
 
 
-def _label(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def _format_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Return the text of a token, or its vocabulary entry if the text is empty or not valid Unicode."""
     text = str(tokenizer.decode([token])).strip()
     return str(tokenizer.convert_ids_to_tokens(token)) if not text or "\N{REPLACEMENT CHARACTER}" in text else text
 
 
 @contextmanager
-def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[AttentionSite, Any, list[Stage]]]]:
+def _record_attention_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[AttentionSite, Any, list[Stage]]]]:
     """Record the attention calls of a model.
 
     The context manager yields a list. Each call appends the description of the attention, its core module, and its
@@ -189,7 +189,7 @@ def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[Attenti
     ]
 
     def attend(*args: Any, **options: Any) -> Any:
-        calls[-1][-1].extend(_mixing_stages(*args, **options))
+        calls[-1][-1].extend(_iterate_mixing_stages(*args, **options))
         return attention_with_weights(*args, **options)
 
     # The remote code of a checkpoint has its own copies of these functions.
@@ -208,12 +208,12 @@ def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[Attenti
             hook.remove()
 
 
-def _mixing_stages(
+def _iterate_mixing_stages(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, position_bias: Any, **options: Any
 ) -> Iterator[Stage]:
     """Yield the stages of a call with talking-heads projections, except the weights that the model returns."""
     logits_proj, score, heads = options.get("logits_proj"), options.get("score"), query.shape[1]
-    reads_keys = _kv_heads_read(heads, key.shape[1])
+    reads_keys = _kv_head_indices(heads, key.shape[1])
     without_weights_proj = options | dict.fromkeys(("weights_proj", X2W, M2W))
     no_values = key.new_zeros(1, 1, key.shape[2], 1)
     weights = attention_with_weights(query, key, no_values, mask, position_bias, **without_weights_proj)[1]
@@ -227,14 +227,14 @@ def _mixing_stages(
             maps = maps[0].float().masked_fill(forbidden, torch.nan)
             maps = maps - maps.nanmean(-1, keepdim=True)
             kind, reads = ("query head", reads_keys) if name == "before" else ("softmax head", ())
-            yield Stage(f"logits_{name}", f"logits of the {kind}s, {name} P_l", kind, _cpu(maps), reads)
+            yield Stage(f"logits_{name}", f"logits of the {kind}s, {name} P_l", kind, _to_cpu(maps), reads)
     if options.get("weights_proj") is not None:
         reads = reads_keys if logits_proj is None else ()  # without P_l the softmax heads are the query heads
         title = "weights after the softmax, before P_w"
-        yield Stage("weights_before", title, "softmax head", _cpu(weights[0]), reads)
+        yield Stage("weights_before", title, "softmax head", _to_cpu(weights[0]), reads)
 
 
-def _maps_of_call(
+def _attention_maps_for_call(
     site: AttentionSite,
     core: VariantAttention,
     mixed: list[Stage],
@@ -251,10 +251,10 @@ def _maps_of_call(
         last = ("weights_before", "weights after the softmax", "softmax head", heads.value)
     else:
         last = ("weights_after", "weights of the value heads, after P_w", "value head", heads.value)
-    stage = Stage(*last[:3], _cpu(weights[0]), _kv_heads_read(heads.output, last[3]))
+    stage = Stage(*last[:3], _to_cpu(weights[0]), _kv_head_indices(heads.output, last[3]))
     kinds = (("P_l", "query head", "softmax head"), ("P_w", "softmax head", "value head"))
     matrices = zip(kinds, (logits_proj, weights_proj), strict=True)
-    projections = tuple(HeadProjection(*kind, _cpu(matrix)) for kind, matrix in matrices if matrix is not None)
+    projections = tuple(HeadProjection(*kind, _to_cpu(matrix)) for kind, matrix in matrices if matrix is not None)
     rows = labels["target" if decodes else "text"]
     columns = _key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
     maps = (rows, columns, (*mixed, stage), projections)
@@ -272,12 +272,12 @@ def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, .
     return tokens
 
 
-def _kv_heads_read(heads: int, kv_heads: int) -> tuple[int, ...]:
+def _kv_head_indices(heads: int, kv_heads: int) -> tuple[int, ...]:
     """Return the key/value head that each head reads, or () if no heads share one."""
     return tuple(head * kv_heads // heads for head in range(heads)) if kv_heads < heads else ()
 
 
-def _cpu(tensor: torch.Tensor) -> torch.Tensor:
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached float32 copy of a tensor on the CPU."""
     return tensor.detach().float().cpu()
 
@@ -299,7 +299,7 @@ def attention_page(maps: TextMaps, model_name: str) -> str:
             "stages": [_encode_stage(stage) for stage in attention.stages],
             "projections": [
                 vars(projection) | {"matrix": projection.matrix.round(decimals=4).tolist()}
-                for projection in _with_changes(attention.projections)
+                for projection in _add_difference_matrices(attention.projections)
             ],
         }
         for attention in maps.attentions
@@ -337,7 +337,7 @@ def _encode_stage(stage: Stage) -> dict[str, Any]:
     }
 
 
-def _with_changes(projections: tuple[HeadProjection, ...]) -> Iterator[HeadProjection]:
+def _add_difference_matrices(projections: tuple[HeadProjection, ...]) -> Iterator[HeadProjection]:
     """Yield the projections, and after each one that is near the identity its difference from it, times 100.
 
     Training starts at the identity, so the difference shows what was learned.

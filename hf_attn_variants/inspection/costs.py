@@ -164,7 +164,7 @@ class CostTable:
 
     def weight_bytes(self, row: VariantCost) -> int:
         """Return the bytes of the parameters of a row."""
-        return row.parameters * itemsize_of(self.dtype)
+        return row.parameters * bytes_per_element(self.dtype)
 
     def savings(self, row: VariantCost) -> dict[str, int | None]:
         """Return what a row saves compared with the unchanged checkpoint. A negative number is an additional cost."""
@@ -220,15 +220,15 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     sharing = sharing_of(counts, config.query_heads(field))
     number = str(max(counts)) if len(counts) == 1 else f"{min(counts)}..{max(counts)} by layer"
     parts = [f"{sharing.label}-{number}" if sharing is GroupedQuery else sharing.label]
-    for name in _rank_fields(config, field):
+    for name in _list_rank_fields(config, field):
         ranks = values_by_layer(config, name)
         if known := {rank for rank in ranks if rank is not None}:
             text = "..".join(map(str, sorted({min(known), max(known)})))
             text += " (exact)" if known == {config.hidden_size} else ""
-            parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{_in_layers(ranks)}")
+            parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{_describe_layers(ranks)}")
     if config.value_head_dim is not None:
         parts.append(f"values of {config.value_head_dim}")
-    parts += score_parts(config, (field,))
+    parts += describe_scores(config, (field,))
     parts += [
         "talking heads" + ("" if kind == BOTH else f" ({kind})") + where
         for kind, where in describe_talking_projections(config, (field,))
@@ -243,12 +243,12 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     for place in [prefix] if prefix else ["", "cross_"]:
         if (kernel := getattr(config, f"{place}attention_kernel", None)) is not None:
             window = f" {getattr(config, f'{place}attention_window')}" if kernel_class(kernel).reads_window else ""
-            layers = _in_layers(values_by_layer(config, f"{place}attention_kernel"))
+            layers = _describe_layers(values_by_layer(config, f"{place}attention_kernel"))
             parts.append(f"{'cross ' if place == 'cross_' else ''}{kernel}{window}{layers}")
     return " + ".join(parts)
 
 
-def score_parts(config: Any, fields: Sequence[str]) -> list[str]:
+def describe_scores(config: Any, fields: Sequence[str]) -> list[str]:
     """Return descriptions of the scores that are not dot products, for example "additive scores in cross-attention".
 
     The place is omitted if it is every place of the encoder or decoder.
@@ -263,12 +263,12 @@ def score_parts(config: Any, fields: Sequence[str]) -> list[str]:
     return [f"{score} scores in {PLACES[prefix].here}" for prefix, score in names.items() if score is not None]
 
 
-def _in_layers(values: list[LayerValue]) -> str:
+def _describe_layers(values: list[LayerValue]) -> str:
     """Return " in <n> of <m> layers" if some layers have no value, and "" otherwise."""
     return f" in {len(values) - values.count(None)} of {len(values)} layers" if None in values else ""
 
 
-def _rank_fields(config: Any, field: str) -> list[str]:
+def _list_rank_fields(config: Any, field: str) -> list[str]:
     """Return the rank fields of the encoder or decoder of a key/value head field, with cross-attention first."""
     names = [name for name in config.rank_fields() if name.startswith("encoder_") == field.startswith("encoder_")]
     return sorted(names, key=lambda name: not name.startswith("cross_"))
@@ -311,13 +311,13 @@ def cost_table(
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
-    sizes = CacheSizes(itemsize_of(dtype), length, source_length, num_beams)
+    sizes = CacheSizes(bytes_per_element(dtype), length, source_length, num_beams)
     rows, upstream_bytes = [], None
-    for fields in variant_rows(current, field, kv_head_counts(current, field)):
+    for fields in iterate_variants(current, field, kv_head_counts(current, field)):
         variant = variant_config(config, **fields)
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = untie_head(model_class(variant), config)
-        is_current = _variant_values(variant) == _variant_values(current)
+        is_current = _get_variant_values(variant) == _get_variant_values(current)
         description = (variant_name(variant, field), fields, is_current, _is_convertible(current, variant))
         rows.append(VariantCost(*description, **_count_costs(model, sizes, batch_size, memory)))
         if is_current and config["model_type"] != type(current).model_type:
@@ -354,7 +354,7 @@ def source_window(config: Any) -> int | None:
     return getattr(config, "max_source_positions", None)
 
 
-def variant_rows(
+def iterate_variants(
     current: Any, field: str, counts: Iterable[int], talking_heads: bool = True, latents: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of each variant, with multi-head attention first.
@@ -368,18 +368,18 @@ def variant_rows(
         counts: The numbers of key/value heads.
         talking_heads, latents: Whether to include these variants.
     """
-    ranks = _rank_fields(current, field)
+    ranks = _list_rank_fields(current, field)
     if has_latents(current, field):
         yield {field: current.query_heads(field)} | dict.fromkeys(ranks)
     yield from ({field: count} for count in counts)
     if field in (current.per_layer_values or {}):
         yield {"per_layer_values": current.per_layer_values}
-    if has_kernel(current) or _has_fixed_form(current):  # not compatible with kernels, or not convertible
+    if has_kernel(current) or _has_unconvertible_attention(current):  # not compatible with kernels, or not convertible
         return
     # Dynamic terms that read the encoder outputs would be computed from the latents.
     keeps_cross_cache = supports_cache(dynamic_terms(current, "cross_"))
     if latents and can_cache(current) and keeps_cross_cache and not has_latents(current, field):
-        yield from latent_rows(current, ranks)
+        yield from iterate_latent_variants(current, ranks)
     # Talking heads need the same number of heads in encoder and decoder.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
     if talking_heads and not has_talking_heads(current) and is_even:
@@ -388,11 +388,11 @@ def variant_rows(
 
 def has_latents(config: Any, field: str | None = None) -> bool:
     """Return whether a configuration has latents in the encoder or decoder of `field` (None: in either of them)."""
-    names = config.rank_fields() if field is None else _rank_fields(config, field)
+    names = config.rank_fields() if field is None else _list_rank_fields(config, field)
     return any(getattr(config, name) is not None for name in names)
 
 
-def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
+def iterate_latent_variants(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the fields of a few latent variants.
 
     With cross-attention, these are cached encoder outputs, a latent of a quarter of the width, and this latent
@@ -409,7 +409,7 @@ def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
         yield from ({name: quarter} for name in ranks)
 
 
-def used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tuple[str, ...]:
+def list_used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tuple[str, ...]:
     """Return the key/value head fields and rank fields that the attention modules of a model class use."""
     with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
         sites = [site for site, _, _ in model_class(config).named_attentions()]
@@ -419,7 +419,7 @@ def used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tupl
 
 def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
     """Return the key/value head field to vary: that of the decoder, or of the encoder if there is no decoder."""
-    return next(iter(used_fields(model_class, config)), HeadSharing.field)
+    return next(iter(list_used_fields(model_class, config)), HeadSharing.field)
 
 
 def kv_head_counts(config: Any, field: str) -> list[int]:
@@ -437,14 +437,14 @@ def kv_head_counts(config: Any, field: str) -> list[int]:
     return [k for k in divisors if k == heads or not any(count % k for count in value_heads)]
 
 
-def _variant_values(config: Any) -> dict[str, Any]:
+def _get_variant_values(config: Any) -> dict[str, Any]:
     """Return the values of the variant fields of a configuration."""
     return {name: getattr(config, name) for name in config.variant_fields()}
 
 
 def _is_convertible(source: Any, target: Any) -> bool:
     """Return whether a model of one configuration can be converted to another configuration."""
-    if _variant_values(source) != _variant_values(target) and _has_fixed_form(source):
+    if _get_variant_values(source) != _get_variant_values(target) and _has_unconvertible_attention(source):
         return False
     width = source.hidden_size
     try:
@@ -461,7 +461,7 @@ def _is_convertible(source: Any, target: Any) -> bool:
     return True
 
 
-def _has_fixed_form(config: Any) -> bool:
+def _has_unconvertible_attention(config: Any) -> bool:
     """Return whether a configuration cannot be converted, because its attention has parameters of another form."""
     values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
     by_head = [name for name in KERNELS if kernel_class(name).of_key_heads]
@@ -518,7 +518,7 @@ def untie_head(model: AttnVariantModelMixin, config: Mapping[str, Any]) -> AttnV
     return model
 
 
-def itemsize_of(dtype: str) -> int:
+def bytes_per_element(dtype: str) -> int:
     """Return the bytes per number of a floating-point dtype.
 
     Args:
@@ -538,7 +538,7 @@ def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dic
     sizes = []
     for site, path, module in model.named_attentions():
         numbers = num_cached_values(site.heads(model.config, path), model.config.hidden_size)
-        sizes.append((site, 0 if _keeps_state(module, site) else itemsize * numbers))
+        sizes.append((site, 0 if _caches_kernel_state(module, site) else itemsize * numbers))
     return cache_bytes_per_token(model.config, sizes)
 
 
@@ -567,7 +567,7 @@ def kv_cache_bytes(
     )
     sizes = []
     for site, path, module in model.named_attentions():
-        core, heads = _core(module, site), site.heads(model.config, path)
+        core, heads = _get_core_module(module, site), site.heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
         size = itemsize * tokens * num_cached_values(heads, model.config.hidden_size)
@@ -590,14 +590,14 @@ def largest_batch(memory: int | None, weights: int, cache: int | None) -> int | 
     return None if memory is None or not cache else max(0, (memory - weights) // cache)
 
 
-def _core(module: Any, site: AttentionSite) -> VariantAttention:
+def _get_core_module(module: Any, site: AttentionSite) -> VariantAttention:
     """Return the submodule of an attention module that calls the attention function."""
     return module.get_submodule(site.core)
 
 
-def _keeps_state(module: nn.Module, site: AttentionSite) -> bool:
+def _caches_kernel_state(module: nn.Module, site: AttentionSite) -> bool:
     """Return whether the cache holds the state of a causal kernel instead of keys and values."""
-    kernel = _core(module, site).kernel
+    kernel = _get_core_module(module, site).kernel
     return kernel is not None and kernel.is_causal
 
 
@@ -638,7 +638,7 @@ def flops_per_token(
         latent = linears.pop(site.latent_path(path), None)  # layers may share a latent, which counts once
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
-        core = _core(module, site)
+        core = _get_core_module(module, site)
         attended = attended if core.key_range is None else core.key_range.keys_read(attended)
         if core.compression is not None:
             attended = core.compression.keys_read(attended)
@@ -695,7 +695,9 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
     flops: dict[int, int] = {}
     for site, path, module in model.named_attentions():
         runs = model.module_runs(model.config, path)
-        flops |= {id(linear): 2 * runs * linear.weight.numel() for linear in _linear_layers(model, site, path, module)}
+        flops |= {
+            id(linear): 2 * runs * linear.weight.numel() for linear in _list_linear_layers(model, site, path, module)
+        }
     return sum(flops.values())
 
 
@@ -706,14 +708,14 @@ def attention_parameters(model: AttnVariantModelMixin) -> int:
     """
     sizes: dict[int, int] = {}
     for site, path, module in model.named_attentions():
-        linears = _linear_layers(model, site, path, module)
+        linears = _list_linear_layers(model, site, path, module)
         parameters = [parameter for linear in linears for parameter in linear.parameters()]
         parameters += module.get_submodule(site.core).parameters(recurse=False)
         sizes |= {id(parameter): parameter.numel() for parameter in parameters}
     return sum(sizes.values())
 
 
-def _linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
+def _list_linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
     """Return the linear layers of an attention module, with its latent projection."""
     parent, _, name = site.latent_path(path).rpartition(".")
     latent = getattr(model.base_model.get_submodule(parent), name, None) if name else None

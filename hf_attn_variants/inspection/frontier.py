@@ -52,8 +52,8 @@ from .costs import (
     variant_config,
     variant_name,
 )
-from .held_out import MEASURES, held_out_text
-from .speed import decoding_or_pass, run_times
+from .held_out import MEASURES, make_held_out_text
+from .speed import make_timed_function, time_run
 
 __all__ = [
     "ConvertedAttentions",
@@ -65,8 +65,8 @@ __all__ = [
     "load_source",
     "measure_frontier",
     "requested_options",
-    "split_text",
-    "variants_to_try",
+    "select_held_out_examples",
+    "select_variants",
 ]
 
 Fields = dict[str, Any]
@@ -108,8 +108,8 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
         # A latent of the full width makes an encoder only slower.
         full_rank = [width] if decodes else []
         options += [{name: rank} for rank in (*full_rank, width // 2, 3 * width // 8, width // 4, width // 8)]
-    options += [{field: count} for count in _spread(counts)]
-    return _distinct(option for option in options if all(fits(value) for value in option.values()))
+    options += [{field: count} for count in _select_spread_counts(counts)]
+    return _remove_duplicates(option for option in options if all(fits(value) for value in option.values()))
 
 
 def requested_options(requested: Mapping[str, Sequence[int] | None]) -> list[Fields]:
@@ -123,10 +123,10 @@ def requested_options(requested: Mapping[str, Sequence[int] | None]) -> list[Fie
     heads = [(name, values) for name, values in requested.items() if "heads" in name and values]
     ranks = {name: values for name, values in requested.items() if "rank" in name and values}
     options = [dict(zip(ranks, values, strict=True)) for values in itertools.product(*ranks.values())] if ranks else []
-    return _distinct([*options, *({name: value} for name, values in heads for value in values)])
+    return _remove_duplicates([*options, *({name: value} for name, values in heads for value in values)])
 
 
-def _spread(counts: Sequence[int]) -> list[int]:
+def _select_spread_counts(counts: Sequence[int]) -> list[int]:
     """Return at most `MAX_COUNTS` of the counts, with the first and the last one."""
     if len(counts) <= MAX_COUNTS:
         return list(counts)
@@ -134,7 +134,7 @@ def _spread(counts: Sequence[int]) -> list[int]:
     return [counts[round(i * step)] for i in range(MAX_COUNTS)]
 
 
-def _distinct(options: Iterable[Fields]) -> list[Fields]:
+def _remove_duplicates(options: Iterable[Fields]) -> list[Fields]:
     """Return the distinct options, without values that are None."""
     distinct: list[Fields] = []
     for option in options:
@@ -177,7 +177,7 @@ def load_source(
     return model, load_processor(folder, calibration)
 
 
-def variants_to_try(
+def select_variants(
     model: AttnVariantModelMixin, requested: Mapping[str, Sequence[int] | None]
 ) -> list[dict[str, Any]]:
     """Return the fields of the variants that a frontier measures: the requested ones, or the default ones.
@@ -208,7 +208,9 @@ def variants_to_try(
     )
 
 
-def split_text(calibration: Calibration, everything: Calibration, size: int, seed: int = 0) -> Calibration:
+def select_held_out_examples(
+    calibration: Calibration, everything: Calibration, size: int, seed: int = 0
+) -> Calibration:
     """Return the examples to measure the loss on.
 
     They are examples that are not in the calibration. If there are too few of these, they are the held-out examples of
@@ -225,7 +227,7 @@ def split_text(calibration: Calibration, everything: Calibration, size: int, see
     """
     if size < 2:
         raise ValueError(f"`held_out_size` must be at least 2, got {size}.")
-    used, examples = set(_examples(calibration)), list(dict.fromkeys(_examples(everything)))
+    used, examples = set(_pair_with_targets(calibration)), list(dict.fromkeys(_pair_with_targets(everything)))
     rest = [example for example in examples if example not in used]
     if len(rest) >= min(calibration.held_out_count, len(examples)):
         chosen = random.Random(seed).sample(rest, min(size, len(rest)))
@@ -233,14 +235,14 @@ def split_text(calibration: Calibration, everything: Calibration, size: int, see
         # The same draw as in `calibration.batches`, so that these are the examples that nothing is fitted to.
         count, generator = len(calibration.examples), make_seeded_generator(seed, "held-out texts")
         drawn = torch.randperm(count, generator=generator).tolist()[: calibration.held_out_count]
-        chosen = [_examples(calibration)[i] for i in drawn[:size]]
+        chosen = [_pair_with_targets(calibration)[i] for i in drawn[:size]]
     inputs, targets = zip(*chosen, strict=True)
     if calibration.audio is not None:
         return replace(calibration, audio=inputs)
     return replace(calibration, texts=inputs, target_texts=None if targets[0] is None else list(targets))
 
 
-def _examples(calibration: Calibration) -> list[tuple[Any, str | None]]:
+def _pair_with_targets(calibration: Calibration) -> list[tuple[Any, str | None]]:
     """Return the examples of a calibration, each with its target."""
     targets: Sequence[str | None] = calibration.target_texts or [None] * len(calibration.examples)
     return list(zip(calibration.examples, targets, strict=True))
@@ -274,7 +276,7 @@ class ConvertedAttentions:
         self._errors: dict[Key, float | None] = {}
         # The calibration batches of the first conversion. Later ones reuse them, with the targets that were generated.
         self._batches: Any = None
-        self._store(source, {})
+        self._store_attentions(source, {})
 
     def config(self, fields: Mapping[str, Any]) -> Any:
         """Return the configuration of the base model with some other fields.
@@ -292,15 +294,15 @@ class ConvertedAttentions:
             ValueError: If the base model cannot be converted to the variant.
         """
         config = self.config(fields)
-        if missing := self._missing(config, fields):
+        if missing := self._unconverted_fields(config, fields):
             self._convert(missing)
         tensors = {
             name: parameter.detach() for name, parameter in self.source.named_parameters(remove_duplicate=False)
         }
-        for key, source_key in self._keys(config):
+        for key, source_key in self._attention_keys(config):
             for name in self._tensors[source_key] if key != source_key else ():
                 tensors.pop(f"{self._prefix}{name}", None)  # a shared latent is removed only once
-        for key, source_key in self._keys(config):
+        for key, source_key in self._attention_keys(config):
             if key != source_key:
                 tensors |= {f"{self._prefix}{name}": tensor for name, tensor in self._tensors[key].items()}
         return assemble_model(type(self.source), config, tensors, self.source)
@@ -315,14 +317,16 @@ class ConvertedAttentions:
         fits, self._batches = result.attentions, result.batches or self._batches
         tensors = compute_converted_tensors(plan, reader, fits)
         converted = assemble_model(plan.model_class, plan.config, tensors, self.source)
-        self._store(converted, {path: fit.details.get("output_relative_error") for path, fit in fits.items()})
+        self._store_attentions(
+            converted, {path: fit.details.get("output_relative_error") for path, fit in fits.items()}
+        )
 
     def attention_error(self, fields: Mapping[str, Any]) -> float | None:
         """Return the mean relative error of the outputs of the attentions that differ from the base model.
 
         The errors were measured on the held-out examples of the calibration. The result is None if one is unknown.
         """
-        keys = self._keys(self.config(fields))
+        keys = self._attention_keys(self.config(fields))
         errors = [self._errors.get(key) for key, source_key in keys if key != source_key]
         known = [error for error in errors if error is not None]
         if len(known) < len(errors):
@@ -331,25 +335,26 @@ class ConvertedAttentions:
 
     def is_converted(self, fields: Mapping[str, Any]) -> bool:
         """Return whether all attentions of the variant are stored, so that `model` converts nothing."""
-        return not self._missing(self.config(fields), fields)
+        return not self._unconverted_fields(self.config(fields), fields)
 
-    def _missing(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _unconverted_fields(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return those of the fields whose attentions are not stored yet."""
-        absent = {key[0] for key, _ in self._keys(config) if key not in self._tensors}
+        absent = {key[0] for key, _ in self._attention_keys(config) if key not in self._tensors}
         sites = [site for site, path, _ in self.source.named_attentions() if path in absent]
         names = {name for site in sites for name in (site.kv_heads_field, site.rank_field)}
         missing = {name: value for name, value in fields.items() if name in names}
         by_layer = {name: v for name, v in (fields.get("per_layer_values") or {}).items() if name in names}
         return missing | ({"per_layer_values": by_layer} if by_layer else {})
 
-    def _keys(self, config: Any) -> list[tuple[Key, Key]]:
+    def _attention_keys(self, config: Any) -> list[tuple[Key, Key]]:
         """Return the key of each attention in the variant with this configuration and in the base model."""
         attentions = [(site, path) for site, path, _ in self.source.named_attentions()]
         return [
-            (self._key(config, site, path), self._key(self.source.config, site, path)) for site, path in attentions
+            (self._attention_key(config, site, path), self._attention_key(self.source.config, site, path))
+            for site, path in attentions
         ]
 
-    def _key(self, config: Any, site: AttentionSite, path: str) -> Key:
+    def _attention_key(self, config: Any, site: AttentionSite, path: str) -> Key:
         """Return the key of the attention module at a path in a model with this configuration."""
 
         def heads(path: str) -> Any:
@@ -361,13 +366,13 @@ class ConvertedAttentions:
             return path, heads(path)
         return path, tuple(heads(sharing) for other, sharing, _ in self.source.named_attentions() if other is site)
 
-    def _store(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
+    def _store_attentions(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
         """Store the attentions of a model that are not stored yet, with their errors {path: error}."""
         parameters = {
             name: parameter.detach() for name, parameter in model.base_model.named_parameters(remove_duplicate=False)
         }
         for site, path, _ in model.named_attentions():
-            key, shared = self._key(model.config, site, path), f"{site.latent_path(path)}.weight"
+            key, shared = self._attention_key(model.config, site, path), f"{site.latent_path(path)}.weight"
             if key not in self._tensors:
                 tensors = {name: tensor for name, tensor in parameters.items() if name.startswith(f"{path}.")}
                 tensors |= {shared: parameters[shared]} if shared in parameters else {}
@@ -494,42 +499,48 @@ def measure_frontier(
         >>> model, tokenizer = load_source("google-t5/t5-small", calibration)
         >>> measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration, held_out).cheapest(loss=0.05)
     """
-    length, source_length = _lengths(source.config, calibration, length, source_length)
+    length, source_length = _limit_lengths(source.config, calibration, length, source_length)
     attentions, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
         attentions.config(fields)
     with as_value_error(f"{checkpoint or 'The base model'} cannot read the text, because its configuration is wrong"):
-        text = held_out_text(source, calibration.processor, held_out)
+        text = make_held_out_text(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    header = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(attentions.calibration, seed))
+    header = (
+        checkpoint,
+        type(source).__name__,
+        text.measure,
+        len(losses),
+        _describe_calibration(attentions.calibration, seed),
+    )
     _check_loss(losses, checkpoint, known)
-    measurer = _VariantMeasurer(text.losses, losses, _timer(source, length, source_length, known), lengths)
+    measurer = _VariantMeasurer(text.losses, losses, _make_timer(source, length, source_length, known), lengths)
     remaining = [fields for fields in options if all(dict(fields) != row.fields for row in known[1:])]
-    order = _conversion_order(remaining, source)
+    order = _sort_by_changes(remaining, source)
     conversions = 0
     rows = [*known] or [measurer.row(source, {}, 0.0)]
     report = on_row or (lambda frontier, left: None)
-    report(frontier := Frontier(*header, length, source_length, _sorted_rows(rows)), len(order))
+    report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order))
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:
         for number, fields in enumerate(order, start=1):
-            name = _name(type(source), attentions.config(fields), fields)
+            name = _format_variant_name(type(source), attentions.config(fields), fields)
             conversions += not attentions.is_converted(fields)
             bar.set_description(f"trying {name}", refresh=is_watched())
             rows.append(measurer.row(attentions.model(fields), dict(fields), attentions.attention_error(fields)))
-            report(frontier := Frontier(*header, length, source_length, _sorted_rows(rows)), len(order) - number)
+            report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order) - number)
             bar.update()
             bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_watched())
     return frontier
 
 
-def _conversion_order(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin) -> list[Mapping[str, Any]]:
+def _sort_by_changes(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin) -> list[Mapping[str, Any]]:
     """Return the options that change most attentions first, because later options can reuse these attentions."""
     width = source.config.hidden_size
     return sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
 
 
-def _settings(calibration: Calibration, seed: int) -> dict[str, Any]:
+def _describe_calibration(calibration: Calibration, seed: int) -> dict[str, Any]:
     """Return the settings of a calibration for the report."""
     settings = {"count": len(calibration.examples), "fit_steps": calibration.fit_option("fit_steps")}
     return settings | {
@@ -539,7 +550,7 @@ def _settings(calibration: Calibration, seed: int) -> dict[str, Any]:
     }
 
 
-def _lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
+def _limit_lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
     """Return `length` and `source_length`, limited to the number of positions of the model."""
     positions = longest_input(config)
     limit = sys.maxsize if positions is None else positions
@@ -570,9 +581,9 @@ def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierR
         )
 
 
-def _sorted_rows(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
+def _sort_rows(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
     """Return the base model and the variants from the largest to the smallest, with those on the frontier marked."""
-    return _marked([rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))])
+    return _mark_frontier([rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))])
 
 
 @dataclass
@@ -587,10 +598,10 @@ class _VariantMeasurer:
     def row(self, model: AttnVariantModelMixin, fields: dict[str, Any], attention_error: float | None) -> FrontierRow:
         """Return the row of a variant."""
         losses = self.losses(model)
-        above, error = _difference(losses, self.source)
+        above, error = _mean_loss_difference(losses, self.source)
         cache = kv_cache_bytes_per_token(model, FLOAT32_BYTES)
         return FrontierRow(
-            name=_name(type(model), model.config, fields),
+            name=_format_variant_name(type(model), model.config, fields),
             fields=fields,
             loss=float(losses[:, 0].sum() / losses[:, 1].sum()),
             loss_above=above,
@@ -603,7 +614,7 @@ class _VariantMeasurer:
         )
 
 
-def _name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping[str, Any]) -> str:
+def _format_variant_name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping[str, Any]) -> str:
     """Return the name of a variant, which describes the decoder and, if it is changed, the encoder."""
     field = kv_heads_field(model_class, config)
     name = variant_name(config, field)
@@ -613,7 +624,7 @@ def _name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping
     return f"{name} + encoder {variant_name(config, f'encoder_{field}')}"
 
 
-def _difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
+def _mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
     """Return the mean difference per word of two losses [texts, 2], and its standard error.
 
     The standard error is that of a ratio of two sums over texts, because the texts are the independent samples.
@@ -626,7 +637,7 @@ def _difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, floa
     return float(mean), float(error)
 
 
-def _marked(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
+def _mark_frontier(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
     """Return the rows with `on_frontier` set. No other row is at most as large and at most as bad as these."""
 
     def is_dominated(row: FrontierRow) -> bool:
@@ -636,7 +647,7 @@ def _marked(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
     return [FrontierRow(**vars(row) | {"on_frontier": not is_dominated(row)}) for row in rows]
 
 
-def _timer(
+def _make_timer(
     source: AttnVariantModelMixin, length: int, source_length: int, known: Sequence[FrontierRow]
 ) -> Callable[[AttnVariantModelMixin], float]:
     """Return a function that estimates the milliseconds of a model.
@@ -649,10 +660,12 @@ def _timer(
     source_milliseconds = [row.milliseconds for row in known[:1]]
 
     def make_timer(model: AttnVariantModelMixin) -> Callable[[], float]:
-        work = decoding_or_pass(_never_stopping(model), TIMED_BATCH, read, (TIMED_TOKENS, 1) if decodes else None)
+        work = make_timed_function(
+            _disable_early_stopping(model), TIMED_BATCH, read, (TIMED_TOKENS, 1) if decodes else None
+        )
 
         def milliseconds() -> float:
-            first, end = run_times(work, str(model.device))
+            first, end = time_run(work, str(model.device))
             if first is None or not decodes:  # a forward pass has no first token
                 return end * 1e3
             return (end - first) * 1e3 / (TIMED_TOKENS - 1)
@@ -674,7 +687,7 @@ def _timer(
     return estimate
 
 
-def _never_stopping(model: AttnVariantModelMixin) -> AttnVariantModelMixin:
+def _disable_early_stopping(model: AttnVariantModelMixin) -> AttnVariantModelMixin:
     """Change the generation config of a model so that it always generates `max_new_tokens`, and return the model."""
     if model.can_generate():
         model.generation_config = copy.deepcopy(model.generation_config)

@@ -25,7 +25,7 @@ LABEL_OFFSETS = ((8, 5), (8, -11), (-8, 5), (-8, -11), (8, 16), (-8, 16), (8, -2
 LETTER_WIDTH, LINE_HEIGHT = 0.0088, 0.032
 
 
-def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
+def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
     """Return a figure of a frontier.
 
     Args:
@@ -33,14 +33,14 @@ def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
         loss: A limit of the additional loss to draw as a line, or None.
 
     Example:
-        >>> draw_frontier(frontier, loss=0.05).savefig("frontier.png")
+        >>> plot_frontier(frontier, loss=0.05).savefig("frontier.png")
     """
     figure = Figure(figsize=(9.5, 6.0), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     rows = frontier.rows
     for kind, (color, marker) in KINDS.items():
-        members = [row for row in rows if _kind(row) == kind]
+        members = [row for row in rows if _variant_type(row) == kind]
         if members:
             axes.errorbar(
                 [row.size for row in members],
@@ -62,7 +62,7 @@ def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.set_yscale("symlog", linthresh=_linear_threshold(rows))
-    axes.set_xlabel(_size_label(frontier))
+    axes.set_xlabel(_format_size_label(frontier))
     axes.set_ylabel(f"loss above the {frontier.source.loss:.3f} of the checkpoint\n({MEASURES[frontier.measure]})")
     title = f"{Path(frontier.checkpoint).name}: loss on {frontier.held_out_texts} held-out examples"
     axes.set_title(title, parse_math=False)  # a name may contain $
@@ -76,7 +76,7 @@ def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
     return figure
 
 
-def _kind(row: FrontierRow) -> str:
+def _variant_type(row: FrontierRow) -> str:
     """Return the key of `KINDS` for a row."""
     if not row.fields:
         return "the checkpoint"
@@ -85,7 +85,7 @@ def _kind(row: FrontierRow) -> str:
     return "both" if latents and heads else "latents" if latents else "fewer key/value heads"
 
 
-def _size_label(frontier: Frontier) -> str:
+def _format_size_label(frontier: Frontier) -> str:
     """Return the label of the size axis."""
     if frontier.source.kv_cache_bytes is None:
         return "parameters"
@@ -120,7 +120,7 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> 
             low = y + dy / height - LINE_HEIGHT / 4
             box = (left, low, left + len(name) * LETTER_WIDTH, low + LINE_HEIGHT)
             outside = max(0.0, -box[0]) + max(0.0, box[2] - 1) + max(0.0, -box[1]) + max(0.0, box[3] - 1)
-            covered = sum(_overlap(box, other) for other in occupied)
+            covered = sum(_overlap_area(box, other) for other in occupied)
             candidates.append((covered + 10 * outside, len(candidates), box, (dx, dy)))
         _, _, box, offset = min(candidates)
         occupied.append(box)
@@ -135,7 +135,7 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> 
         )
 
 
-def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
+def _overlap_area(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the common area of two boxes (left, low, right, high), times 100."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])

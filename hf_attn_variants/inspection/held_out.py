@@ -78,10 +78,10 @@ class HeldOutText:
             labels = inputs.get("labels") if self.measure == "targets" else inputs.pop("labels", None)
             output = model(**inputs)  # an encoder-decoder computes its decoder inputs from the labels
             if labels is not None:
-                losses.append(_cross_entropy(_logits(output)[0], labels, self.measure == "next words"))
+                losses.append(_cross_entropy(_get_logits(output)[0], labels, self.measure == "next words"))
             else:
                 source = [answer.to(device) for answer in self.source[i]]
-                losses.append(self._difference(self.answers(output, batch), source, batch))
+                losses.append(self._compute_difference(self.answers(output, batch), source, batch))
         return torch.cat(losses).double().cpu()
 
     def answers(self, output: Any, batch: ModelInputs) -> list[torch.Tensor]:
@@ -92,13 +92,13 @@ class HeldOutText:
             logits = output.logits.float()
             return [nn.functional.logsigmoid(torch.stack([logits, -logits], dim=-1))]
         if self.measure == "predictions":
-            return [logits.float().log_softmax(-1) for logits in _logits(output)]
+            return [logits.float().log_softmax(-1) for logits in _get_logits(output)]
         states = output.last_hidden_state.float()
         mask = batch.get("attention_mask")  # audio has no padding
         mask = torch.ones_like(states[..., 0]) if mask is None else mask.to(states.device)
         return [mean_pooled(states, mask)]
 
-    def _difference(
+    def _compute_difference(
         self, answers: Sequence[torch.Tensor], source: Sequence[torch.Tensor], batch: ModelInputs
     ) -> torch.Tensor:
         """Return the summed difference from the base model and the number of predictions of each text, [b, 2]."""
@@ -139,16 +139,16 @@ class HeldOutText:
         if encoders[0] is encoders[1]:
             return True
         addresses = [{name: tensor.data_ptr() for name, tensor in part.named_parameters()} for part in encoders]
-        fields = [_encoder_fields(encoder.config) for encoder in encoders]
+        fields = [_list_encoder_fields(encoder.config) for encoder in encoders]
         return addresses[0] == addresses[1] and fields[0] == fields[1]
 
 
-def _encoder_fields(config: Any) -> set[tuple[str, str]]:
+def _list_encoder_fields(config: Any) -> set[tuple[str, str]]:
     """Return the names and values of the encoder fields of a configuration."""
     return {(name, str(value)) for name, value in config.to_dict().items() if name.startswith("encoder_")}
 
 
-def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> HeldOutText:
+def make_held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> HeldOutText:
     """Make batches of held-out text or audio, with the outputs of the base model if the measure compares them.
 
     Args:
@@ -163,9 +163,9 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
         OSError: If an audio file cannot be read.
         ValueError: If the loss of the model cannot be measured on plain text (multiple choice, for example).
     """
-    measure = _measure(model)
+    measure = _select_measure(model)
     if text.audio is not None:
-        return _held_out_audio(model, processor, text, measure)
+        return _make_held_out_audio(model, processor, text, measure)
     tokenizer: PreTrainedTokenizerBase = processor
     text = add_text_lengths(text, tokenizer, model.config)
     if measure == "masked words" and tokenizer.mask_token_id is None:
@@ -181,17 +181,17 @@ def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> 
         chunks = progress_bar(chunks, desc="generating held-out targets", unit="batch", leave=False)
     held = HeldOutText(
         measure,
-        [_batch(model, tokenizer, text, rows, measure) for rows in chunks],
+        [_make_batch(model, tokenizer, text, rows, measure) for rows in chunks],
         gives_labels=logits_kind(model) is LogitsKind.LABELS,
     )
     if measure in COMPARED_MEASURES:
-        held.source = list(_source_answers(model, held))
+        held.source = list(_compute_source_outputs(model, held))
     return held
 
 
 @torch.no_grad()
-def _held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, measure: str) -> HeldOutText:
-    """Make batches of held-out audio (see `held_out_text`)."""
+def _make_held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, measure: str) -> HeldOutText:
+    """Make batches of held-out audio (see `make_held_out_text`)."""
     decodes = measure == "transcripts"
     batches = []
     starts = range(0, len(audio.examples), audio.resolved_batch_size)
@@ -205,11 +205,11 @@ def _held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, meas
         batches.append(batch)
     held = HeldOutText(measure, batches, encoder=model.get_encoder() if decodes else None)
     if not decodes:
-        held.source = list(_source_answers(model, held))
+        held.source = list(_compute_source_outputs(model, held))
     return held
 
 
-def _measure(model: PreTrainedModel) -> str:
+def _select_measure(model: PreTrainedModel) -> str:
     """Return the measure (a key of `MEASURES`) for a model.
 
     Raises:
@@ -231,7 +231,7 @@ def _measure(model: PreTrainedModel) -> str:
     return "predictions" if "For" in name.removeprefix("AttnVariant") else "embeddings"
 
 
-def _batch(
+def _make_batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration, rows: Sequence[int], measure: str
 ) -> ModelInputs:
     """Return the inputs and labels of some texts."""
@@ -242,7 +242,7 @@ def _batch(
     names = ["input_ids", "attention_mask"] + ["token_type_ids"] * (getattr(model.config, "type_vocab_size", 0) > 1)
     batch = {name: encoded[name] for name in names if name in encoded}
     if measure == "targets":
-        batch["labels"] = _targets(model, tokenizer, text, rows, batch, limit)
+        batch["labels"] = _get_targets(model, tokenizer, text, rows, batch, limit)
     elif measure == "next words":
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
     elif measure == "masked words":
@@ -256,7 +256,7 @@ def _batch(
 
 
 @torch.no_grad()
-def _targets(
+def _get_targets(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     text: Calibration,
@@ -276,14 +276,14 @@ def _targets(
 
 
 @torch.no_grad()
-def _source_answers(model: PreTrainedModel, held: HeldOutText) -> Iterator[list[torch.Tensor]]:
+def _compute_source_outputs(model: PreTrainedModel, held: HeldOutText) -> Iterator[list[torch.Tensor]]:
     """Yield the outputs of the base model for each batch, on the CPU."""
     for batch in held.batches:
         output = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
         yield [answer.cpu() for answer in held.answers(output, batch)]
 
 
-def _logits(output: Any) -> list[torch.Tensor]:
+def _get_logits(output: Any) -> list[torch.Tensor]:
     """Return all logits of a model output."""
     return [output[name] for name in LOGITS_FIELDS if output.get(name) is not None]
 

@@ -58,7 +58,7 @@ class Spread:
     seeds: tuple[int, ...]
 
     @classmethod
-    def of(cls, by_seed: Mapping[int, float]) -> "Spread":
+    def from_scores(cls, by_seed: Mapping[int, float]) -> "Spread":
         """Return the mean and the standard deviation of the scores, {seed: score}."""
         values = [*by_seed.values()]
         deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -192,7 +192,7 @@ def _read_run(folder: Path) -> GlueRun | str:
     arguments = arguments if isinstance(arguments, dict) else {}
     if arguments.get("max_eval_samples") is not None:
         return f"it was evaluated only on the first {arguments['max_eval_samples']} rows of the dev set"
-    undefined = [name for name in _metrics(results, GLUE_METRICS[task]) if results.get(name, 0) is None]
+    undefined = [name for name in _select_metrics(results, GLUE_METRICS[task]) if results.get(name, 0) is None]
     if undefined:
         return f"{undefined[0]} is undefined, for example because all predictions are the same"
     if results.get("eval_loss", 0) is None:
@@ -201,17 +201,17 @@ def _read_run(folder: Path) -> GlueRun | str:
     if not isinstance(model, str) or not isinstance(seed, int):
         raise ValueError(f"{folder / RESULTS_NAME} must have a model name and a seed. Run the training again.")
     metrics = GLUE_METRICS[task]
-    score, names = _score(results, metrics, folder), tuple(_metrics(results, metrics))
+    score, names = _compute_score(results, metrics, folder), tuple(_select_metrics(results, metrics))
     settings = {name: value for name, value in arguments.items() if name not in FREE_ARGUMENTS}
     if "train_samples" in results:
         settings["train_samples"] = results["train_samples"]
     return GlueRun(folder, task, model, seed, score, results.get("eval_samples"), names, settings)
 
 
-def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:
+def _compute_score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:
     """Return the score of a task, which is the mean of its metrics."""
     values: list[float] = []
-    for name in _metrics(results, metrics):
+    for name in _select_metrics(results, metrics):
         value = results.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ValueError(
@@ -221,7 +221,7 @@ def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> 
     return statistics.fmean(values)
 
 
-def _metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
+def _select_metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
     """Return the keys of the metrics in the results, with the mismatched dev set of MNLI if it was evaluated."""
     mismatched = [f"eval_{name}_mm" for name in metrics if f"eval_{name}_mm" in results]
     return [*(f"eval_{name}" for name in metrics), *mismatched]
@@ -235,7 +235,7 @@ def model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
     scores = []
     for model, tasks in by_model.items():
         names = [name for name in GLUE_METRICS if name in tasks]
-        spreads = {name: Spread.of(tasks[name]) for name in names}
+        spreads = {name: Spread.from_scores(tasks[name]) for name in names}
         missing = [name for name in GLUE_METRICS if name not in tasks]
         scores.append(ModelScores(model, spreads, missing, by_seed={name: tasks[name] for name in names}))
     return sorted(scores, key=lambda model: (len(model.missing), -model.average.mean))

@@ -26,12 +26,12 @@ from ..registration import longest_input, variant_model_class
 from .costs import (
     check_sizes,
     has_latents,
+    iterate_variants,
     kv_head_counts,
     kv_heads_field,
     source_window,
     variant_config,
     variant_name,
-    variant_rows,
 )
 
 # The seconds until the first token (None for a forward pass) and until the end.
@@ -47,18 +47,18 @@ class FirstToken(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if self.time is None:
-            _wait(self.device)
+            _synchronize(self.device)
             self.time = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def decoding_or_pass(
+def make_timed_function(
     model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None
 ) -> Callable[[], StoppingCriteria | None]:
-    """Return the function that `run_times` times, which decodes or makes a forward pass on random inputs.
+    """Return the function that `time_run` times, which decodes or makes a forward pass on random inputs.
 
     Args:
-        model: The model. It must not stop generating early (see `ready_to_time`).
+        model: The model. It must not stop generating early (see `prepare_for_timing`).
         batch_size: The number of sequences per batch.
         length: The length of the text, of the audio, or of the encoder outputs if an encoder-decoder decodes.
         decoding: The number of tokens to generate and the number of beams. None means a forward pass.
@@ -88,17 +88,17 @@ def decoding_or_pass(
 
 
 @torch.no_grad()
-def run_times(run: Callable[[], Any], device: str) -> Times:
+def time_run(run: Callable[[], Any], device: str) -> Times:
     """Return the seconds until the first token (None for a forward pass) and until the end."""
-    _wait(device)
+    _synchronize(device)
     start = time.perf_counter()
     first = run()
-    _wait(device)
+    _synchronize(device)
     end = time.perf_counter()
     return None if first is None else first.time - start, end - start
 
 
-def _wait(device: str) -> None:
+def _synchronize(device: str) -> None:
     """Wait until a CUDA device has finished its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -126,10 +126,10 @@ def check_upstream(ours: Any, upstream: Any, decodes: bool) -> None:
     ours.load_state_dict(upstream.state_dict())
     names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
     if decodes:
-        _compare_decoded(f"{names} decode differently", _decoded(ours), _decoded(upstream))
+        _compare_decoded(f"{names} decode differently", _decode_greedily(ours), _decode_greedily(upstream))
         return
-    inputs = _random_inputs(ours)
-    _compare(f"{names} have different outputs", _output(ours, inputs), _output(upstream, inputs))
+    inputs = _make_random_inputs(ours)
+    _compare(f"{names} have different outputs", _compute_output(ours, inputs), _compute_output(upstream, inputs))
 
 
 @torch.no_grad()
@@ -145,7 +145,7 @@ def check_cache(models: Mapping[str, Any]) -> None:
     for name, model in models.items():
         if can_cache(model.config):
             fault = f"{name} decodes differently with and without its cache"
-            _compare_decoded(fault, _decoded(model), _decoded(model, use_cache=False))
+            _compare_decoded(fault, _decode_greedily(model), _decode_greedily(model, use_cache=False))
 
 
 def _compare_decoded(
@@ -168,48 +168,48 @@ def _compare(fault: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         raise ValueError(f"{fault}: the largest relative difference is {difference:.1e}. Nothing was timed.")
 
 
-def _generator(model: Any) -> torch.Generator:
+def _make_generator(model: Any) -> torch.Generator:
     return torch.Generator(device=model.device).manual_seed(0)
 
 
-def _decoded(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _decode_greedily(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return greedily decoded tokens [texts, tokens] and their logits.
 
     The encoder outputs are random, and the second half of the second text is padding.
     """
     shape = (NUM_TEXTS, NUM_SOURCE_TOKENS, model.config.d_model)
-    states: Any = torch.randn(shape, generator=_generator(model), device=model.device)
+    states: Any = torch.randn(shape, generator=_make_generator(model), device=model.device)
     inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(states)}
-    inputs["attention_mask"] = _padding_mask(model, NUM_SOURCE_TOKENS)
+    inputs["attention_mask"] = _make_padding_mask(model, NUM_SOURCE_TOKENS)
     # A model with random weights may repeat one token, and then an error of the cache would not change the output.
-    inputs["decoder_input_ids"] = _random_tokens(model, NUM_PROMPT_TOKENS)
+    inputs["decoder_input_ids"] = _make_random_tokens(model, NUM_PROMPT_TOKENS)
     options |= {"max_new_tokens": NUM_TOKENS, "num_beams": 1, "do_sample": False}
     output = model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True)
     return output.sequences[:, -NUM_TOKENS:], torch.stack(output.logits, 1)
 
 
-def _random_inputs(model: Any) -> dict[str, torch.Tensor]:
+def _make_random_inputs(model: Any) -> dict[str, torch.Tensor]:
     """Return audio features, or two texts of which the second one is half padding."""
     if model.main_input_name == "input_features":
         shape = (NUM_TEXTS, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-        return {"input_features": torch.randn(shape, generator=_generator(model), device=model.device)}
+        return {"input_features": torch.randn(shape, generator=_make_generator(model), device=model.device)}
     length = min(NUM_SOURCE_TOKENS, getattr(model.config, "max_position_embeddings", None) or NUM_SOURCE_TOKENS)
-    return {"input_ids": _random_tokens(model, length), "attention_mask": _padding_mask(model, length)}
+    return {"input_ids": _make_random_tokens(model, length), "attention_mask": _make_padding_mask(model, length)}
 
 
-def _random_tokens(model: Any, length: int) -> torch.Tensor:
-    shape, generator = (NUM_TEXTS, length), _generator(model)
+def _make_random_tokens(model: Any, length: int) -> torch.Tensor:
+    shape, generator = (NUM_TEXTS, length), _make_generator(model)
     return torch.randint(model.config.vocab_size, shape, generator=generator, device=model.device)
 
 
-def _padding_mask(model: Any, length: int) -> torch.Tensor:
+def _make_padding_mask(model: Any, length: int) -> torch.Tensor:
     """Return an attention mask of which the second half of the second text is padding."""
     mask = torch.ones(NUM_TEXTS, length, dtype=torch.long, device=model.device)
     mask[1, length // 2 :] = 0
     return mask
 
 
-def _output(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def _compute_output(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the first output of a model for all tokens that are not padding."""
     output = model(**inputs)[0].float()
     return output[inputs["attention_mask"].bool()] if "attention_mask" in inputs else output
@@ -347,19 +347,19 @@ def measure_speed(
         raise ValueError(
             f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type} with {auto_class}."
         )
-    length = timed_length(length, current, auto_class)
-    variants = checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
+    length = resolve_timed_length(length, current, auto_class)
+    variants = build_checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
     decoding = (max_new_tokens, num_beams)
-    runs = {name: decoding_or_pass(model, batch_size, length, decoding) for name, (_, model) in variants.items()}
+    runs = {name: make_timed_function(model, batch_size, length, decoding) for name, (_, model) in variants.items()}
     times = _time_engines(runs, rounds, device)
-    rows = _rows({name: fields for name, (fields, _) in variants.items()}, times, batch_size, max_new_tokens)
+    rows = _make_rows({name: fields for name, (fields, _) in variants.items()}, times, batch_size, max_new_tokens)
     return SpeedTable(
         checkpoint, current.auto_classes[auto_class], batch_size, length, max_new_tokens, num_beams, dtype, device,
-        machine_now(device), rows, _break_even(current, rows),
+        describe_machine(device), rows, _compute_break_even(current, rows),
     )  # fmt: skip
 
 
-def checked_models(
+def build_checked_models(
     config: Mapping[str, Any],
     kv_heads: Sequence[int] | None = None,
     talking_heads: bool = True,
@@ -382,7 +382,7 @@ def checked_models(
     field = kv_heads_field(model_class, current)
     rows = list(_head_and_latent_rows(config, current, field, kv_heads, talking_heads, latents))
     rows += _window_and_kernel_rows(field, windows, kernels)
-    contestants = dict(_contestants(config, current, auto_class, model_class, rows))
+    contestants = dict(_iterate_contestants(config, current, auto_class, model_class, rows))
     models = _make_checked_models(contestants, lambda: model_class(current), "Seq2Seq" in auto_class, dtype, device)
     return {name: (fields, models[name]) for name, (fields, _) in contestants.items()}
 
@@ -403,7 +403,7 @@ def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
     return seq2seq[0] if seq2seq and current.is_encoder_decoder else "AutoModel"
 
 
-def _rows(
+def _make_rows(
     fields: Mapping[str, dict[str, Any]], times: Mapping[str, list[Times]], batch_size: int, max_new_tokens: int
 ) -> list[VariantSpeed]:
     """Return the row of each variant."""
@@ -420,7 +420,7 @@ def _rows(
     return rows
 
 
-def _break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
+def _compute_break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
     """Return the break-even point of cached encoder outputs, or None if they were not timed."""
     exact = {"cross_kv_lora_rank": current.hidden_size}
     baselines = [row for row in rows if row.name in ("upstream", HeadSharing.label)]
@@ -438,7 +438,7 @@ def _break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
     return BreakEven(cached.name, multi_head.name, tokens)
 
 
-def order_of_round(names: Sequence[str], number: int) -> list[str]:
+def round_order(names: Sequence[str], number: int) -> list[str]:
     """Return the order of the contestants in a round.
 
     Every second round reverses the order of the previous one, and each pair of rounds starts with another contestant.
@@ -457,14 +457,14 @@ def _time_engines(runs: Mapping[str, Callable[[], Any]], rounds: int, device: st
     """Return {name: times of each round} of the contestants."""
     times: dict[str, list[Times]] = {name: [] for name in runs}
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # round -1 warms up
-        for name in order_of_round(list(runs), number):
-            run_time = run_times(runs[name], device)
+        for name in round_order(list(runs), number):
+            run_time = time_run(runs[name], device)
             if number >= 0:
                 times[name].append(run_time)
     return times
 
 
-def timed_length(requested: int | None, config: Any, auto_class: str) -> int:
+def resolve_timed_length(requested: int | None, config: Any, auto_class: str) -> int:
     """Return the number of tokens or audio positions to read.
 
     Args:
@@ -509,7 +509,7 @@ def _head_and_latent_rows(
     counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == type(current).model_type and not has_latents(current, field):
         counts |= {heads}  # this class is the baseline instead of a Transformers class
-    yield from variant_rows(current, field, sorted(counts, reverse=True), talking, latents)
+    yield from iterate_variants(current, field, sorted(counts, reverse=True), talking, latents)
 
 
 def _window_and_kernel_rows(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
@@ -530,12 +530,12 @@ def _window_and_kernel_rows(field: str, windows: Sequence[int], kernels: Sequenc
     return rows
 
 
-def _contestants(
+def _iterate_contestants(
     config: Mapping[str, Any], current: Any, auto_class: str, model_class: type, rows: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
     """Yield the name of each variant with its fields and a function that makes the model, the baseline first."""
     if config["model_type"] != type(current).model_type:
-        yield "upstream", ({}, lambda: upstream_model(config, auto_class))
+        yield "upstream", ({}, lambda: make_upstream_model(config, auto_class))
     field = kv_heads_field(model_class, current)
     for fields in rows:
         variant = variant_config(config, **fields)
@@ -548,7 +548,7 @@ def _make_checked_models(
     """Make the models, and check their outputs in float32.
 
     Args:
-        contestants: The items of `_contestants`.
+        contestants: The items of `_iterate_contestants`.
         multi_head: Makes the model of this package that must equal the Transformers model.
         decodes: Whether the models are encoder-decoders that decode.
         dtype: The dtype of the returned models.
@@ -557,20 +557,20 @@ def _make_checked_models(
     Raises:
         ValueError: If the outputs of a model are wrong.
     """
-    models = {name: ready_to_time(make(), device) for name, (_, make) in contestants.items()}
+    models = {name: prepare_for_timing(make(), device) for name, (_, make) in contestants.items()}
     if "upstream" in models:
-        check_upstream(ready_to_time(multi_head(), device), models["upstream"], decodes)
+        check_upstream(prepare_for_timing(multi_head(), device), models["upstream"], decodes)
     if decodes:
         check_cache({name: model for name, model in models.items() if name != "upstream"})
     return {name: model.to(getattr(torch, dtype)) for name, model in models.items()}
 
 
-def upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:
+def make_upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:
     """Return a Transformers model with random weights, made from the `config.json` of a Transformers checkpoint."""
     return getattr(transformers, auto_class).from_config(AutoConfig.for_model(**copy.deepcopy(dict(config))))
 
 
-def ready_to_time(model: Any, device: str) -> Any:
+def prepare_for_timing(model: Any, device: str) -> Any:
     """Return the model in float32 and evaluation mode on a device, with generation that does not stop early."""
     model = model.float().eval().to(device)
     if model.can_generate():
@@ -579,7 +579,7 @@ def ready_to_time(model: Any, device: str) -> Any:
     return model
 
 
-def machine_now(device: str) -> dict[str, Any]:
+def describe_machine(device: str) -> dict[str, Any]:
     """Return the device, threads, load and versions for reports."""
     on_cuda = torch.device(device).type == "cuda"
     return {

@@ -114,7 +114,7 @@ def test_grouped_checkpoint_can_be_pooled_further(make_source, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 def test_converted_head_loads_under_its_class(architecture, head, tmp_path):
-    architecture.upstream_model(head).save_pretrained(tmp_path / "source")
+    architecture.make_upstream_model(head).save_pretrained(tmp_path / "source")
     alone = head in ("T5EncoderModel", "T5ForTokenClassification")
     field = "encoder_num_key_value_heads" if alone else "num_key_value_heads"
     convert_checkpoint(tmp_path / "source", tmp_path / "out", **{field: 4})
@@ -284,7 +284,7 @@ def test_report_lists_errors_and_sizes(make_source, tmp_path):
 
 @pytest.mark.parametrize("encoder, decoder", [(4, 2), (None, 2), (4, None)])
 def test_encoder_and_decoder_of_t5_are_converted_separately(tmp_path, encoder, decoder):
-    model = T5.upstream_model("T5ForConditionalGeneration")
+    model = T5.make_upstream_model("T5ForConditionalGeneration")
     model.save_pretrained(tmp_path / "source")
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", decoder, encoder_num_key_value_heads=encoder)
     counts = {"encoder": encoder or 12, "decoder": decoder or 12, "cross": decoder or 12}

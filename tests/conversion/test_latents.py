@@ -79,7 +79,7 @@ def test_latent_with_the_rank_of_the_projections_is_lossless(build, rank, fields
 
 @torch.no_grad()
 def test_layers_with_a_shared_attention_share_its_latent():
-    model = of_low_rank(ALBERT.upstream_model("AlbertModel"), 6)
+    model = of_low_rank(ALBERT.make_upstream_model("AlbertModel"), 6)
     converted = convert_model(model, kv_lora_rank=6)
     batch = ALBERT.batch("AlbertModel")
     names = [name for name in converted.state_dict() if "kv_a_proj" in name]

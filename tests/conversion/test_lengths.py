@@ -101,7 +101,8 @@ def test_convert_command_pools_decoders_only_on_request(tmp_path, capsys):
 def test_loss_on_full_text_detects_errors_after_the_truncation():
     """Check heads that are wrong after the 64th token, which lines of 64 tokens cannot detect."""
     model = convert(
-        BERT.upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200), num_key_value_heads=4
+        BERT.make_upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200),
+        num_key_value_heads=4,
     ).eval()
     cut = add_text_lengths(given(max_length=64), Masking(), model.config)
     measured = make_untruncated_batches(model, Masking(), cut, torch.Generator().manual_seed(0))

@@ -72,7 +72,7 @@ def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, 
     family = next(item for item in (BERT, T5, *RELATIVES) if head in item.heads)
     fields = {name: value for name, value in changes.items() if name in SEVERAL_LABELS}
     given = {name: value for name, value in changes.items() if name not in fields}
-    upstream = family.upstream_model(head, vocab_size=WORDS, **fields)
+    upstream = family.make_upstream_model(head, vocab_size=WORDS, **fields)
     if measure == "tokens" and family is T5:
         upstream.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
     model, outputs = source_outputs(upstream, **given)
@@ -127,7 +127,7 @@ def test_identical_examples_are_inconclusive():
 
 def test_text_unknown_to_the_source_is_inconclusive(caplog):
     """Check a T5 that predicts other words than its targets, as for swapped source and target."""
-    model = T5.upstream_model("T5ForConditionalGeneration", vocab_size=WORDS)
+    model = T5.make_upstream_model("T5ForConditionalGeneration", vocab_size=WORDS)
     with torch.no_grad():
         model.lm_head.weight.mul_(40)
     model.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
@@ -199,7 +199,7 @@ def test_intervals_have_their_nominal_coverage():
 
 def classifier(head, rare_words, **fields):
     """Return a model that assigns class 1 by words, and a copy that always assigns class 0."""
-    model = BERT.upstream_model(head, vocab_size=WORDS, num_labels=2, **fields)
+    model = BERT.make_upstream_model(head, vocab_size=WORDS, num_labels=2, **fields)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.zero_()
@@ -230,7 +230,7 @@ def test_majority_classifier_is_outside_tolerance():
     given = calibration()
     texts = ["b" * 12 if i % 12 else "k" * 12 for i in range(400)]
     rare = given.tokenizer(["k"], max_length=9)["input_ids"][0][0]
-    upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, num_labels=2)
+    upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, num_labels=2)
     model = convert(upstream, num_key_value_heads=4).eval()
     outputs = outputs_of(model, dataclasses.replace(given, texts=texts))
     is_rare = [bool((batch["input_ids"] == rare).any()) for batch in outputs._batches for _ in batch["input_ids"][:1]]
@@ -246,7 +246,7 @@ def test_majority_classifier_is_outside_tolerance():
 def labels(source, converted):
     """Return a comparison of labels [b, labels]."""
     _, outputs = source_outputs(
-        BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
+        BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     )
     outputs._is_frequent = source.float().mean(0) > 0.5
     outputs._measure, outputs._source_outputs = "predictions", {"predictions": list(source)}
@@ -268,7 +268,7 @@ def test_frequent_label_is_measured_on_texts_without_it():
 
 def test_label_of_all_texts_is_compared_by_scores():
     fields = SEVERAL_LABELS | {"num_labels": 1}
-    upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
+    upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
     with torch.no_grad():
         upstream.classifier.bias.fill_(100.0)  # every text has it
     model, outputs = source_outputs(upstream)
@@ -277,7 +277,7 @@ def test_label_of_all_texts_is_compared_by_scores():
 
 
 def test_examples_without_labels_are_compared_by_scores():
-    upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
+    upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     with torch.no_grad():
         upstream.classifier.bias.fill_(-100.0)
     model, outputs = source_outputs(upstream)

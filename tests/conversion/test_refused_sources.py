@@ -15,7 +15,7 @@ from .conftest import LAYER, loaded, tensors_of
 
 
 def test_softmax_heads_of_t5_cannot_change(tmp_path):
-    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "source")
+    T5.make_upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "source")
     fields = {"talking_heads": "both", "num_softmax_heads": 8, "num_value_heads": 12, "talking_heads_init": "random"}
     with pytest.raises(ValueError, match="`num_softmax_heads`"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)

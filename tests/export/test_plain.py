@@ -125,7 +125,7 @@ def test_variant_without_a_transformers_form_raises_an_error(architecture, head,
 
 
 def test_plain_source_and_invalid_dtype_raise_an_error(tmp_path):
-    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "bert")
+    BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="'bert'"):
         export_transformers(tmp_path / "bert", tmp_path / "plain")
     with pytest.raises(ValueError, match="`dtype`"):

@@ -193,7 +193,7 @@ def test_longer_text_is_truncated_with_a_warning(tokenizer):
 
 
 def test_invalid_attention_map_arguments_raise_an_error(tokenizer):
-    plain = next(row for row in ARCHITECTURES if row.name == "bert").upstream_model("BertForMaskedLM")
+    plain = next(row for row in ARCHITECTURES if row.name == "bert").make_upstream_model("BertForMaskedLM")
     with pytest.raises(ValueError, match=r"`model`.*BertForMaskedLM"):
         attention_maps(plain, tokenizer, TEXT)
     with pytest.raises(ValueError, match="`target_text`"):

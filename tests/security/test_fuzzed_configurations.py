@@ -59,7 +59,7 @@ def source(request, tmp_path_factory):
     architecture = ALL_ARCHITECTURES[request.param]
     head = next(iter(architecture.heads))
     folder = tmp_path_factory.mktemp("fuzzed") / architecture.name
-    architecture.upstream_model(head).save_pretrained(folder)
+    architecture.make_upstream_model(head).save_pretrained(folder)
     return (
         getattr(transformers, head),
         folder,
