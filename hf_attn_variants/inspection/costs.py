@@ -1,9 +1,9 @@
-"""Costs of a checkpoint and of the variants that it can become, computed from its `config.json`.
+"""Computes the costs of a checkpoint and its possible variants from its `config.json`.
 
-The variants have each possible number of key/value heads, latents of a few ranks, or talking heads. Neither weights
-nor other files of the checkpoint are read. Parameters, FLOPs and cache sizes are counted on a model, which may be on
-the meta device. A multiplication with an addition counts as two FLOPs. Only matrix products are counted: softmax,
-norms and biases are not.
+The variants have each possible number of key/value heads, latents of a few ranks, or talking heads. Neither the
+weights nor other files in the checkpoint are read. Parameters, FLOPs and cache sizes are counted for a model that may
+be on the meta device. A multiplication and an addition count as two FLOPs. Only matrix products are counted, without
+softmax, norms and biases.
 """
 
 import re
@@ -60,11 +60,11 @@ class CacheSizes(NamedTuple):
 
 
 def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: str | None = None) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint. Nothing else is downloaded from the Hub.
+    """Read a checkpoint's `config.json`. No other file is downloaded from the Hub.
 
     Args:
         checkpoint: A folder or a Hub id.
-        revision: A branch, tag or commit of the Hub repository.
+        revision: A branch, tag or commit in the Hub repository.
         token: The access token for the Hub.
 
     Returns:
@@ -82,30 +82,30 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
         except OSError as error:
             raise OSError(f"There is no folder {checkpoint!r}, and it cannot be read as a Hub id: {error}") from error
     elif revision is not None:
-        raise ValueError(f"`revision` is supported only for Hub ids, but {checkpoint!r} is a folder. Omit it.")
+        raise ValueError(f"`revision` is only supported for Hub ids, but {checkpoint!r} is a folder. Remove it.")
     check_complete_model(folder, allow_pickle=True)
     return read_config(folder)
 
 
-WRONG_CONFIGURATION = "The configuration is wrong"
+WRONG_CONFIGURATION = "The configuration is invalid"
 
 
 @dataclass(frozen=True)
 class VariantCost:
-    """The costs of one variant, which is one row of a `CostTable`.
+    """The costs of one variant, which form one row in a `CostTable`.
 
     Args:
         name: The name of the variant, for example "GQA-4".
-        fields: The configuration fields that make the variant.
+        fields: The configuration fields that define the variant.
         current: Whether the variant is the unchanged checkpoint.
         convertible: Whether the checkpoint can be converted to the variant.
         parameters: The number of parameters. Tied parameters count once.
-        attention_parameters: The number of parameters of the attention modules.
-        flops_per_token: The result of `flops_per_token`. For a decoder, the token is the next one of a generation.
+        attention_parameters: The number of parameters in the attention modules.
+        flops_per_token: The result of `flops_per_token`. For a decoder, the token is the next generated token.
         kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token`.
-        kv_cache_bytes: The bytes of the cache of the whole batch, or None if the model has no cache.
+        kv_cache_bytes: The cache size in bytes for the whole batch, or None if the model has no cache.
         largest_batch: The number of sequences whose caches fit into `memory` together with the weights. None if
-            the model has no cache or no memory was given.
+            the model has no cache or `memory` is not set.
     """
 
     name: str
@@ -122,7 +122,7 @@ class VariantCost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """The costs of a checkpoint and its variants, with the sizes that they hold for.
+    """The costs of a checkpoint and its variants, with the sizes for which they were computed.
 
     Args:
         checkpoint: The name of the checkpoint.
@@ -135,9 +135,9 @@ class CostTable:
         rows: The variants.
         num_beams: The number of beams per sequence.
         memory: The bytes available for weights and cache, or None if they are not limited.
-        upstream_kv_cache_bytes: The bytes of the cache with the Transformers class, which repeats the encoder keys and
-            values for each beam. None if the cache is not larger there.
-        upstream_largest_batch: The `largest_batch` of the Transformers class.
+        upstream_kv_cache_bytes: The cache size in bytes with the Transformers class, which repeats the encoder keys
+            and values for each beam. None if this cache is not larger.
+        upstream_largest_batch: The `largest_batch` for the Transformers class.
     """
 
     checkpoint: str
@@ -154,20 +154,20 @@ class CostTable:
 
     @property
     def current(self) -> VariantCost:
-        """The row of the unchanged checkpoint."""
+        """The row for the unchanged checkpoint."""
         return next(row for row in self.rows if row.current)
 
     @property
     def current_kv_cache_bytes(self) -> int | None:
-        """The bytes of the cache of the checkpoint in its current class, which may be a Transformers class."""
+        """The cache size of the checkpoint in bytes with its current class, which may be a Transformers class."""
         return self.upstream_kv_cache_bytes or self.current.kv_cache_bytes
 
     def weight_bytes(self, row: VariantCost) -> int:
-        """Return the bytes of the parameters of a row."""
+        """Return the size of a variant's parameters in bytes."""
         return row.parameters * bytes_per_element(self.dtype)
 
     def savings(self, row: VariantCost) -> dict[str, int | None]:
-        """Return what a row saves compared with the unchanged checkpoint. A negative number is an additional cost."""
+        """Return a variant's savings over the unchanged checkpoint. Negative numbers are additional costs."""
         current, caches = self.current, (self.current_kv_cache_bytes, row.kv_cache_bytes)
         cache = None if caches[0] is None or caches[1] is None else caches[0] - caches[1]
         saved = {"weight_bytes": self.weight_bytes(current) - self.weight_bytes(row), "kv_cache_bytes": cache}
@@ -177,7 +177,7 @@ class CostTable:
         return saved | flops
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table as JSON values, with the `savings` of each row."""
+        """Return the table as JSON values, including the `savings` of each row."""
         values = asdict(self)
         values["rows"] = [asdict(row) | {"savings": self.savings(row)} for row in self.rows]
         return values
@@ -188,15 +188,17 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
 
     Args:
         config: The content of the `config.json`.
-        **fields: Fields that override those of the file.
+        **fields: Fields that override those in the file.
 
     Raises:
-        ValueError: If the architecture is not supported, a value is wrong, or a Transformers checkpoint has layers of
-            different sizes (`per_layer_config`).
+        ValueError: If the architecture is not supported, a value is invalid, or a Transformers checkpoint has layers
+            of different sizes (`per_layer_config`).
     """
     config_class = variant_config_class(config.get("model_type", ""))
     if config.get("per_layer_config") and config["model_type"] != config_class.model_type:
-        raise ValueError("`per_layer_config` (unequal layers) is supported only for checkpoints of this package.")
+        raise ValueError(
+            "`per_layer_config` (layers of different sizes) is only supported for checkpoints from this package."
+        )
     with as_value_error(WRONG_CONFIGURATION):
         return config_class.from_upstream(dict(config), **fields)
 
@@ -207,10 +209,10 @@ def values_by_layer(config: Any, field: str) -> list[Any]:
 
 
 def variant_name(config: Any, field: str = HeadSharing.field) -> str:
-    """Return the name of the attention of a variant configuration.
+    """Return the name of the attention variant in a configuration.
 
     Examples are "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads" and "MHA + cross latent 128 + latent 64".
-    The addition "(exact)" means that the latents are cached encoder outputs, which do not change the output.
+    The suffix "(exact)" means that the latents are cached encoder outputs, which do not change the output.
 
     Args:
         config: The variant configuration.
@@ -249,9 +251,9 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
 
 
 def describe_scores(config: Any, fields: Sequence[str]) -> list[str]:
-    """Return descriptions of the scores that are not dot products, for example "additive scores in cross-attention".
+    """Return descriptions of scores other than dot products, such as "additive scores in cross-attention".
 
-    The place is omitted if it is every place of the encoder or decoder.
+    The place is omitted if the scores are used in all places of the encoder or decoder.
 
     Args:
         config: A variant configuration.
@@ -284,21 +286,21 @@ def cost_table(
     num_beams: int = 1,
     memory: int | None = None,
 ) -> CostTable:
-    """Compute the costs of a checkpoint and of each variant that it can become, without reading weights.
+    """Compute the costs of a checkpoint and its possible variants without reading weights.
 
     Args:
-        config: The `config.json` of the checkpoint.
+        config: The checkpoint's `config.json`.
         checkpoint: The name of the checkpoint, for the table.
         batch_size: The number of sequences per batch.
         length: The number of tokens attended to (see `CostTable`).
-        source_length: The number of tokens that the encoder reads. By default, it is `length`, or the number of
-            positions of an audio encoder.
-        dtype: The dtype of weights and cache. By default, it is that of the configuration, or float32.
-        num_beams: The number of beams per sequence. The beams of a sequence share the encoder keys and values.
-        memory: The bytes available for weights and cache. Activations are not counted.
+        source_length: The number of tokens that the encoder reads. Defaults to `length`, or to the number of positions
+            in an audio encoder.
+        dtype: The dtype of weights and cache. Defaults to the dtype in the configuration, or float32.
+        num_beams: The number of beams per sequence. All beams of a sequence share the encoder keys and values.
+        memory: The number of bytes available for weights and cache. Activations are not counted.
 
     Raises:
-        ValueError: If the configuration is wrong or not supported, a size is below 1, or beams or memory are given for
+        ValueError: If the configuration is invalid or not supported, a size is below 1, or beams or memory are set for
             a model without a cache.
 
     Example:
@@ -326,7 +328,7 @@ def cost_table(
     table = CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows, num_beams, memory)
     if table.current.kv_cache_bytes is None and (num_beams > 1 or memory is not None):
         argument = "memory" if num_beams == 1 else "num_beams"
-        raise ValueError(f"`{argument}` requires a key/value cache, which {architecture} does not have. Omit it.")
+        raise ValueError(f"`{argument}` is not supported for {architecture}, which has no key/value cache. Remove it.")
     if upstream_bytes is None or batch_size * upstream_bytes == table.current.kv_cache_bytes:
         return table
     largest = largest_batch(memory, sizes.itemsize * table.current.parameters, upstream_bytes)
@@ -374,7 +376,9 @@ def iterate_variants(
     yield from ({field: count} for count in counts)
     if field in (current.per_layer_values or {}):
         yield {"per_layer_values": current.per_layer_values}
-    if has_kernel(current) or _has_unconvertible_attention(current):  # not compatible with kernels, or not convertible
+    if has_kernel(current) or _has_unconvertible_attention(
+        current
+    ):  # variants are not compatible with kernels, or conversion is not possible
         return
     # Dynamic terms that read the encoder outputs would be computed from the latents.
     keeps_cross_cache = supports_cache(dynamic_terms(current, "cross_"))
@@ -387,7 +391,7 @@ def iterate_variants(
 
 
 def has_latents(config: Any, field: str | None = None) -> bool:
-    """Return whether a configuration has latents in the encoder or decoder of `field` (None: in either of them)."""
+    """Return whether a configuration has latents in the encoder or decoder of `field`, or in either if it is None."""
     names = config.rank_fields() if field is None else _list_rank_fields(config, field)
     return any(getattr(config, name) is not None for name in names)
 
@@ -418,14 +422,14 @@ def list_used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) ->
 
 
 def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
-    """Return the key/value head field to vary: that of the decoder, or of the encoder if there is no decoder."""
+    """Return the key/value head field to vary, which is the decoder's, or the encoder's if there is no decoder."""
     return next(iter(list_used_fields(model_class, config)), HeadSharing.field)
 
 
 def kv_head_counts(config: Any, field: str) -> list[int]:
     """Return the possible numbers of key/value heads, in descending order.
 
-    They are the divisors of the number of query heads. Numbers below it must also divide the number of value heads.
+    These are the divisors of the number of query heads. Smaller numbers must also divide the number of value heads.
     """
     heads = config.query_heads(field)
     value_heads = {
@@ -438,12 +442,12 @@ def kv_head_counts(config: Any, field: str) -> list[int]:
 
 
 def _get_variant_values(config: Any) -> dict[str, Any]:
-    """Return the values of the variant fields of a configuration."""
+    """Return the values of a configuration's variant fields."""
     return {name: getattr(config, name) for name in config.variant_fields()}
 
 
 def _is_convertible(source: Any, target: Any) -> bool:
-    """Return whether a model of one configuration can be converted to another configuration."""
+    """Return whether a model with one configuration can be converted to another configuration."""
     if _get_variant_values(source) != _get_variant_values(target) and _has_unconvertible_attention(source):
         return False
     width = source.hidden_size
@@ -462,7 +466,7 @@ def _is_convertible(source: Any, target: Any) -> bool:
 
 
 def _has_unconvertible_attention(config: Any) -> bool:
-    """Return whether a configuration cannot be converted, because its attention has parameters of another form."""
+    """Return whether a configuration's attention has parameters that cannot be converted."""
     values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
     by_head = [name for name in KERNELS if kernel_class(name).of_key_heads]
     by_head += [name for name in PATTERNS if pattern_class(name).learned]
@@ -471,21 +475,21 @@ def _has_unconvertible_attention(config: Any) -> bool:
 
 
 def score_name(config: Any, prefix: str) -> str | None:
-    """Return the name of the score function of a place, or None for the dot product."""
+    """Return the name of the score function used in a place, or None for the dot product."""
     requested = AdditiveScore.requested_in(config, prefix)
     return None if requested is None else requested[1]
 
 
 def has_scores(config: Any) -> bool:
-    """Return whether any attention of a configuration has scores other than the dot product."""
+    """Return whether a configuration uses scores other than the dot product anywhere."""
     field = AdditiveScore.field
     prefixes = [prefix for prefix in row_of(field)[1].prefixes if hasattr(config, prefix + field)]
     return any(score_name(config, prefix) is not None for prefix in prefixes)
 
 
-# The least number of bytes per number of a kernel's state, because sums are float32 in half precision too.
+# The minimum number of bytes per value in a kernel's state, because sums are float32 even in half precision.
 STATE_ITEMSIZE = 4
-# The names of linear layers that run once per sequence, whatever its length.
+# The names of linear layers that run once per sequence, regardless of its length.
 ONCE_PER_SEQUENCE = re.compile(
     r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*|pre_classifier|"
     r"sequence_summary\..*"
@@ -519,7 +523,7 @@ def untie_head(model: AttnVariantModelMixin, config: Mapping[str, Any]) -> AttnV
 
 
 def bytes_per_element(dtype: str) -> int:
-    """Return the bytes per number of a floating-point dtype.
+    """Return the number of bytes per element for a floating-point dtype.
 
     Args:
         dtype: The name of the dtype, for example "float32".
@@ -534,7 +538,7 @@ def bytes_per_element(dtype: str) -> int:
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
-    """Return the `cache_bytes_per_token` of a variant model, with `itemsize` bytes per number."""
+    """Return the `cache_bytes_per_token` of a variant model, with `itemsize` bytes per value."""
     sizes = []
     for site, path, module in model.named_attentions():
         numbers = num_cached_values(site.heads(model.config, path), model.config.hidden_size)
@@ -550,13 +554,14 @@ def kv_cache_bytes(
     num_beams: int = 1,
     repeats_source: bool = False,
 ) -> int | None:
-    """Return the bytes of the whole cache of a sequence, or None if the model has no cache.
+    """Return the total cache size of a sequence in bytes, or None if the model has no cache.
 
-    The cache of a window holds at most the window. The cache of a kernel holds its state too.
+    With a window, the cache contains at most as many tokens as the window. With a kernel, it also contains the
+    kernel's state.
 
     Args:
         model: A variant model.
-        itemsize: The number of bytes per number.
+        itemsize: The number of bytes per value.
         length: The number of tokens that the decoder has read or generated.
         source_length: The number of tokens that the encoder has read.
         num_beams: The number of beams. Each beam has its own generated tokens, and all beams share the source.
@@ -580,23 +585,23 @@ def kv_cache_bytes(
 
 
 def largest_batch(memory: int | None, weights: int, cache: int | None) -> int | None:
-    """Return how many caches fit into the memory together with the weights, or 0 if the weights do not fit.
+    """Return the number of caches that fit into memory together with the weights, or 0 if the weights do not fit.
 
     Args:
-        memory: The available bytes, or None.
-        weights: The bytes of the weights.
-        cache: The bytes of the cache of one sequence, or None.
+        memory: The available number of bytes, or None if it is not limited.
+        weights: The size of the weights in bytes.
+        cache: The cache size of one sequence in bytes, or None if the model has no cache.
     """
     return None if memory is None or not cache else max(0, (memory - weights) // cache)
 
 
 def _get_core_module(module: Any, site: AttentionSite) -> VariantAttention:
-    """Return the submodule of an attention module that calls the attention function."""
+    """Return the submodule that calls the attention function."""
     return module.get_submodule(site.core)
 
 
 def _caches_kernel_state(module: nn.Module, site: AttentionSite) -> bool:
-    """Return whether the cache holds the state of a causal kernel instead of keys and values."""
+    """Return whether the cache contains a causal kernel's state instead of keys and values."""
     kernel = _get_core_module(module, site).kernel
     return kernel is not None and kernel.is_causal
 
@@ -604,23 +609,23 @@ def _caches_kernel_state(module: nn.Module, site: AttentionSite) -> bool:
 def flops_per_token(
     model: AttnVariantModelMixin, length: int, source_length: int, decodes: bool = False, batch_size: int = 1
 ) -> dict[str, int]:
-    """Return the floating-point operations per token of the forward pass.
+    """Return the number of floating-point operations per token in a forward pass.
 
-    With latents, the operations depend on how many tokens a call reads. A call on a whole text computes the keys and
-    values of each latent once (expanded form). A call on a single token may use multi-query attention on the latents
-    instead (absorbed form) if that is cheaper.
+    With latents, this number depends on how many tokens are processed at once. For a whole text, the keys and values
+    are computed once from each latent (expanded form). For a single token, multi-query attention on the latents
+    (absorbed form) is used if it is cheaper.
 
     Args:
         model: A variant model.
         length: The number of tokens that a token attends to in an encoder-only model or in a decoder.
         source_length: The same number for the encoder of an encoder-decoder and for cross-attention.
-        decodes: Whether a token of the decoder is the next one of a generation. Latents are then counted in the form
-            that the model uses (`latent_attention.absorbs`, `is_short`), and otherwise in the expanded form.
-        batch_size: The number of sequences per batch, which the form of short latents depends on (`is_short`).
+        decodes: Whether the decoder generates one token at a time. If so, latents are counted in the form that the
+            model uses (`latent_attention.absorbs`, `is_short`), and otherwise in the expanded form.
+        batch_size: The number of sequences per batch, which determines the form used for short latents (`is_short`).
 
     Returns:
-        {"encoder": ..., "decoder": ...} for the parts that the model has. The encoder includes the keys, values and
-        latents of cross-attention. Heads that run once per sequence are not counted.
+        {"encoder": ..., "decoder": ...}, limited to the parts that the model has. The encoder includes the keys,
+        values and latents for cross-attention. Heads that run once per sequence are not counted.
     """
     config = model.config
     flops: Counter[str] = Counter()
@@ -666,7 +671,8 @@ def flops_per_token(
 def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Linear], attended: int) -> tuple[int, int]:
     """Return the FLOPs per key token and per query token.
 
-    A key token costs its key and value projections. A query token costs its scores and weighted sums.
+    The key token count includes the key and value projections. The query token count includes the scores and weighted
+    sums.
 
     Args:
         core: The attention.
@@ -681,7 +687,7 @@ def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Line
 
 
 def attention_projection_flops(model: AttnVariantModelMixin) -> int:
-    """Return the floating-point operations per token of the linear layers of all attention modules.
+    """Return the floating-point operations per token in the linear layers of all attention modules.
 
     Operations that depend on the sequence length are not counted. With latents, the keys and values of each token are
     counted once (expanded form).
@@ -702,9 +708,9 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
 
 
 def attention_parameters(model: AttnVariantModelMixin) -> int:
-    """Return the number of parameters of all attention modules.
+    """Return the number of parameters in all attention modules.
 
-    These are the linear layers, the latent projections (shared ones count once) and the talking-heads projections.
+    Linear layers, latent projections (shared ones are counted once) and talking-heads projections are included.
     """
     sizes: dict[int, int] = {}
     for site, path, module in model.named_attentions():
@@ -716,7 +722,7 @@ def attention_parameters(model: AttnVariantModelMixin) -> int:
 
 
 def _list_linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
-    """Return the linear layers of an attention module, with its latent projection."""
+    """Return the linear layers of an attention module, including its latent projection."""
     parent, _, name = site.latent_path(path).rpartition(".")
     latent = getattr(model.base_model.get_submodule(parent), name, None) if name else None
     linears = [module.get_submodule(name) for name in site.projections.values()]
@@ -724,7 +730,7 @@ def _list_linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path:
 
 
 def runs_once_per_sequence(model: nn.Module, name: str) -> bool:
-    """Return whether the linear layer of this name runs once per sequence instead of once per token."""
+    """Return whether the linear layer with this name runs once per sequence instead of once per token."""
     if name.split(".")[0] == "classifier":
         return not type(model).__name__.endswith("ForTokenClassification")
     return ONCE_PER_SEQUENCE.fullmatch(name) is not None

@@ -1,11 +1,11 @@
-"""The frontier of a checkpoint: the cache size, the speed and the loss of its variants.
+"""Measures the frontier of a checkpoint: the cache size, speed and loss of its variants.
 
 `measure_frontier` converts the checkpoint in memory to each variant: fewer key/value heads, latents, or combinations
 of latents. No model is written.
 
-A calibrated conversion computes each attention only from the same attention of the base model (attentions that share
-a latent are one unit). Therefore `ConvertedAttentions` stores the attentions of each conversion, and combines those of
-several conversions into the model that a single conversion would make.
+A calibrated conversion computes each attention module only from the corresponding module in the base model (modules
+that share a latent are one unit). `ConvertedAttentions` therefore stores the modules from each conversion, and
+combines modules from several conversions into the model that a single conversion would produce.
 
 `SavedFrontier` writes the rows to a file as they are measured, so that an interrupted call can be resumed.
 """
@@ -70,16 +70,16 @@ __all__ = [
 ]
 
 Fields = dict[str, Any]
-# The largest number of key/value head counts that are tried by default.
+# The maximum number of key/value head counts to try by default.
 MAX_COUNTS = 4
 
 
 def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
-    """Return the fields of the variants to try by default.
+    """Return the configuration fields of the variants to try by default.
 
-    For an encoder-decoder, they are latents of the cross-attention, starting with cached encoder outputs, combined
-    with latents of the self-attention of the decoder. For other models, they are latents of the self-attention.
-    Variants with fewer key/value heads follow.
+    For an encoder-decoder, these are cross-attention latents, starting with cached encoder outputs, combined with
+    latents in the decoder's self-attention. For other models, these are self-attention latents. Variants with fewer
+    key/value heads follow.
 
     Args:
         config: The variant configuration of the base model.
@@ -87,8 +87,8 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
         decodes: Whether the attention of these heads has a cache.
     """
     width, current_counts = config.hidden_size, values_by_layer(config, field) or [config.query_heads(field)]
-    multi_query = 2 * config.attention_head_dim()  # numbers per token and layer
-    # A conversion merges whole groups of heads, in each layer.
+    multi_query = 2 * config.attention_head_dim()  # values per token and layer
+    # In each layer, a conversion merges whole groups of heads.
     counts = [count for count in kv_head_counts(config, field) if count < max(current_counts)]
     counts = [count for count in counts if all(old % count == 0 or count % old == 0 for old in current_counts)]
 
@@ -97,7 +97,7 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
 
     options: list[Fields] = []
     if has_latents(config, field):
-        pass  # the original projections are lost, so that smaller latents are tried only on request
+        pass  # the original projections are lost, so smaller latents are only tried on request
     elif "cross_kv_lora_rank" in config.rank_fields() and decodes:
         cross_ranks = [width, width // 2, 3 * width // 8, width // 4]
         self_ranks = [None, 2 * multi_query, multi_query, multi_query // 2]
@@ -105,7 +105,7 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
         options += [{"cross_kv_lora_rank": cross_ranks[i], "kv_lora_rank": self_ranks[j]} for i, j in pairs]
     else:
         name = "encoder_kv_lora_rank" if field.startswith("encoder_") else "kv_lora_rank"
-        # A latent of the full width makes an encoder only slower.
+        # A latent of the full width would only make an encoder slower.
         full_rank = [width] if decodes else []
         options += [{name: rank} for rank in (*full_rank, width // 2, 3 * width // 8, width // 4, width // 8)]
     options += [{field: count} for count in _select_spread_counts(counts)]
@@ -113,9 +113,9 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
 
 
 def requested_options(requested: Mapping[str, Sequence[int] | None]) -> list[Fields]:
-    """Return the fields of the variants with values that a user requests.
+    """Return the configuration fields of the variants with the requested values.
 
-    Numbers of heads are tried separately, and ranks in all combinations.
+    Head counts are tried separately, and ranks in all combinations.
 
     Args:
         requested: {field: values}. None means that the user did not set the field.
@@ -127,7 +127,7 @@ def requested_options(requested: Mapping[str, Sequence[int] | None]) -> list[Fie
 
 
 def _select_spread_counts(counts: Sequence[int]) -> list[int]:
-    """Return at most `MAX_COUNTS` of the counts, with the first and the last one."""
+    """Return at most `MAX_COUNTS` evenly spread counts, including the first and the last one."""
     if len(counts) <= MAX_COUNTS:
         return list(counts)
     step = (len(counts) - 1) / (MAX_COUNTS - 1)
@@ -160,7 +160,7 @@ def load_source(
 
     Raises:
         OSError: If there is no checkpoint, or it has no tokenizer or feature extractor.
-        ValueError: If the architecture is not supported, or only one of model and calibration is for audio.
+        ValueError: If the architecture is not supported, or only one of the model and the calibration is for audio.
     """
     folder = resolve_source(checkpoint, revision, token, allow_pickle=False)
     raw = read_config(folder)
@@ -180,14 +180,14 @@ def load_source(
 def select_variants(
     model: AttnVariantModelMixin, requested: Mapping[str, Sequence[int] | None]
 ) -> list[dict[str, Any]]:
-    """Return the fields of the variants that a frontier measures: the requested ones, or the default ones.
+    """Return the configuration fields of the requested variants, or of the default variants if there are none.
 
     Args:
         model: The base model.
         requested: {field: values}. None or an empty sequence means that the user did not set the field.
 
     Raises:
-        ValueError: If the model has no attention for a requested field, or there is no variant to try.
+        ValueError: If a requested field has no effect on the model, or there is no variant to try.
     """
     config = model.config
     sites = [site for site, _, _ in model.named_attentions()]
@@ -195,7 +195,7 @@ def select_variants(
     requested = {name: values for name, values in requested.items() if values}
     if unused := sorted(set(requested) - used):
         raise ValueError(
-            f"`{unused[0]}` has no effect on {type(model).__name__}, which has no such attention. Omit it."
+            f"`{unused[0]}` has no effect because {type(model).__name__} has no such attention modules. Remove it."
         )
     if requested:
         return requested_options(requested)
@@ -204,23 +204,23 @@ def select_variants(
     if options := default_options(config, field, decodes):
         return options
     raise ValueError(
-        "There is no variant to try, because the checkpoint has a single key/value head or latents. Pass ranks."
+        "There is no variant to try because the checkpoint has a single key/value head or latents. Pass ranks."
     )
 
 
 def select_held_out_examples(
     calibration: Calibration, everything: Calibration, size: int, seed: int = 0
 ) -> Calibration:
-    """Return the examples to measure the loss on.
+    """Select the examples on which the loss is measured.
 
-    They are examples that are not in the calibration. If there are too few of these, they are the held-out examples of
-    the calibration.
+    These examples are not in the calibration. If there are too few of them, the held-out calibration examples are used
+    instead.
 
     Args:
         calibration: The examples that a conversion reads.
-        everything: All examples of the same text, or another text.
-        size: The largest number of examples.
-        seed: The seed of the calibration, which draws these examples too.
+        everything: All examples from the same source, or examples from another source.
+        size: The maximum number of examples.
+        seed: The calibration seed, which is also used to select these examples.
 
     Raises:
         ValueError: If `size` is less than 2.
@@ -232,7 +232,7 @@ def select_held_out_examples(
     if len(rest) >= min(calibration.held_out_count, len(examples)):
         chosen = random.Random(seed).sample(rest, min(size, len(rest)))
     else:
-        # The same draw as in `calibration.batches`, so that these are the examples that nothing is fitted to.
+        # The same random selection as in `calibration.batches`, so that these examples are not used for fitting.
         count, generator = len(calibration.examples), make_seeded_generator(seed, "held-out texts")
         drawn = torch.randperm(count, generator=generator).tolist()[: calibration.held_out_count]
         chosen = [_pair_with_targets(calibration)[i] for i in drawn[:size]]
@@ -243,43 +243,43 @@ def select_held_out_examples(
 
 
 def _pair_with_targets(calibration: Calibration) -> list[tuple[Any, str | None]]:
-    """Return the examples of a calibration, each with its target."""
+    """Return all calibration examples, each with its target."""
     targets: Sequence[str | None] = calibration.target_texts or [None] * len(calibration.examples)
     return list(zip(calibration.examples, targets, strict=True))
 
 
 NamedTensors = dict[str, torch.Tensor]
-# The path of an attention module and its heads. If layers share a latent, the heads are those of all these layers.
+# The path of an attention module and its heads. If layers share a latent, the heads of all these layers are included.
 Key = tuple[str, Any]
 
 
 class ConvertedAttentions:
-    """The attentions of several conversions of a base model, converted when they are first needed."""
+    """Attention modules from several conversions of a base model, converted when they are first needed."""
 
     def __init__(self, source: AttnVariantModelMixin, calibration: Calibration, seed: int = 0) -> None:
-        """Store the attentions of the base model.
+        """Store the attention modules of the base model.
 
         Args:
-            source: The base model, a float32 model of this package.
-            calibration: The text or audio that new attentions are fitted to, with its tokenizer or feature extractor.
-            seed: The seed of the conversions.
+            source: The base model, a float32 model from this package.
+            calibration: The text or audio used for fitting, with a tokenizer or feature extractor.
+            seed: The random seed for the conversions.
 
         Raises:
             ValueError: If the base model cannot be converted by calibration.
         """
         if (reason := explain_not_fittable(source.config)) is not None:
-            raise ValueError(f"The variants need a calibration, which cannot be used here: {reason}")
+            raise ValueError(f"The variants require calibration, which is not possible here because {reason}.")
         self.source, self.seed = source, seed
         self.calibration = add_text_lengths(calibration, calibration.processor, source.config)
         self._prefix = "" if source.base_model is source else f"{source.base_model_prefix}."
         self._tensors: dict[Key, NamedTensors] = {}
         self._errors: dict[Key, float | None] = {}
-        # The calibration batches of the first conversion. Later ones reuse them, with the targets that were generated.
+        # The calibration batches from the first conversion. Later conversions reuse them and their generated targets.
         self._batches: Any = None
         self._store_attentions(source, {})
 
     def config(self, fields: Mapping[str, Any]) -> Any:
-        """Return the configuration of the base model with some other fields.
+        """Return the base model's configuration with the given fields changed.
 
         Raises:
             ValueError: If the fields do not fit the model.
@@ -301,14 +301,14 @@ class ConvertedAttentions:
         }
         for key, source_key in self._attention_keys(config):
             for name in self._tensors[source_key] if key != source_key else ():
-                tensors.pop(f"{self._prefix}{name}", None)  # a shared latent is removed only once
+                tensors.pop(f"{self._prefix}{name}", None)  # a shared latent is only removed once
         for key, source_key in self._attention_keys(config):
             if key != source_key:
                 tensors |= {f"{self._prefix}{name}": tensor for name, tensor in self._tensors[key].items()}
         return assemble_model(type(self.source), config, tensors, self.source)
 
     def _convert(self, fields: Mapping[str, Any]) -> None:
-        """Convert the base model to these fields, and store the attentions and their errors."""
+        """Convert the base model with these fields, and store the attention modules and their errors."""
         reader = ModelReader(self.source)
         config = self.source.config.to_dict() | {"architectures": [type(self.source).__name__]}
         plan = make_plan(config, reader.entries, Calibrated(), fields, self.seed)
@@ -322,9 +322,9 @@ class ConvertedAttentions:
         )
 
     def attention_error(self, fields: Mapping[str, Any]) -> float | None:
-        """Return the mean relative error of the outputs of the attentions that differ from the base model.
+        """Return the mean relative output error of the attention modules that differ from the base model.
 
-        The errors were measured on the held-out examples of the calibration. The result is None if one is unknown.
+        The errors were measured on the held-out calibration examples. Returns None if any error is unknown.
         """
         keys = self._attention_keys(self.config(fields))
         errors = [self._errors.get(key) for key, source_key in keys if key != source_key]
@@ -334,11 +334,11 @@ class ConvertedAttentions:
         return sum(known) / len(known) if known else 0.0
 
     def is_converted(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether all attentions of the variant are stored, so that `model` converts nothing."""
+        """Return whether all attention modules of the variant are stored, so that no conversion is needed."""
         return not self._unconverted_fields(self.config(fields), fields)
 
     def _unconverted_fields(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the fields whose attentions are not stored yet."""
+        """Return the fields whose attention modules have not been stored yet."""
         absent = {key[0] for key, _ in self._attention_keys(config) if key not in self._tensors}
         sites = [site for site, path, _ in self.source.named_attentions() if path in absent]
         names = {name for site in sites for name in (site.kv_heads_field, site.rank_field)}
@@ -347,7 +347,7 @@ class ConvertedAttentions:
         return missing | ({"per_layer_values": by_layer} if by_layer else {})
 
     def _attention_keys(self, config: Any) -> list[tuple[Key, Key]]:
-        """Return the key of each attention in the variant with this configuration and in the base model."""
+        """Return the keys of each attention module in the variant with this configuration and in the base model."""
         attentions = [(site, path) for site, path, _ in self.source.named_attentions()]
         return [
             (self._attention_key(config, site, path), self._attention_key(self.source.config, site, path))
@@ -359,7 +359,7 @@ class ConvertedAttentions:
 
         def heads(path: str) -> Any:
             counts = site.heads(config, path)
-            # Cached encoder outputs have the same tensors as an attention without a latent.
+            # With cached encoder outputs, a module has the same tensors as without a latent.
             return counts._replace(rank=None) if counts.rank == config.hidden_size else counts
 
         if not site.shares_latent or heads(path).rank is None:
@@ -367,7 +367,7 @@ class ConvertedAttentions:
         return path, tuple(heads(sharing) for other, sharing, _ in self.source.named_attentions() if other is site)
 
     def _store_attentions(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
-        """Store the attentions of a model that are not stored yet, with their errors {path: error}."""
+        """Store a model's attention modules that have not been stored yet, with their errors {path: error}."""
         parameters = {
             name: parameter.detach() for name, parameter in model.base_model.named_parameters(remove_duplicate=False)
         }
@@ -380,29 +380,29 @@ class ConvertedAttentions:
 
 
 FLOAT32_BYTES = 4
-# The sizes of the timing of a variant: sequences per batch, tokens to generate, and rounds.
+# The sizes for timing a variant: sequences per batch, tokens to generate, and rounds.
 TIMED_BATCH, TIMED_TOKENS, TIMED_ROUNDS = 8, 9, 3
 
 
 @dataclass(frozen=True)
 class FrontierRow:
-    """The size and the loss of one variant, which is one row of a `Frontier`.
+    """The size and loss of one variant, which form one row in a `Frontier`.
 
     Args:
         name: The name of the variant.
-        fields: The configuration fields, as `convert` takes them. The row of the base model has none.
+        fields: The configuration fields for `convert`. Empty for the base model.
         loss: The loss on the held-out examples (see `Frontier.measure`).
-        loss_above: The difference of the loss from that of the base model.
+        loss_above: The difference between the loss and the base model's loss.
         loss_above_error: The standard error of this difference over the examples.
-        attention_error: The mean relative error of the outputs of the changed attentions, on the held-out examples of
-            the calibration. 0 if the outputs do not change, None if the error is unknown.
+        attention_error: The mean relative output error of the changed attention modules on the held-out calibration
+            examples. 0 if the outputs do not change, None if the error is unknown.
         parameters: The number of parameters.
         kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token` for float32.
-        kv_cache_bytes: The bytes of the cache of a text with the lengths of the frontier, or None without a cache.
-        milliseconds: The estimated time per generated token with `TIMED_BATCH` texts, or of a forward pass for a model
-            that does not decode. It is the time of the base model multiplied by the ratio of both times, which are
-            measured in turn.
-        on_frontier: Whether no other variant is smaller and better.
+        kv_cache_bytes: The cache size in bytes for a text with the frontier's lengths, or None if there is no cache.
+        milliseconds: The estimated time per generated token with `TIMED_BATCH` texts, or per forward pass if the model
+            does not decode. It is the base model's time multiplied by the ratio of both times, which are measured
+            alternately.
+        on_frontier: Whether no other variant is both smaller and better.
     """
 
     name: str
@@ -419,20 +419,20 @@ class FrontierRow:
 
     @property
     def size(self) -> int:
-        """The bytes of the cache, or the number of parameters if the model has no cache."""
+        """The cache size in bytes, or the number of parameters if the model has no cache."""
         return self.parameters if self.kv_cache_bytes is None else self.kv_cache_bytes
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The variants of a checkpoint, with the settings that they were measured with.
+    """The variants of a checkpoint, with the settings used to measure them.
 
     Args:
         checkpoint: The name of the base model.
         architecture: The name of the model class.
         measure: The kind of loss, a key of `MEASURES`.
         held_out_texts: The number of held-out texts or recordings.
-        calibration: The settings of the calibration.
+        calibration: The calibration settings.
         length: The number of tokens in the cache of the decoder, or of the text of an encoder.
         source_length: The number of tokens that the encoder of an encoder-decoder reads.
         rows: The base model, followed by the variants from the largest to the smallest.
@@ -453,10 +453,10 @@ class Frontier:
         return self.rows[0]
 
     def cheapest(self, loss: float) -> FrontierRow | None:
-        """Return the smallest variant within a limit, or None if no variant is.
+        """Return the smallest variant whose additional loss is within a limit, or None if there is no such variant.
 
         Args:
-            loss: The largest `loss_above`.
+            loss: The maximum of `loss_above`.
         """
         within_limit = [row for row in self.rows[1:] if row.loss_above <= loss]
         return min(within_limit, key=lambda row: (row.size, row.loss_above), default=None)
@@ -481,19 +481,20 @@ def measure_frontier(
     """Convert a model in memory to several variants, and measure their sizes, losses and times.
 
     Args:
-        source: The base model, a float32 model of this package on the device to use.
-        options: The configuration fields of each variant, as `convert` takes them.
-        calibration: The text or audio that new attentions are fitted to, with the tokenizer or feature extractor.
-        held_out: Other examples of the same kind, on which the loss is measured.
+        source: The base model, a float32 model from this package on the device to use.
+        options: The configuration fields of each variant for `convert`.
+        calibration: The text or audio used for fitting, with the tokenizer or feature extractor.
+        held_out: Other examples of the same type, on which the loss is measured.
         checkpoint: The name of the base model, for the table.
         length: The number of tokens in the cache of a decoder, or of the text of an encoder.
-        source_length: The number of tokens that an encoder reads. By default, `length` or all positions of audio.
-        seed: The seed of the conversions.
-        known: Rows that an interrupted call with the same arguments has measured, with the base model first.
-        on_row: A function that is called after each row with the frontier so far and the number of variants left.
+        source_length: The number of tokens that an encoder reads. Defaults to `length`, or to all positions for audio.
+        seed: The random seed for the conversions.
+        known: Rows from an interrupted call with the same arguments, with the base model first.
+        on_row: A function that is called after each row with the current frontier and the number of remaining
+            variants.
 
     Raises:
-        ValueError: If a variant or the calibration does not fit the model, or the loss of the base model is wrong.
+        ValueError: If a variant or the calibration does not fit the model, or the base model's loss is invalid.
 
     Example:
         >>> model, tokenizer = load_source("google-t5/t5-small", calibration)
@@ -503,7 +504,7 @@ def measure_frontier(
     attentions, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
         attentions.config(fields)
-    with as_value_error(f"{checkpoint or 'The base model'} cannot read the text, because its configuration is wrong"):
+    with as_value_error(f"{checkpoint or 'The base model'} cannot read the text because its configuration is invalid"):
         text = make_held_out_text(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
@@ -535,13 +536,13 @@ def measure_frontier(
 
 
 def _sort_by_changes(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin) -> list[Mapping[str, Any]]:
-    """Return the options that change most attentions first, because later options can reuse these attentions."""
+    """Sort options by decreasing number of changed attention modules, because later options can reuse these modules."""
     width = source.config.hidden_size
     return sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
 
 
 def _describe_calibration(calibration: Calibration, seed: int) -> dict[str, Any]:
-    """Return the settings of a calibration for the report."""
+    """Return the calibration settings for the report."""
     settings = {"count": len(calibration.examples), "fit_steps": calibration.fit_option("fit_steps")}
     return settings | {
         "targets": calibration.target_texts is not None,
@@ -560,16 +561,16 @@ def _limit_lengths(config: Any, calibration: Calibration, length: int, source_le
 
 
 def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:
-    """Check that the loss of the base model is finite and equals the known one.
+    """Check that the base model's loss is finite and matches the saved one.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If the loss is not finite or does not match.
     """
     name = checkpoint or "the base model"
     if not losses[:, 1].any():
         raise ValueError(
-            f"The held-out examples must have words to predict for {name}, got none. Use texts of its task, and for "
-            "a T5 their targets too (--calibration_target_file)."
+            f"The held-out examples contain no words to predict for {name}. Use texts from its task, and for a T5 "
+            "model also their targets (--calibration_target_file)."
         )
     mean = float(losses[:, 0].sum() / losses[:, 1].sum())
     if not math.isfinite(mean):
@@ -582,13 +583,13 @@ def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierR
 
 
 def _sort_rows(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
-    """Return the base model and the variants from the largest to the smallest, with those on the frontier marked."""
+    """Mark the variants on the frontier, and sort all rows after the base model from the largest to the smallest."""
     return _mark_frontier([rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))])
 
 
 @dataclass
 class _VariantMeasurer:
-    """The functions that measure a variant, and the losses of the base model."""
+    """Measures variants and compares them with the losses of the base model."""
 
     losses: Callable[[AttnVariantModelMixin], torch.Tensor]
     source: torch.Tensor  # the losses of the base model, [texts, 2]
@@ -596,7 +597,7 @@ class _VariantMeasurer:
     lengths: dict[str, int]
 
     def row(self, model: AttnVariantModelMixin, fields: dict[str, Any], attention_error: float | None) -> FrontierRow:
-        """Return the row of a variant."""
+        """Measure a variant and return its row."""
         losses = self.losses(model)
         above, error = _mean_loss_difference(losses, self.source)
         cache = kv_cache_bytes_per_token(model, FLOAT32_BYTES)
@@ -615,7 +616,7 @@ class _VariantMeasurer:
 
 
 def _format_variant_name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping[str, Any]) -> str:
-    """Return the name of a variant, which describes the decoder and, if it is changed, the encoder."""
+    """Return the name of a variant, which describes the decoder and, if changed, the encoder."""
     field = kv_heads_field(model_class, config)
     name = variant_name(config, field)
     by_layer = fields.get("per_layer_values") or {}
@@ -627,7 +628,7 @@ def _format_variant_name(model_class: type[AttnVariantModelMixin], config: Any, 
 def _mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
     """Return the mean difference per word of two losses [texts, 2], and its standard error.
 
-    The standard error is that of a ratio of two sums over texts, because the texts are the independent samples.
+    The standard error is computed for a ratio of two sums over texts because the texts are the independent samples.
     """
     words = losses[:, 1].sum()
     mean = (losses[:, 0] - source[:, 0]).sum() / words
@@ -638,7 +639,7 @@ def _mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[f
 
 
 def _mark_frontier(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
-    """Return the rows with `on_frontier` set. No other row is at most as large and at most as bad as these."""
+    """Return the rows with `on_frontier` set for those that no other row matches or improves in both size and loss."""
 
     def is_dominated(row: FrontierRow) -> bool:
         better = (other for other in rows if other.size <= row.size and other.loss_above <= row.loss_above)
@@ -652,7 +653,7 @@ def _make_timer(
 ) -> Callable[[AttnVariantModelMixin], float]:
     """Return a function that estimates the milliseconds of a model.
 
-    Each estimate times the model and the base model in turn, so that other work of the machine affects both.
+    Each estimate times the model and the base model alternately so that other load on the machine affects both.
     """
     decodes = source.can_generate() and source.config.is_encoder_decoder
     positions, read = longest_input(source.config), source_length if decodes else length
@@ -688,7 +689,7 @@ def _make_timer(
 
 
 def _disable_early_stopping(model: AttnVariantModelMixin) -> AttnVariantModelMixin:
-    """Change the generation config of a model so that it always generates `max_new_tokens`, and return the model."""
+    """Change a model's generation config so that it always generates `max_new_tokens` tokens, and return the model."""
     if model.can_generate():
         model.generation_config = copy.deepcopy(model.generation_config)
         model.generation_config.eos_token_id = None
@@ -700,7 +701,7 @@ UNFINISHED = "unfinished"
 
 
 def hash_examples(calibration: Calibration) -> str:
-    """Return a short hash of the texts and targets, or of the audio files.
+    """Return a short hash of the texts and targets or the audio files.
 
     Raises:
         OSError: If a file cannot be read.
@@ -714,15 +715,15 @@ def hash_examples(calibration: Calibration) -> str:
 
 
 class SavedFrontier:
-    """The JSON file of the rows of one call.
+    """A JSON file with the rows measured in one call.
 
-    The file of an interrupted call contains the arguments of the call, so that the same call can resume it.
+    The file also contains the arguments of the call so that the same call can be resumed if it is interrupted.
 
     Args:
-        path: The file. Its folder must be new or empty, or contain the file of an interrupted call.
+        path: The file. Its folder must be new or empty, or contain the file from an interrupted call.
 
     Raises:
-        ValueError: If the folder contains something else.
+        ValueError: If the folder contains other files.
         OSError: If the file cannot be read.
     """
 
@@ -739,7 +740,7 @@ class SavedFrontier:
         check_output_dir(path.parent)
 
     def rows(self, call: Mapping[str, Any]) -> list[FrontierRow]:
-        """Return the rows that an interrupted call with the same arguments has measured.
+        """Return the rows from an interrupted call with the same arguments.
 
         Args:
             call: The arguments of this call, as JSON values.
@@ -758,7 +759,7 @@ class SavedFrontier:
             raise ValueError(f"{self.path} is damaged ({error}). Delete it or use a new output folder.") from error
         if changed:
             raise ValueError(
-                f"{self.path} belongs to an interrupted call with another {', '.join(changed)}. Repeat that call to "
+                f"{self.path} belongs to an interrupted call with different {', '.join(changed)}. Repeat that call to "
                 "resume it, or use a new output folder."
             )
         return rows
@@ -768,10 +769,10 @@ class SavedFrontier:
 
         Args:
             frontier: The rows so far.
-            left: The number of variants that are left.
+            left: The number of remaining variants.
 
         Raises:
-            OSError: If the file cannot be written. The previous file is unchanged then.
+            OSError: If the file cannot be written. In this case, the previous file stays unchanged.
         """
         self._write(frontier.to_dict() | {UNFINISHED: {"variants_left": left, "call": self._call}})
 

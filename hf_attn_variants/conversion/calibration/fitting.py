@@ -369,7 +369,7 @@ class _RidgeRegression:
         return 1 / (self._values + strength * self._scale)
 
     def solve(self, strength: float, base: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the solution [out, in] and its bias [out], to be added to W if `base` is 0 or to replace W if it is 1."""
+        """Return the solution [out, in] and its bias [out], to add to W if `base` is 0 or to replace W."""
         weight = (self.cross[base] * self.factors(strength)) @ self.vectors.T
         context, target = self.means
         return weight, target[base] - weight @ context

@@ -314,9 +314,9 @@ def _read_index(path: Path) -> tuple[list[str], dict[str, Any]]:
             f"{path} must be a valid shard index ({type(error).__name__}: {error}). Download it again."
         ) from error
     for file in files:
-        # With a path in its index, a checkpoint could be read, and its conversion be written, outside its folder.
+        # A path in the index could cause files outside the checkpoint folder to be read or written.
         if not isinstance(file, str) or file in ("", ".", "..") or any(character in file for character in "/\\:\0"):
-            raise ValueError(f"{path}: a shard must be a file in the same folder, got {file!r}. Correct the index.")
+            raise ValueError(f"Shards in {path} must be files in the same folder, got {file!r}. Correct the index.")
     missing = [file for file in files if not (path.parent / file).is_file()]
     if missing:
         raise FileNotFoundError(
