@@ -536,7 +536,7 @@ def measure_frontier(
 
 
 def _sort_by_changes(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin) -> list[Mapping[str, Any]]:
-    """Sort options by decreasing number of changed attention modules, because later options can reuse these modules."""
+    """Sort options by decreasing number of changed modules because later options can reuse these modules."""
     width = source.config.hidden_size
     return sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
 
