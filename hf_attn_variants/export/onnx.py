@@ -1,13 +1,13 @@
-"""Export of a checkpoint to ONNX graphs, which ONNX Runtime runs without torch, Transformers or this package.
+"""Exports checkpoints to ONNX graphs, which ONNX Runtime runs without PyTorch, Transformers or this package.
 
-An encoder is exported as one graph. An encoder-decoder is exported as three graphs: the encoder, the first call of the
-decoder, which fills both caches, and a decoding step, which reads the caches and one token. File names and input names
-are those of optimum.
+An encoder is exported as one graph. An encoder-decoder is exported as three graphs: the encoder, the first decoder
+call, which fills both caches, and a decoding step, which reads the caches and one token. File and input names follow
+Optimum.
 
 A cache consists of tensors per layer. The inputs `past_key_values.N.decoder.key` [b, k, n, d] and the outputs
-`present.N.decoder.key` belong to the keys of the self-attention of layer N. `value` instead of `key` is for values,
-and `encoder` instead of `decoder` is for cross-attention, whose cache a step only reads. With latents, `key` holds the
-latents [b, 1, n, r], and there is no `value`. Latents that all layers share are those of layer 0.
+`present.N.decoder.key` contain the self-attention keys of layer N. Values are named `value` instead of `key`.
+Cross-attention, whose cache is only read in a step, is named `encoder` instead of `decoder`. With latents, `key`
+contains the latents [b, 1, n, r], and there is no `value`. Latents that all layers share are stored for layer 0.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ from ..registration import longest_input
 from .plain import is_independent_of_code, source_model, upstream_class_name, upstream_config
 
 TensorDict = dict[str, torch.Tensor]
-# The names of the dimensions with variable sizes.
+# The names of dimensions with variable sizes.
 BATCH, SOURCE, TARGET, PAST = "batch_size", "encoder_sequence_length", "decoder_sequence_length", "past_length"
 SEQUENCE, CHOICES = "sequence_length", "num_choices"
 
@@ -57,14 +57,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph of a model.
+    """A graph to export.
 
     Args:
         name: The name of the file without extension.
         module: A module that computes a dictionary of outputs from a dictionary of inputs.
-        inputs: A function that makes example inputs of some sizes, {name: tensor}.
+        inputs: A function that creates example inputs of the given sizes, {name: tensor}.
         axes: The variable dimensions, {input: {dimension: name}}.
-        longest: The largest size of a dimension, {name: size}. Other dimensions are not limited.
+        longest: The maximum sizes of dimensions, {name: size}. Other dimensions are not limited.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Graph:
 
 
 def build_model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
-    """Return the graphs of a model of this package.
+    """Return the graphs for a model from this package.
 
     Raises:
-        ValueError: If the model is neither an encoder nor an encoder-decoder that generates, or its decoder has no
-            cache of keys and values.
+        ValueError: If the model is neither an encoder nor an encoder-decoder that generates text, or its decoder has
+            no key/value cache.
     """
     config, stacks = model.config, {site.stack_of(model.config) for site, _, _ in model.named_attentions()}
     longest = longest_input(config)
@@ -89,32 +89,32 @@ def build_model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
     name = upstream_class_name(type(model))
     if stacks == {"decoder"} or not model.can_generate():
         raise ValueError(
-            f"{name} cannot be exported to ONNX. Supported are encoders with any head, and encoder-decoders that "
-            "generate."
+            f"{name} cannot be exported to ONNX. Only encoders with any head and encoder-decoders that generate text "
+            "are supported."
         )
     if not can_cache(config) or not supports_cache(dynamic_terms(config, "cross_")):
         raise ValueError(
-            "`talking_heads_dynamic` of a decoder must not have m2l or m2w in an ONNX export, got "
-            f"{sorted({*dynamic_terms(config), *dynamic_terms(config, 'cross_')})}. They need inputs that the cache "
-            "does not hold."
+            "`talking_heads_dynamic` must not contain m2l or m2w for the decoder in an ONNX export, got "
+            f"{sorted({*dynamic_terms(config), *dynamic_terms(config, 'cross_')})}. They require inputs that are not "
+            "in the cache."
         )
     if has_kernel(config, is_causal=True):
         raise ValueError(
-            f"`attention_kernel` of a decoder is not supported in an ONNX export, got {config.attention_kernel!r}. "
-            "Kernels of encoders and of cross-attention are supported."
+            f"`attention_kernel` is not supported for the decoder in an ONNX export, got {config.attention_kernel!r}. "
+            "Kernels are supported for encoders and cross-attention."
         )
     return [_build_encoder_stack_graph(model, limits), *_build_decoder_graphs(model, limits)]
 
 
 class _Encoder(nn.Module):
-    """A module that runs a model or an encoder with a dictionary of inputs."""
+    """Runs a model or an encoder with a dictionary of inputs."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(self, inputs: TensorDict) -> TensorDict:
-        """Return all output tensors of the model, with the names of Transformers."""
+        """Return all output tensors of the model under their Transformers names."""
         outputs = self.model(**inputs, return_dict=True)
         return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
@@ -127,14 +127,14 @@ class _Decoder(nn.Module):
         self.model, self.is_step = model, is_step
 
     def forward(self, inputs: TensorDict) -> TensorDict:
-        """Return the logits [b, n, vocabulary] and the cache tensors. A step returns only those of self-attention."""
+        """Return the logits [b, n, vocabulary] and the cache tensors. A step only returns those for self-attention."""
         states: Any = inputs.get("encoder_hidden_states")
         cache = None
         if self.is_step:
             caches = (_make_cache(self.model.config, part, inputs) for part in ("decoder", "encoder"))
             cache = EncoderDecoderCache(*caches)
             batch, _, length, _ = inputs["past_key_values.0.encoder.key"].shape
-            # The cross-attention reads the cache, so that only the length of the encoder outputs matters.
+            # Cross-attention reads the cache, so only the length of the encoder outputs matters.
             states = torch.zeros(batch, length, self.model.config.d_model)
         output = self.model(
             encoder_outputs=BaseModelOutput(states),
@@ -148,7 +148,7 @@ class _Decoder(nn.Module):
 
 
 def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
-    """Return the graph of an encoder-only model."""
+    """Return the graph for an encoder-only model."""
     reads_audio = model.main_input_name == "input_features"
     has_choices = type(model).__name__.endswith("MultipleChoice")
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
@@ -168,7 +168,7 @@ def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Grap
 
 
 def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
-    """Return the graph of the encoder of an encoder-decoder."""
+    """Return the graph for the encoder of an encoder-decoder."""
     reads_audio = model.main_input_name == "input_features"
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
     axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
@@ -183,7 +183,7 @@ def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -
 
 
 def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Graph]:
-    """Return the graphs of the first call of a decoder and of a step."""
+    """Return the graphs for a decoder's first call and for a decoding step."""
     reads_audio = model.main_input_name == "input_features"
     first, step = _Decoder(model, False), _Decoder(model, True)
     source = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
@@ -208,7 +208,7 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
     axes = mask | {"input_ids": {0: BATCH, 1: TARGET}, "encoder_hidden_states": source}
     self_axes, cross_axes = {0: BATCH, 2: PAST}, ({0: BATCH} if reads_audio else {0: BATCH, 2: SOURCE})
     names_by_layer = (_list_cache_names(model.config, part, "past_key_values") for part in ("decoder", "encoder"))
-    # The order is that of the outputs, because optimum passes cache inputs by position instead of by name.
+    # The inputs are in the order of the outputs because Optimum passes cache inputs by position instead of by name.
     cache_axes: dict[str, Any] = {}
     for self_names, cross_names in zip(*names_by_layer, strict=True):
         cache_axes |= dict.fromkeys(self_names, self_axes) | dict.fromkeys(cross_names, cross_axes)
@@ -238,7 +238,7 @@ def _list_cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
 
 
 def _make_cache(config: Any, part: str, inputs: TensorDict) -> DynamicCache:
-    """Return a Transformers cache with the cache tensors of the inputs (see `_list_cache_names`)."""
+    """Create a Transformers cache from the cache tensors in the inputs (see `_list_cache_names`)."""
     layers = [
         [inputs[name] for name in names] for names in _list_cache_names(config, part, "past_key_values") if names
     ]
@@ -247,7 +247,7 @@ def _make_cache(config: Any, part: str, inputs: TensorDict) -> DynamicCache:
 
 
 def _collect_cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCache) -> TensorDict:
-    """Return {name: tensor} for a Transformers cache."""
+    """Return the tensors in a Transformers cache, {name: tensor}."""
     caches = {"decoder": cache.self_attention_cache, "encoder": cache.cross_attention_cache}
     names = [_list_cache_names(config, part, "present") for part in parts]
     tensors = {}
@@ -281,7 +281,7 @@ REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 MIN_TORCH_VERSION = "2.10"
 # Opset 23 has an attention operator, and 18 is the oldest one that the exporter of torch supports.
 OPSETS = (18, 20, 23)
-# The example sizes for the export and for the comparison.
+# The example sizes for the export and the comparison.
 EXPORT_SIZES, CHECK_SIZES = Sizes(), Sizes(batch=3, choices=3, source=9, target=5)
 # The largest difference relative to the largest output. Typical differences are about 1e-6.
 MAX_DIFFERENCE = 1e-3
@@ -305,7 +305,7 @@ class OnnxExport:
 
     def summary(self) -> str:
         """Return a printable summary."""
-        lines = [f"Wrote {self.output_dir}: a {self.architecture} as ONNX graphs, opset {self.opset}"]
+        lines = [f"Wrote {self.output_dir}: {self.architecture} as ONNX graphs, opset {self.opset}"]
         for name, (error, inputs) in self.graphs.items():
             shown = ", ".join(inputs[:3]) + (f", ... ({len(inputs)} inputs)" if len(inputs) > 3 else "")
             lines.append(f"  {name:<29} within {error:.0e} of torch; inputs: {shown}")
@@ -322,10 +322,10 @@ def export_onnx(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> OnnxExport:
-    """Export a checkpoint of this package or of Transformers to float32 ONNX graphs, with the names of optimum.
+    """Export a checkpoint from this package or Transformers to float32 ONNX graphs with Optimum's names.
 
-    Before the output folder appears, each graph is compared with the model in ONNX Runtime, with inputs of other sizes
-    than those of the export.
+    Before the output folder is created, each graph's outputs in ONNX Runtime are compared with the model's outputs,
+    for inputs of different sizes than in the export.
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
@@ -341,10 +341,10 @@ def export_onnx(
         >>> print(export_onnx("bert-gqa4", "bert-onnx").summary())
     """
     if missing := [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"An export to ONNX requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
+        raise ValueError(f"Export to ONNX requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
     if torch.__version__ < MIN_TORCH_VERSION:
         raise ValueError(
-            f"An export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
+            f"Export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
         )
     if opset not in OPSETS:
         raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}, got {opset}.")
@@ -400,7 +400,7 @@ def _write_graph(graph: Graph, opset: int, path: Path) -> None:
 def _largest_difference(graph: Graph, path: Path) -> float:
     """Return the largest difference between the outputs of ONNX Runtime and torch.
 
-    The inputs have other sizes than those of the export.
+    The inputs have different sizes than in the export.
 
     Raises:
         ValueError: If the difference is too large.
@@ -418,7 +418,7 @@ def _largest_difference(graph: Graph, path: Path) -> float:
     for name, (difference, largest) in zip(expected, differences, strict=True):
         if not difference <= MAX_DIFFERENCE * max(1.0, float(largest)):
             raise ValueError(
-                f"`{name}` of {path.name} must be the same in ONNX Runtime and torch, but differs by "
+                f"`{name}` in {path.name} must be the same in ONNX Runtime and PyTorch, but differs by "
                 f"{float(difference):.1e}."
             )
     return max(float(difference) for difference, _ in differences)
@@ -426,7 +426,7 @@ def _largest_difference(graph: Graph, path: Path) -> float:
 
 @contextmanager
 def _suppress_export_warnings() -> Iterator[None]:
-    """Suppress the log messages and warnings of the exporter, which users cannot act on."""
+    """Suppress log messages and warnings from the exporter that users cannot act on."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Model cards, generated from `templates/model_card.md` and the files in the folder of a checkpoint.
+"""Generates model cards from `templates/model_card.md` and the files in a checkpoint folder.
 
 `config.json` describes the variant. `conversion_report.json`, `all_results.json` and, for earlier steps,
 `model_history.json` describe how the model was made. The README.md of the original model contains the license, the
@@ -57,9 +57,9 @@ PATH_IN_TEXT = re.compile(
     rf"(?<![\w/.~])(?:file:/{{0,2}})?(?:~[\w.-]*/(?:{PART}+/)*|\.{{0,2}}/(?:{PART}+/)+){PART}*"
     rf"|(?<!\w)[A-Za-z]:[/\\]+(?:{PART}+[/\\]+)*{PART}*|(?<![\w\\])\\\\{PART}+(?:\\+{PART}+)+"
 )
-# Home folders on any system. Their names contain the name of a user, so that they are removed.
+# Home folders on any system, which are removed because they contain a user name.
 HOME = re.compile(r"(file:/*)?/(home|Users)/[^/]+/?|~[^/]*/?|/root/?|[A-Za-z]:[/\\]+Users[/\\]+[^/\\]+[/\\]*")
-# Users and passwords in addresses, tokens of the Hub, and the signatures at the end of signed addresses.
+# Users and passwords in URLs, Hub tokens, and the signatures at the end of signed URLs.
 SECRETS = (
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s]*@", re.IGNORECASE), r"\1"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_..."),
@@ -71,7 +71,7 @@ SECRETS = (
         r"\1...",
     ),
 )
-# Fields and files in which texts are words of a vocabulary or labels. They can look like paths and are not changed.
+# Fields and files that contain vocabulary words or labels, which can look like paths and are not changed.
 VOCABULARY_FIELDS = re.compile(
     r"id2label|label2id|.*_tokens?|added_tokens_decoder|chat_template|prompts|prefix|weight_map"
 )
@@ -92,8 +92,8 @@ def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> An
     """Return JSON values in which each path is shortened to its last part, and passwords and tokens are removed.
 
     Args:
-        value: the values.
-        name: the name of the field that contains them.
+        value: the JSON values.
+        name: the name of the field that contains the values.
         is_report: whether the values are from a report of this package. In a report, every text that begins like a
             path, and every text in a field "..._file" or "..._dir", is shortened. In a configuration of another
             program, a text must meet both conditions, the field may also be called "...path", and words are not
@@ -114,7 +114,7 @@ def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> An
 
 
 def make_shareable(path: Path, is_report: bool) -> bytes | None:
-    """Return the content of a JSON file without local paths and secrets, or None if the file can be shared unchanged.
+    """Return a JSON file's content without local paths and secrets, or None if the file can be shared unchanged.
 
     Args:
         path: the file.
@@ -148,7 +148,7 @@ def _get_last_part(path: str) -> str:
 
 
 Step = Mapping[str, Any]
-# The arguments that cards show for a training and for an evaluation.
+# The arguments that cards show for a training run and for an evaluation.
 TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epochs max_train_steps pretraining_steps
 alpha class_weights per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type
 num_warmup_steps warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
@@ -157,15 +157,15 @@ EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_l
 
 
 def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
-    """Return the steps with further values for the template.
+    """Return the steps with additional values for the template.
 
     Args:
-        steps: the steps of a `ModelHistory`, without local paths.
-        base_model: the Hub id of the model that the first step started from.
+        steps: the steps in a `ModelHistory`, without local paths.
+        base_model: the Hub id of the model from which the first step started.
 
     Returns:
-        The fields of each step, "verb" and "title". For a conversion also "origin" and "quality", and "heads" contains
-        only changed values. For a training also "data", "no_gain" and "rows".
+        The fields of each step, plus "verb" and "title". Conversions also have "origin" and "quality", and "heads"
+        only contains changed values. Training steps also have "data", "no_gain" and "rows".
     """
     all_facts = []
     for index, step in enumerate(steps):
@@ -186,7 +186,7 @@ def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[di
 
 
 def find_last_training(steps: Sequence[Step]) -> Step | None:
-    """Return the last training, whose scores apply to the model, or None if a conversion followed it."""
+    """Return the last training step, whose scores apply to the model, or None if a conversion followed it."""
     return steps[-1] if steps and steps[-1]["kind"] == "training" else None
 
 
@@ -196,7 +196,7 @@ def starts_from_model(step: Step) -> bool:
 
 
 def find_latest_hub_id(steps: Sequence[Step]) -> str | None:
-    """Return the Hub id in the latest step that has one. Names of local folders are ignored."""
+    """Return the Hub id from the latest step that has one. Names of local folders are ignored."""
     for step in reversed(steps):
         name = step["arguments"].get("model_name_or_path") if step["kind"] == "training" else None
         if step["kind"] == "conversion" and step.get("source_revision"):
@@ -207,7 +207,7 @@ def find_latest_hub_id(steps: Sequence[Step]) -> str | None:
 
 
 def get_trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
-    """Return the text columns of the last training, or an empty sequence if no step has them."""
+    """Return the text columns from the last training step, or an empty sequence if no step has any."""
     for step in reversed(steps):
         if step["kind"] == "training" and ("problem_type" in step or _get_glue_task(step) in TASKS):
             task = TASKS.get(_get_glue_task(step) or "")
@@ -216,10 +216,10 @@ def get_trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
 
 
 def describe_dataset(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the name of the data of a training, as fields of `huggingface_hub.EvalResult`.
+    """Return the name of a training step's dataset, as fields of `huggingface_hub.EvalResult`.
 
     Args:
-        training: the step.
+        training: the training step.
         file_arguments: the arguments that contain the files of the split.
     """
     arguments, task = training["arguments"], _get_task_name(training)
@@ -249,7 +249,7 @@ def _get_verb_and_title(step: Step) -> tuple[str, str]:
     arguments = step["arguments"]
     if step.get("steps") == 0:
         return "evaluated", "Evaluation"
-    # The arguments of a pretraining contain an objective, too.
+    # Pretraining arguments also contain an objective.
     if "objective" in step or ("objective" in arguments and "whole_word_mask" not in arguments):
         return "distilled" if arguments.get("teacher") else "uptrained", "Uptraining"
     is_pretraining = "mlm_probability" in arguments or "noise_density" in arguments
@@ -261,7 +261,7 @@ def _get_glue_task(training: Step) -> str | None:
 
 
 def _get_task_name(training: Step) -> str | None:
-    # The argument can have another spelling ("STS-B") than the results.
+    # The argument can be spelled differently ("STS-B") than in the results.
     return training.get("task_name") or training["arguments"].get("task_name")
 
 
@@ -293,11 +293,11 @@ def code(value: Any) -> str:
 
 
 def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict[str, Any]:
-    """Return the values of a variant for the template, including its "tags" on the Hub and its "papers".
+    """Return a variant's values for the template, including its "tags" on the Hub and its "papers".
 
     Args:
         variant: the variant configuration.
-        fields: the fields of key/value heads and ranks that apply to attentions of the model, the decoder's first.
+        fields: the key/value head and rank fields that apply to the model's attention modules, the decoder's first.
         table: the costs of the variant.
     """
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
@@ -348,9 +348,9 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
 
 
 def leaves_outputs_unchanged(variant: Any, steps: Sequence[Step]) -> bool:
-    """Return whether the last conversion changed no output, because it only cached encoder outputs or inputs.
+    """Return whether the last conversion did not change any outputs because it only cached encoder outputs or inputs.
 
-    The result is False for a variant with a pattern or a kernel, because the steps do not contain these fields.
+    The result is False for variants with a pattern or a kernel because the steps do not contain these fields.
     """
     conversion = [step for step in steps if step["kind"] == "conversion"][-1:]
     changes = [pair for step in conversion for pair in step.get("heads", {}).values() if pair[0] != pair[1]]
@@ -360,11 +360,11 @@ def leaves_outputs_unchanged(variant: Any, steps: Sequence[Step]) -> bool:
 
 
 def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
-    """Return the name of the Auto class of Transformers that loads a model."""
+    """Return the name of the Transformers Auto class that loads a model."""
     name = f"AttnVariant{architecture.removeprefix('AttnVariant')}"
     if config["model_type"] in supported_model_types():
         auto_classes = variant_config_class(config["model_type"]).auto_classes
-        # Some classes belong to several Auto classes. These Auto classes are used only if there is no other one.
+        # Some classes belong to several Auto classes. These Auto classes are only used if there is no other one.
         unusual = ("AutoModelForMaskedLM", "AutoModelForTextEncoding", "AutoModelForPreTraining")
         candidates = [auto_name for auto_name, model in auto_classes.items() if model == name]
         if candidates:
@@ -375,7 +375,7 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
 
 
 def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
-    """Return `_describe_field` of all fields with a fact that are set in the encoder or decoder of `fields`."""
+    """Describe all fields with the given fact that are set in the encoder or decoder of `fields`."""
     prefixes = [prefix for heads, stack_prefixes in OF_STACKS.items() if heads in fields for prefix in stack_prefixes]
     rows = [row for row in FIELDS if fact in row.facts and FIELD_TEXTS[row.name].card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
@@ -397,7 +397,7 @@ def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
 
 
 def _describe_field(variant: Any, name: str) -> dict[str, Any]:
-    """Return the value and description of a field, and the layers that have a value. A kernel has a name."""
+    """Return a field's value, its description, the layers that have a value, and a kernel's name."""
     layers = values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
     facts = {"value": _get_value(variant, name), "words": card_text(name), "layers": len(layers)}
@@ -405,7 +405,7 @@ def _describe_field(variant: Any, name: str) -> dict[str, Any]:
 
 
 def _get_value(variant: Any, name: str) -> Any:
-    """Return the value of a field, or the list of its per-layer values."""
+    """Return a field's value, or the list of its per-layer values."""
     values = (variant.per_layer_values or {}).get(name)
     return getattr(variant, name) if values is None else values
 
@@ -429,12 +429,12 @@ SCORE_SPLITS = (
 )
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HELD_OUT_DATASET = {"dataset_type": "held-out-text", "dataset_name": "held-out text"}
-# Tags of an original model that do not apply to a variant: file formats and services of the Hub.
+# Tags from the original model that do not apply to a variant: file formats and Hub services.
 FORMAT_TAGS = re.compile(
     r"onnx|openvino|pytorch|tf|tflite|keras|jax|flax|rust|coreml|gguf|safetensors|transformers|mteb|"
     r".*_compatible|text-(embeddings|generation)-inference|(deploy|region|license|arxiv|dataset|doi):.*"
 )
-# The task on the Hub for each head. For an encoder-decoder, the task depends on the training.
+# The Hub task for each model head. For an encoder-decoder, the task depends on the training.
 PIPELINE_TAGS = {
     "ForMaskedLM": "fill-mask",
     "ForMultipleChoice": "multiple-choice",
@@ -462,7 +462,7 @@ class CardOptions:
         pipeline_tag: task on the Hub. None means the task of the architecture.
         title: title of the card. None means the name of the repository.
         notes: Markdown text for the section "Notes".
-        evaluations: further scores, each with the fields of `huggingface_hub.EvalResult`.
+        evaluations: additional scores, each with the fields of `huggingface_hub.EvalResult`.
     """
 
     base_model: str | None = None
@@ -478,13 +478,13 @@ class CardOptions:
 def model_card(
     folder: Path, repo_id: str, options: CardOptions | None = None, history: ModelHistory | None = None
 ) -> ModelCard:
-    """Return the model card of a checkpoint.
+    """Generate the model card for a checkpoint.
 
     Args:
-        folder: the folder of the checkpoint.
-        repo_id: the repository that the example on the card loads.
+        folder: the checkpoint folder.
+        repo_id: the repository loaded in the example on the card.
         options: values that are not in the files of the folder.
-        history: the history of the model, if it was already read.
+        history: the model's history, if it was already read.
 
     Raises:
         OSError: if there is no config.json.
@@ -493,7 +493,7 @@ def model_card(
     options = options or CardOptions()
     config = read_config(folder)
     if options.license is None:
-        read_front_matter(folder / CARD_NAME)  # raises an error, because a license must not be lost silently
+        read_front_matter(folder / CARD_NAME)  # raises an error because a license must not be lost silently
     history = history or read_history(folder)
     architecture = (config.get("architectures") or [""])[0]
     variant, facts = _load_variant(config)
@@ -564,9 +564,9 @@ def _build_metadata(
 
 
 def write_card(folder: Path) -> bool:
-    """Write the model card of a checkpoint into its folder, unless the folder has a README.md.
+    """Write a checkpoint's model card to its folder, unless the folder already has a README.md.
 
-    The example on the card loads a repository with the name of the folder.
+    The example on the card loads a repository with the same name as the folder.
 
     Returns:
         True if the card was written, False if the folder has a README.md.
@@ -620,10 +620,10 @@ def refresh_card(text: str) -> str | None:
 
 
 def build_eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
-    """Return the scores of a training for the model-index of a card. Losses are included only without other scores.
+    """Return the scores for the model index of a card. Losses are only included if there are no other scores.
 
     Args:
-        training: the training, or None for a model without scores.
+        training: the training step, or None for a model without scores.
         task: the pipeline tag.
     """
     results = []
@@ -641,7 +641,7 @@ def build_eval_results(training: Step | None, task: str | None) -> list[EvalResu
 
 
 def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Return the variant configuration of a model and its `collect_variant_facts`, or None for other architectures."""
+    """Return a model's variant configuration and `collect_variant_facts`, or None for other architectures."""
     if config["model_type"] not in supported_model_types():
         return None, None
     variant, table = variant_config(config), cost_table(config)
@@ -667,7 +667,7 @@ def _list_datasets(steps: Sequence[Step]) -> list[str] | None:
 
 
 def _select_tags(tags: Any, task: str | None, is_sentence_model: bool) -> list[str]:
-    """Return the tags of the original model that also apply to this model: no file formats and no other tasks."""
+    """Return the original model's tags that also apply to this model, without file formats and other tasks."""
     removed = TASK_TAGS - {task} | (set() if is_sentence_model else {"sentence-transformers"}) | set(OWN_TAGS)
     unique_tags = dict.fromkeys(tags if isinstance(tags, list) else ())
     return [tag for tag in unique_tags if tag not in removed and not FORMAT_TAGS.fullmatch(tag.lower())]
@@ -678,12 +678,12 @@ HEADS_TITLES = {"num_key_value_heads": "decoder, self- and cross-attention", "en
 
 
 def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
-    """Return a diagram of the heads of a variant: the groups in columns, and the talking-heads projections in a line.
+    """Return a diagram of a variant's heads, with groups in columns and the talking-heads projections on one line.
 
     Args:
         config: a variant configuration.
-        fields: the fields of key/value heads and ranks that apply to attentions of the model. Each field of heads has
-            a diagram, so that T5 has two. None means all fields.
+        fields: the key/value head and rank fields that apply to the model's attention modules. Each head field has its
+            own diagram, so T5 has two. None means all fields.
 
     Example:
         For 4 query heads and 2 key/value heads::
@@ -716,7 +716,7 @@ def format_layers(values: Sequence[Any], value: Any) -> str:
 
 
 def _draw_latent(config: Any, field: str, is_t5: bool) -> str:
-    """Return the sentence about a latent, or an empty text if the attention has no latent."""
+    """Return the sentence about a latent, or an empty string if there is no latent."""
     ranks, parts = values_by_layer(config, field), []
     for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
@@ -763,7 +763,7 @@ def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
 
 
 def _draw_chain(heads: int, talking: TalkingHeads) -> str:
-    """Return the talking-heads projections of one attention module, or an empty text if it has none."""
+    """Return the talking-heads projections of an attention module, or an empty string if it has none."""
     if talking.kind is None:
         return ""
     first = f"--P_l [{heads} x {talking.softmax}]" if talking.kind in (LOGITS, BOTH) else ""
