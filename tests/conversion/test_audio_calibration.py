@@ -86,7 +86,7 @@ def test_decoder_is_calibrated_on_generated_transcripts(source, folder):
 
 def test_conversion_without_recordings_warns_about_quality(source, caplog):
     convert(source, 4)
-    assert "no audio to calibrate on" in caplog.text and "--calibration_audio_dir" in caplog.text
+    assert "No calibration audio was provided" in caplog.text and "--calibration_audio_dir" in caplog.text
     assert "--calibration_file" not in caplog.text
 
 
@@ -141,12 +141,12 @@ def test_invalid_recordings_raise_an_error(source, folder, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"at least 2 audio files .* got 0"):
         read_audio_calibration(source)
     (tmp_path / "no_sound.wav").write_text("words")
-    with pytest.raises(ValueError, match=r"no_sound\.wav must be a wav file"):
+    with pytest.raises(ValueError, match=r"no_sound\.wav must be a WAV file"):
         load_audio(tmp_path / "no_sound.wav")
     with pytest.raises(NotADirectoryError, match=r"must be a folder, got .*no_sound\.wav"):
         read_audio_calibration(tmp_path / "no_sound.wav")
     (tmp_path / "short.wav").write_bytes(b"RIFF")
-    with pytest.raises(ValueError, match=r"short\.wav is not a PCM wav file \(it is truncated\)"):
+    with pytest.raises(ValueError, match=r"short\.wav is not a PCM WAV file \(it is truncated\)"):
         load_audio(tmp_path / "short.wav")
     with pytest.raises(NotADirectoryError, match="nowhere"):
         read_audio_calibration(tmp_path / "nowhere")

@@ -111,14 +111,14 @@ def test_budget_keeps_latents_of_the_source(source):
     [
         ({"kv_cache_bytes": (0, 5)}, "`kv_cache_bytes`"),
         ({"kv_cache_bytes": 64}, "`kv_cache_bytes`"),
-        ({"kv_cache_bytes": (64, 64), "kv_lora_rank": 4}, "determines `kv_lora_rank`"),
+        ({"kv_cache_bytes": (64, 64), "kv_lora_rank": 4}, "combined with `kv_lora_rank`"),
         (
             {"kv_cache_bytes": (64, 64), "per_layer_values": {"num_key_value_heads": [1, 2]}},
-            "determines `num_key",
+            "combined with `num_key",
         ),
         ({"kv_cache_bytes": (64, 64), "num_key_value_heads": 2}, "`num_key_value_heads`"),
         ({"kv_cache_bytes": (3, 64)}, "source token .*got 0"),
-        ({"kv_cache_bytes": (64, 7)}, "2 numbers per generated token .*got 1"),
+        ({"kv_cache_bytes": (64, 7)}, "2 values per generated token .*got 1"),
         ({"kv_cache_bytes": (9999, 9999)}, "got 9999 and 9999"),
     ],
     ids=str,
@@ -135,7 +135,7 @@ def test_impossible_budget_raises_an_error(options, message, source):
         (lambda: T5.model("T5EncoderModel"), "`kv_cache_bytes`"),
         (
             lambda: ROBERTA.model("RobertaForCausalLM"),
-            "got AttnVariantRobertaForCausalLM",
+            "not for AttnVariantRobertaForCausalLM",
         ),
     ],
 )

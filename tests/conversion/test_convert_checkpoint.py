@@ -53,7 +53,7 @@ def test_remote_code_of_a_checkpoint_gives_a_warning_and_is_not_run(make_source,
     for name in ("modeling_x.py", "tokenization_x.py"):
         (source / name).write_text("raise SystemExit\n")
     convert_checkpoint(source, tmp_path / "out", 4)
-    assert "The remote code of the checkpoint (modeling_x.XModel) is not run" in caplog.text
+    assert "The checkpoint's remote code (modeling_x.XModel) is not run" in caplog.text
     caplog.clear()
     convert_checkpoint(tmp_path / "out", tmp_path / "again", 2)  # this package's own
     assert "code of its own" not in caplog.text

@@ -111,7 +111,7 @@ def test_invalid_kernel_requests_raise_before_any_work(folder):
         convert_checkpoint(folder / "source", folder / name, attention_kernel=kernel, method="mean")
     for source, fields, message in (
         ("made", {"attention_kernel": "favor"}, "`attention_kernel`"),
-        ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the original model has a kernel"),
+        ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the original model uses a kernel"),
         ("rows", {"max_position_embeddings": 600}, "`max_position_embeddings`"),
         ("source", {"attention_kernel": "exp"}, "`attention_kernel`"),
         ("source", {"attention_kernel": "elu", "talking_heads": "both"}, "cannot be combined"),

@@ -233,7 +233,7 @@ def test_talking_heads_get_latents_only_from_weights():
     batch = T5.batch("T5ForConditionalGeneration")
     expected, actual = source(**batch).logits, converted(**batch).logits
     assert float((actual - expected).norm() / expected.norm()) < 0.1
-    with pytest.raises(ValueError, match="talking heads of the original model"):
+    with pytest.raises(ValueError, match="original model's talking heads"):
         convert_model(source, cross_kv_lora_rank=8, calibration=on_text())
 
 
@@ -392,5 +392,5 @@ class TestLatentsOfASourceWithLatents:
 
     def test_larger_rank_raises_an_error(self):
         source = convert_model(t5(), method="mean", **self.fields)
-        with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot become one of rank 20"):
+        with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot be converted to rank 20"):
             convert_model(source, kv_lora_rank=20)

@@ -58,7 +58,7 @@ def test_examples_are_truncated_to_the_positions_and_reported(tmp_path, caplog):
         report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=given())
     assert report.calibration["max_length"] == 100
     assert report.calibration["cut_share"] == pytest.approx(sum(len(row) > 100 for row in LONG) / len(LONG), abs=0.01)
-    assert "are truncated to 100 tokens (the maximum of the model)" in caplog.text
+    assert "are truncated to 100 tokens (the model's maximum)" in caplog.text
 
 
 def test_held_out_examples_are_not_joined():

@@ -182,7 +182,7 @@ def test_every_encoder_supports_keep_matching_layers(architecture):
         (
             lambda: ENCODER_DECODERS[0].make_upstream_model("BartForCausalLM"),
             {"keep_matching_layers": 1},
-            "got AttnVariantBartForCausalLM",
+            "not for AttnVariantBartForCausalLM",
         ),
         (
             lambda: WHISPER.make_upstream_model("WhisperForConditionalGeneration"),

@@ -36,7 +36,7 @@ def test_missing_head_gives_a_warning(make_source, edit_tensors, tmp_path, caplo
     edit_tensors(source, lambda tensors: tensors.pop("classifier.weight"))
     with caplog.at_level("WARNING", "hf_attn_variants"):
         convert_checkpoint(source, tmp_path / "out", 4)
-    assert "no 'classifier.weight', which is a part of AttnVariantBertForSequenceClassification" in caplog.text
+    assert "no 'classifier.weight', which is part of AttnVariantBertForSequenceClassification" in caplog.text
 
 
 def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, caplog):

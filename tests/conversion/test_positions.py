@@ -107,5 +107,5 @@ def test_fewer_positions_and_in_memory_models_raise_an_error(make_source, tmp_pa
     for extension, message in (("stretched", 'one of "tiled"'), ("tiled", "`max_position_embeddings`")):
         with pytest.raises(ValueError, match=f"`position_extension` .*{message}"):
             convert_checkpoint(make_source(), tmp_path / "out", position_extension=extension)
-    with pytest.raises(ValueError, match="must only be given for a checkpoint"):
+    with pytest.raises(ValueError, match="is only supported for checkpoints"):
         convert_function(BERT.model("BertModel"), max_position_embeddings=64)

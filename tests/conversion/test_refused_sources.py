@@ -62,8 +62,8 @@ def test_impossible_conversions_fail_before_any_work(make_source, tmp_path, opti
         ),
         ({"num_attention_heads": 7}, "must divide `hidden_size`"),
         ({"num_attention_heads": 8, "hidden_size": 96}, r"got \[48, 48\]"),
-        ({"num_hidden_layers": 3}, "no tensor 'encoder.layer.2.attention.self.query.weight'. It has"),
-        ({"hidden_size": "wide"}, "configuration of the original model is wrong"),
+        ({"num_hidden_layers": 3}, "no tensor 'encoder.layer.2.attention.self.query.weight'. It contains"),
+        ({"hidden_size": "wide"}, "original model's configuration is invalid"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "`quantization_config`"),
         (
             {"per_layer_config": {"0": {"num_key_value_heads": 2}}},
@@ -126,7 +126,9 @@ def test_attention_tensors_without_their_field_raise_an_error(
 ):
     source = make_source(head, **fields)
     edit_config(source, **edit)
-    with pytest.raises(ValueError, match=rf"has \d+ attention tensors .* does not have: .*{name}"):
+    with pytest.raises(
+        ValueError, match=rf"contains \d+ attention tensors .* does not use with this config.json: .*{name}"
+    ):
         convert_checkpoint(source, tmp_path / "out", 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 

@@ -63,7 +63,7 @@ def test_warning_gives_the_reason_if_calibration_is_impossible(encoder, warnings
     decoder = BertLMHeadModel(BertConfig(vocab_size=60, is_decoder=True, add_cross_attention=True, **sizes))
     for source, reason in (
         (convert(model, talking_heads="both"), "talking heads of the original model ('both')"),
-        (decoder, "cannot fit the cross-attention of a decoder-only model"),
+        (decoder, "cannot fit a decoder-only model's cross-attention"),
     ):
         (printed,) = warnings_of(convert, source, 4)
         assert "BLEU 36.8 to 1.6" in printed and reason in printed and "--calibration_file" not in printed
@@ -188,7 +188,7 @@ def test_convert_command_reads_lines_targets_and_tables(tmp_path):
             [file, lines, *columns],
             r"--calibration_columns\) is only for tables \(.csv, .tsv, .json, .jsonl\), got .*a.txt",
         ),
-        ([file, lines, *target], r"--calibration_target_column\) must only be given for a table, got .*a.txt"),
+        ([file, lines, *target], r"--calibration_target_column\) is only supported for tables, not for .*a.txt"),
         ([file, table, "--calibration_target_file", targets], "`target_file`"),
         ([file, table, *columns, "de"], "must name one or two columns, got 3"),
         (

@@ -326,7 +326,7 @@ def test_quantized_export_is_smaller_and_loads(quantization, tmp_path):
     if quantization == "float32":
         assert f"comparison {tokens} greedy tokens for 4 inputs" in output_text and "rounds" not in output_text
         return
-    assert f"comparison {result.same} of 4 greedy outputs equal those of the model ({tokens} tokens" in output_text
+    assert f"comparison {result.same} of 4 greedy outputs are identical to the model's ({tokens} tokens" in output_text
     assert f"{quantization} rounds" in output_text and "check the quality on your own data" in output_text
 
 

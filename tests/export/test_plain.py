@@ -164,7 +164,7 @@ def test_export_drops_remote_code_and_rewrites_the_card(tmp_path, capsys):
         cli.main(["export", str(tmp_path / "ours"), "--to", "transformers", "--output_dir", str(tmp_path / "p")]) == 0
     )
     printed = capsys.readouterr().out
-    assert "a BertForSequenceClassification that does not need remote code" in printed and "4 -> 12" in printed
+    assert "BertForSequenceClassification without remote code" in printed and "4 -> 12" in printed
     assert "left out                    README.md\n" in printed
     actual = sorted(path.name for path in (tmp_path / "p").iterdir())
     assert actual == ["config.json", "model.safetensors", "model_history.json", "own.py", "tokenizer_config.json"]
