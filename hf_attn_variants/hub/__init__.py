@@ -17,8 +17,8 @@ __all__ = [
     "PushPlan",
     "PushResult",
     "check_visibility",
-    "resolve_repo_id",
     "model_card",
     "plan_push",
     "push_checkpoint",
+    "resolve_repo_id",
 ]

@@ -44,11 +44,11 @@ __all__ = [
     "check_hub_access",
     "check_visibility",
     "convert_hub_errors",
-    "resolve_repo_id",
     "list_folder_files",
     "plan_push",
     "push_checkpoint",
     "push_trained_model",
+    "resolve_repo_id",
 ]
 
 # Training files, by name or by the first folder in the path.
