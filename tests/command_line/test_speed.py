@@ -10,7 +10,7 @@ from relatives import RELATIVES, WHISPER
 
 import hf_attn_variants
 from hf_attn_variants import cli
-from hf_attn_variants.inspection.speed import BreakEven, VariantSpeed, _break_even, measure_speed
+from hf_attn_variants.inspection.speed import BreakEven, VariantSpeed, _compute_break_even, measure_speed
 
 MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
 SMALL = ["--batch_size", "2", "--length", "8", "--rounds", "2", "--max_new_tokens", "3", "--device", "cpu"]
@@ -101,8 +101,8 @@ def test_break_even_is_the_step_at_which_the_total_times_are_equal(exact, tokens
 
     rows = [row("upstream", {}, 1, 1), row("MHA", {"num_key_value_heads": 12}, 20, 1)]
     rows.append(row("exact", {"cross_kv_lora_rank": 40}, *exact))
-    assert _break_even(T5.config(), rows) == BreakEven("exact", "MHA", tokens)
-    assert _break_even(T5.config(), rows[:2]) is None
+    assert _compute_break_even(T5.config(), rows) == BreakEven("exact", "MHA", tokens)
+    assert _compute_break_even(T5.config(), rows[:2]) is None
 
 
 @pytest.mark.thorough

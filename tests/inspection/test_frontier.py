@@ -27,9 +27,9 @@ from hf_attn_variants.inspection.frontier import (
     ConvertedAttentions,
     Frontier,
     FrontierRow,
-    _difference,
-    _lengths,
-    _marked,
+    _limit_lengths,
+    _mark_frontier,
+    _mean_loss_difference,
     default_options,
     load_source,
     measure_frontier,
@@ -93,7 +93,7 @@ def test_cached_encoder_outputs_are_lossless_without_conversion(source):
     fields = {"cross_kv_lora_rank": model.config.d_model}
     assert pieces.is_converted(fields) and pieces.attention_error(fields) == 0
     text = make_held_out_text(model, calibration.tokenizer, calibration)
-    above, error = _difference(text.losses(pieces.model(fields)), text.losses(model))
+    above, error = _mean_loss_difference(text.losses(pieces.model(fields)), text.losses(model))
     assert abs(above) < 1e-6 and error < 1e-6
 
 
@@ -216,7 +216,7 @@ def test_bart_relative_is_measured_with_targets(head, tokenizer):
 def test_standard_error_is_computed_over_texts():
     # For texts of one word, this is the standard error of the mean.
     losses = torch.tensor([[1.0, 1], [2.0, 1], [4.0, 1]], dtype=torch.float64)
-    mean, error = _difference(losses, torch.zeros_like(losses))
+    mean, error = _mean_loss_difference(losses, torch.zeros_like(losses))
     assert mean == pytest.approx(7 / 3) and error == pytest.approx(losses[:, 0].std().item() / math.sqrt(3))
 
 
@@ -248,7 +248,7 @@ def test_frontier_contains_undominated_variants_and_the_cheapest_within_the_loss
         row("twin", 10, 0.3),
     ]
     rows.append(row("worse", 10, 0.4))
-    marked = _marked(rows)
+    marked = _mark_frontier(rows)
     assert [item.name for item in marked if item.on_frontier] == ["source", "a", "b", "twin"]
     frontier = Frontier("x", "X", "targets", 3, {}, 1, 1, marked)
     assert [frontier.cheapest(loss) and frontier.cheapest(loss).name for loss in (0.05, 0.1, 0.3, 9.0)] == [
@@ -308,10 +308,12 @@ def test_unsupported_source_error_names_the_source(fields, message):
 
 def test_lengths_do_not_exceed_the_positions(source):
     _, calibration = source
-    assert _lengths(BERT.config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
+    assert _limit_lengths(BERT.config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
     bart = next(item for item in RELATIVES if item.name == "bart").config(max_position_embeddings=144)
-    assert _lengths(bart, calibration, 512, 1024) == (144, 144) and _lengths(bart, calibration, 64, 32) == (64, 32)
-    assert _lengths(T5.config(), calibration, 512, 1024) == (512, 1024)
+    assert _limit_lengths(bart, calibration, 512, 1024) == (144, 144) and _limit_lengths(
+        bart, calibration, 64, 32
+    ) == (64, 32)
+    assert _limit_lengths(T5.config(), calibration, 512, 1024) == (512, 1024)
 
 
 def test_tokenizer_without_a_mask_token_raises_an_error(tokenizer):
@@ -385,7 +387,7 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     used = Calibration([texts[i] for i in drawn], [answers[i] for i in drawn], tokenizer=tokenizer)
     model, _ = load_source(str(t5), Calibration(["a", "b"]))
     text = make_held_out_text(model, tokenizer, select_held_out_examples(used, everything, 512, seed=3))
-    above, error = _difference(text.losses(converted), text.losses(model))
+    above, error = _mean_loss_difference(text.losses(converted), text.losses(model))
     [measured] = [item for item in result["rows"] if item["name"] == result["chosen"]["name"]]
     assert measured["loss_above"] == pytest.approx(above, abs=1e-5) and measured["loss_above_error"] > 0
     assert measured["loss_above_error"] == pytest.approx(error, rel=1e-3)
