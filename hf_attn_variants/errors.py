@@ -70,8 +70,8 @@ def run_script(main: Callable[[], Any]) -> int:
 
         - 0 after success,
         - the `exit_status` attribute of an expected error, if it has one,
-        - 2 after a ValueError, an OSError, a NonFiniteLossError, a TransformersChangedError, an out-of-memory error, or
-          a failed write to stdout,
+        - 2 after a ValueError, an OSError, a NonFiniteLossError, a TransformersChangedError, an out-of-memory error,
+          or a failed write to stdout,
         - 143 (SIGTERM) after a TerminatedError,
         - 130 (SIGINT) after Ctrl-C.
     """

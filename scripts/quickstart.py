@@ -241,10 +241,10 @@ def _find_demo_model() -> Path:
 def _check_source(source: str, heads: int) -> None:
     from transformers import AutoConfig
 
-    from hf_attn_variants.conversion.checkpoint.source import local_folder
+    from hf_attn_variants.conversion.checkpoint.source import find_local_folder
     from hf_attn_variants.registration import variant_config_class
 
-    local_folder(source)  # for a missing folder, its message is clearer than the one from Transformers
+    find_local_folder(source)  # for a missing folder, its message is clearer than the one from Transformers
     config = AutoConfig.from_pretrained(source)
     if config.is_encoder_decoder:
         raise ValueError(

@@ -69,7 +69,7 @@ class Architecture:
         model.tie_weights()
         return model
 
-    def upstream_model(self, head: str, seed: int = 0, **fields: Any) -> Any:
+    def make_upstream_model(self, head: str, seed: int = 0, **fields: Any) -> Any:
         """Return Transformers' tiny model of the same shape in evaluation mode."""
         torch.manual_seed(seed)
         config = self.upstream_config_class(**{**self.tiny, **self.heads[head].config, **fields})

@@ -121,8 +121,8 @@ _BART_FAMILY = tuple(
 class _UMT5(Architecture):
     """UMT5 with a correction: under sdpa, its decoder attends to future tokens in Transformers 5.15 to 5.17."""
 
-    def upstream_model(self, head: str, seed: int = 0, **fields: Any) -> Any:
-        model = super().upstream_model(head, seed, **fields)
+    def make_upstream_model(self, head: str, seed: int = 0, **fields: Any) -> Any:
+        model = super().make_upstream_model(head, seed, **fields)
         for name, module in model.named_modules():
             if "decoder." in name and name.endswith("SelfAttention"):
                 module.is_causal = True

@@ -24,7 +24,7 @@ import torch
 import transformers
 
 from hf_attn_variants.conversion.checkpoint.tensor_files import SafetensorsWriter, TensorEntry, write_index
-from hf_attn_variants.conversion.report import package_versions
+from hf_attn_variants.conversion.report import get_package_versions
 from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,7 +182,7 @@ def main(args: argparse.Namespace) -> int:
     results = {
         "what": "scripts/convert_checkpoint.py, method mean, fp32, page cache warm",
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "load_average": os.getloadavg()},
-        "versions": package_versions(),
+        "versions": get_package_versions(),
         "limits": {"peak_anonymous_bytes": MAX_ANONYMOUS_BYTES, "bert_base_seconds": MAX_BERT_BASE_SECONDS},
         "rows": rows,
     }

@@ -34,7 +34,7 @@ from benchmarks.convert.conversion_subjects import SUBJECTS
 from benchmarks.page_faults import memory_now
 from benchmarks.run_records import check_data_dir
 from hf_attn_variants.commands import convert as command
-from hf_attn_variants.conversion.report import package_versions
+from hf_attn_variants.conversion.report import get_package_versions
 from hf_attn_variants.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -293,7 +293,7 @@ def run_record() -> dict[str, Any]:
         "command": shlex.join(["python", *words]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cpu": cpu or platform.processor(), "cpus": os.cpu_count(), "threads": torch.get_num_threads()},
-        "versions": package_versions() | {"sacrebleu": sacrebleu.__version__},
+        "versions": get_package_versions() | {"sacrebleu": sacrebleu.__version__},
     }
 
 

@@ -84,7 +84,7 @@ def architecture_parity(architecture: Architecture, device: str, dtype: str) -> 
 
 def pair(architecture: Architecture, head: str, **fields: Any) -> tuple[Any, Any]:
     """Return upstream's model of a head and ours, with the same weights."""
-    upstream = architecture.upstream_model(head)
+    upstream = architecture.make_upstream_model(head)
     ours = getattr(hf_attn_variants, f"AttnVariant{head}")(architecture.config(head=head, **fields)).eval()
     ours.load_state_dict(upstream.state_dict())
     ours.tie_weights()

@@ -24,7 +24,12 @@ from benchmarks.page_faults import memory_now, summary, usage_text, watched_roun
 from hf_attn_variants.files import atomic_write
 from hf_attn_variants.inspection import speed
 from hf_attn_variants.inspection.costs import check_sizes, read_checkpoint_config, variant_config
-from hf_attn_variants.inspection.speed import checked_models, decoding_or_pass, timed_auto_class, timed_length
+from hf_attn_variants.inspection.speed import (
+    build_checked_models,
+    make_timed_function,
+    resolve_timed_length,
+    timed_auto_class,
+)
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99}
 
@@ -82,7 +87,7 @@ def measure_passes(
         batch_size: sequences at once.
         length: tokens of each, or positions of audio; None: 128, for a Whisper its window.
         rounds: timings of each variant, of which the median counts.
-        options: of `checked_models`, which chooses the variants.
+        options: of `build_checked_models`, which chooses the variants.
 
     Returns:
         The rows, the baseline first, with what they hold for, as JSON values.
@@ -93,10 +98,10 @@ def measure_passes(
     check_sizes(batch_size=batch_size, length=length, rounds=rounds)
     current = variant_config(config)
     auto_class = timed_auto_class(config, current)
-    length = timed_length(length, current, auto_class)
-    models = checked_models(config, **options)
+    length = resolve_timed_length(length, current, auto_class)
+    models = build_checked_models(config, **options)
     with torch.no_grad(), watched_rounds(speed) as usages:
-        runs = {name: decoding_or_pass(model, batch_size, length, None) for name, (_, model) in models.items()}
+        runs = {name: make_timed_function(model, batch_size, length, None) for name, (_, model) in models.items()}
         times = speed._time_engines(runs, rounds, "cpu")
     rows: list[dict[str, Any]] = []
     for name, found in times.items():

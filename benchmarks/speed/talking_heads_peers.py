@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.page_faults import Usage, Watch, summary
-from hf_attn_variants.inspection.speed import order_of_round
+from hf_attn_variants.inspection.speed import round_order
 from hf_attn_variants.modeling.attention.attention_interface import sdpa_attention_forward
 from hf_attn_variants.modeling.mechanisms.kernels.attention_kernel import init_kernel, install_kernel
 from hf_attn_variants.modeling.mechanisms.kernels.kernel_table import KERNELS, create_kernel
@@ -160,7 +160,7 @@ def milliseconds(step: Callable, device: str, repeats: int = 5) -> float:
 def interleaved(
     steps: Mapping[str, Callable], device: str, rounds: int
 ) -> tuple[dict[str, float | None], dict[str, dict]]:
-    """Time steps, which take turns within each round (`order_of_round`).
+    """Time steps, which take turns within each round (`round_order`).
 
     Returns:
         Median milliseconds of each, None where it ran out of memory; and what it took of the kernel
@@ -170,7 +170,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     usages: dict[str, list[Usage]] = {name: [] for name in steps}
     for number in range(rounds + WARM_UP_ROUNDS):
-        for name in order_of_round(list(steps), number):
+        for name in round_order(list(steps), number):
             try:
                 with Watch() as watch:
                     sample = milliseconds(steps[name], device)

@@ -164,7 +164,7 @@ def main(args: argparse.Namespace) -> Any:
     from dataclasses import replace
 
     from ..errors import INTERRUPTED
-    from ..inspection.frontier import SavedFrontier, load_source, measure_frontier, variants_to_try
+    from ..inspection.frontier import SavedFrontier, load_source, measure_frontier, select_variants
     from ..model_properties import set_languages
     from ..progress import disable_progress_bars
 
@@ -172,7 +172,7 @@ def main(args: argparse.Namespace) -> Any:
     saved = SavedFrontier(output_dir / FRONTIER_JSON)
     calibration, held_out = _read_texts(args)
     model, processor = load_source(args.model_name_or_path, calibration, args.revision, args.token)
-    options = variants_to_try(model, {name: getattr(args, name) for name in VARIANT_OPTIONS})
+    options = select_variants(model, {name: getattr(args, name) for name in VARIANT_OPTIONS})
     is_audio = calibration.audio is not None
     start = None if is_audio else set_languages(processor, model.config, args.source_lang, args.target_lang)
     if start is not None:
@@ -217,9 +217,9 @@ def _save_frontier_plot(frontier: Any, loss: float | None, path: Path) -> bool:
         logger.warning("Skipping %s because matplotlib is not installed. Run `pip install matplotlib`.", path.name)
         return False
     from ..files import save_plot
-    from ..inspection.frontier_plot import draw_frontier
+    from ..inspection.frontier_plot import plot_frontier
 
-    save_plot(path, lambda: draw_frontier(frontier, loss), dpi=130)
+    save_plot(path, lambda: plot_frontier(frontier, loss), dpi=130)
     return True
 
 
@@ -228,20 +228,20 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
     import sys
 
     from ..conversion.calibration.examples import read_audio_calibration, read_calibration
-    from ..inspection.frontier import split_text
+    from ..inspection.frontier import select_held_out_examples
 
     calibration: Any = read_calibration_arguments(args)  # not None, because `_check_options` requires the flag
     if calibration.audio is not None:
         all_examples = read_audio_calibration(args.held_out_audio_dir or args.calibration_audio_dir, size=sys.maxsize)
         size = HELD_OUT_AUDIO_SIZE if args.held_out_size is None else args.held_out_size
-        return calibration, split_text(calibration, all_examples, size, args.seed)
+        return calibration, select_held_out_examples(calibration, all_examples, size, args.seed)
     files = (args.calibration_file, args.calibration_target_file)
     if args.held_out_file is not None:
         files = (args.held_out_file, args.held_out_target_file)
     texts = {"columns": args.calibration_columns, "target_column": args.calibration_target_column}
     all_examples = read_calibration(files[0], target_file=files[1], size=sys.maxsize, **texts)
     size = HELD_OUT_SIZE if args.held_out_size is None else args.held_out_size
-    return calibration, split_text(calibration, all_examples, size, args.seed)
+    return calibration, select_held_out_examples(calibration, all_examples, size, args.seed)
 
 
 def _make_run_key(args: argparse.Namespace, options: Any, calibration: Any, held_out: Any) -> dict[str, Any]:

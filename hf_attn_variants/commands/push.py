@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> Any:
 
     from ..files import atomic_write, load_json
     from ..hub.card import CardOptions
-    from ..hub.push import full_repo_id, plan_push, push_checkpoint
+    from ..hub.push import plan_push, push_checkpoint, resolve_repo_id
 
     evaluations = [] if args.evaluations is None else load_json(Path(args.evaluations).expanduser())
     file_values: dict[str, Any] = {"notes": _read_text(args.notes), "evaluations": evaluations}
@@ -89,7 +89,7 @@ def main(args: argparse.Namespace) -> Any:
     api = HfApi(token=args.token)
     repo_id = args.repo_id or folder.resolve().name
     if not args.dry_run:
-        repo_id = full_repo_id(repo_id, api)
+        repo_id = resolve_repo_id(repo_id, api)
     plan = plan_push(folder, repo_id, options, _read_text(args.card), args.allow_pickle)
     if args.save_card:
         atomic_write(Path(args.save_card).expanduser(), plan.card)

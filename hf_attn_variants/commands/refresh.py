@@ -63,9 +63,9 @@ def main(args: argparse.Namespace) -> Any:
         ValueError: if the repository was not created with this package, or the outputs of the model change.
         OSError: if a file is missing or cannot be written, or the push fails.
     """
-    from ..conversion.checkpoint.source import local_folder, resolve_source
+    from ..conversion.checkpoint.source import find_local_folder, resolve_source
 
-    output, folder = Path(args.output_dir).expanduser(), local_folder(args.model_name_or_path)
+    output, folder = Path(args.output_dir).expanduser(), find_local_folder(args.model_name_or_path)
     source = resolve_source(args.model_name_or_path, args.revision, args.token)
     difference = _refresh(source, check_output_dir(output, source=source))
     print(f"Wrote {output}\nThe largest difference between the outputs before and after saving is {difference:.1g}.")
@@ -73,12 +73,12 @@ def main(args: argparse.Namespace) -> Any:
         return output
     from huggingface_hub import HfApi
 
-    from ..hub.push import full_repo_id, plan_push, push_checkpoint
+    from ..hub.push import plan_push, push_checkpoint, resolve_repo_id
 
     api, card = HfApi(token=args.token), output / CARD_NAME
     name = args.hub_model_id or (args.model_name_or_path if folder is None else output.resolve().name)
     text = card.read_text(encoding="utf-8") if card.is_file() else None
-    plan = plan_push(output, full_repo_id(name, api), card=text)
+    plan = plan_push(output, resolve_repo_id(name, api), card=text)
     private = True if args.private else False if args.public else None
     result = push_checkpoint(plan, private, commit_message="Refresh the code of hf_attn_variants", api=api)
     print(f"{'Pushed to' if result.changed else 'No changes in'} {result.url}, commit {result.commit}")
@@ -127,9 +127,9 @@ def _refresh(source: Path, output: Path) -> float:
 
 
 def _load_model(model_class: Any, folder: Path) -> Any:
-    from ..conversion.checkpoint.models import reading_checkpoint
+    from ..conversion.checkpoint.models import convert_loading_errors
 
-    with reading_checkpoint(folder) as path:
+    with convert_loading_errors(folder) as path:
         options = {"dtype": "auto", "local_files_only": True, "use_safetensors": True, "output_loading_info": True}
         model, info = model_class.from_pretrained(path, **options)
     if wrong := sorted({*info["missing_keys"], *info["unexpected_keys"]}):

@@ -100,7 +100,7 @@ def train_and_push(settings: TrainingSettings, train: Callable[[], dict[str, Any
     push.check_hub_access(*destination)
     results = train()
     if os.environ.get("RANK", "0") == "0":
-        print(f"Pushed to {push.push_trained(*destination)}")
+        print(f"Pushed to {push.push_trained_model(*destination)}")
     return results
 
 

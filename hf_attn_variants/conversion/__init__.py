@@ -1,4 +1,4 @@
-"""Conversion of multi-head checkpoints into attention variants: fewer key/value heads, latents, talking heads.
+"""Converts multi-head checkpoints into attention variants: fewer key/value heads, latents, talking heads.
 
 `conversions.convert` reads a model, plans the conversion, pools or fits the weights, and writes the result:
 
@@ -6,10 +6,10 @@
         │
     conversions           checks the arguments; layer_choice chooses the fields of each layer
         │
-    plan                  the new configuration, and the change of each attention (attention_modules)
+    plan                  the new configuration, and the change to each attention module (attention_modules)
         │
     attention_tensors     new heads and latents from the weights, or
-    calibration           attentions fitted to text or audio (only imported with a calibration)
+    calibration           attention modules fitted to text or audio (imported only if calibration is used)
         │
     writing, report       the new tensors, the folder, and the report
 """
@@ -17,8 +17,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Names are imported at their first use, because reading a checkpoint folder needs none of the code that fits weights.
-# No module here may be called `convert`, because it would replace the function of that name.
+# Names are imported when they are first used, so that reading a checkpoint folder does not import the fitting code.
+# No module here may be called `convert` because it would shadow the function of that name.
 _MODULES = {
     "METHODS": "conversions",
     "AttentionTensors": "attention_tensors",

@@ -1,4 +1,4 @@
-"""The attention modules of a checkpoint: the names and shapes of their tensors before and after."""
+"""Names and shapes of the tensors in a checkpoint's attention modules, before and after a conversion."""
 
 import logging
 import re
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AttentionModule:
-    """An attention module of a checkpoint, with the names and shapes of its tensors before and after a conversion.
+    """An attention module in a checkpoint, with its tensor names and shapes before and after a conversion.
 
     Args:
         name: Path of the module inside the base model, e.g. "encoder.layer.0.attention".
-        site: The kind of attention.
-        heads: Head counts, and the rank of the latent, before and after.
+        site: The type of attention.
+        heads: Head counts and latent rank, before and after.
         tensors: Maps each field of `AttentionTensors` that the module has to the tensor's name in the checkpoint.
-        new_tensors: The same after the conversion. Attentions that share a latent all contain its name.
+        new_tensors: The same mapping after the conversion. All modules that share a latent contain its name.
         shapes: Maps each field of `new_tensors` to its shape.
         projections: The talking-heads parameters to add, {name in the checkpoint: shape}.
-        kernel: The kernel that replaces the softmax, before and after; None if there is a softmax.
+        kernel: The kernel that replaces the softmax, before and after. None if a softmax is used.
     """
 
     name: str
@@ -47,65 +47,67 @@ class AttentionModule:
 
     @property
     def new_kernel(self) -> AttentionKernel:
-        """The kernel that replaces the softmax. Only use it if the attention gets one."""
+        """The kernel that replaces the softmax. Only valid if `gets_kernel` is True."""
         kernel: Any = self.kernel[1]
         return kernel
 
     @property
     def gets_kernel(self) -> bool:
-        """Whether the conversion replaces the softmax by a kernel."""
+        """Whether the conversion replaces the softmax with a kernel."""
         return self.kernel[0] is None and self.kernel[1] is not None
 
     @property
-    def reduced(self) -> bool:
-        """Whether the module gets fewer heads, a smaller latent or a kernel, so that a method computes its weights."""
-        return self.heads.reduced or self.gets_kernel
+    def is_reduced(self) -> bool:
+        """Whether the module gets fewer heads, a smaller latent or a kernel, so that its weights must be computed."""
+        return self.heads.is_reduced or self.gets_kernel
 
     @property
     def change(self) -> str:
-        """The kind of change, as in reports: "same", "pool", "expand", "compress", "kernel" or two of them."""
+        """The type of change, as shown in reports: "same", "pool", "expand", "compress", "kernel" or two of these."""
         if not self.gets_kernel:
             return self.heads.change
         return "kernel" if self.heads.change == "same" else f"{self.heads.change}, kernel"
 
     @property
     def new_latent(self) -> str | None:
-        """The name of the new latent if the module gets one that other modules read too, else None."""
+        """The name of the new latent if other modules share it, otherwise None."""
         shared = self.heads.rank_relation == "compress" and self.site.shares_latent
         return self.new_tensors[LATENT] if shared else None
 
-    def read(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
+    def read_tensors(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
         """Return the projections before the conversion. `read` returns a tensor by its name in the checkpoint."""
-        return AttentionTensors.of({part: read(name) for part, name in self.tensors.items()}, self.kernel[0])
+        return AttentionTensors.from_tensors({part: read(name) for part, name in self.tensors.items()}, self.kernel[0])
 
-    def read_converted(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
+    def read_converted_tensors(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
         """Return the projections after the conversion. `read` returns a tensor by its name in the checkpoint."""
-        return AttentionTensors.of({part: read(name) for part, name in self.new_tensors.items()}, self.kernel[1])
+        return AttentionTensors.from_tensors(
+            {part: read(name) for part, name in self.new_tensors.items()}, self.kernel[1]
+        )
 
 
-def attention_modules(
+def build_attention_modules(
     target: AttnVariantModelMixin, source_config: Any, entries: Mapping[str, TensorEntry]
 ) -> list[AttentionModule]:
-    """Return all attention modules of a checkpoint that is converted to `target`, after checking their tensors.
+    """Return all attention modules in a checkpoint that is converted to `target`, after checking their tensors.
 
     Args:
         target: The converted model, on the meta device.
         source_config: The variant configuration of the original model.
-        entries: {name: dtype and shape} for every tensor of the original model.
+        entries: {name: dtype and shape} for every tensor in the original model.
 
     Raises:
         ValueError: if head counts or ranks are impossible, or if attention tensors are missing, unexpected, or have
             other shapes than the configuration implies.
     """
     modules = [
-        _attention_module(site, path, module, target, source_config, entries)
+        _build_attention_module(site, path, module, target, source_config, entries)
         for site, path, module in target.named_attentions()
     ]
-    _check_nothing_unclaimed(target, modules, entries)
+    _check_no_leftover_tensors(target, modules, entries)
     return modules
 
 
-def _attention_module(
+def _build_attention_module(
     site: AttentionSite,
     path: str,
     module: nn.Module,
@@ -113,11 +115,11 @@ def _attention_module(
     source_config: Any,
     entries: Mapping[str, TensorEntry],
 ) -> AttentionModule:
-    """Return one attention module after checking its tensors. Arguments as for `attention_modules`."""
-    heads = _head_counts(site, path, source_config, target.config)
-    prefix = _stored_prefix(target, f"{path}.{site.query}.weight", entries)
+    """Return one attention module after checking its tensors. Takes the arguments of `build_attention_modules`."""
+    heads = _resolve_head_counts(site, path, source_config, target.config)
+    prefix = _find_stored_prefix(target, f"{path}.{site.query}.weight", entries)
     width = target.config.hidden_size
-    tensors, shapes = _linear_tensors(site, f"{prefix}{path}", module, heads, width, entries)
+    tensors, shapes = _resolve_linear_tensors(site, f"{prefix}{path}", module, heads, width, entries)
     new_tensors = dict(tensors)
     for rank, tensor_names in zip(heads.rank, (tensors, new_tensors), strict=True):
         if rank is not None:
@@ -132,8 +134,8 @@ def _attention_module(
     new_kernel_tensors = get_kernel_tensors(core_module)
     if kernel[0] is not None and kernel[0].tensors_per_key_head and heads.change != "same":
         raise ValueError(
-            f"`{site.kv_heads_field}` must not change, because the original model has learned projections of the "
-            f"kernel {kernel[0].name!r} for each key head. Convert heads and kernel together, from the base model."
+            f"`{site.kv_heads_field}` must not change because the original model's kernel {kernel[0].name!r} has "
+            "learned projections for each key head. Convert the heads and the kernel together from the base model."
         )
     for part, tensor in new_kernel_tensors.items():
         new_tensors[part], shapes[part] = f"{core}{part}", tuple(tensor.shape)
@@ -151,7 +153,7 @@ def _attention_module(
     return AttentionModule(path, site, heads, tensors, new_tensors, shapes, projections, kernel)
 
 
-def _linear_tensors(
+def _resolve_linear_tensors(
     site: AttentionSite,
     path: str,
     module: nn.Module,
@@ -159,12 +161,12 @@ def _linear_tensors(
     width: int,
     entries: Mapping[str, TensorEntry],
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """Return the names and the new shapes of the tensors of the linear layers, after checking the old shapes.
+    """Return the tensor names and new shapes of a module's linear layers, after checking the old shapes.
 
     Args:
-        site, module, heads, entries: As for `_attention_module`.
+        site, module, heads, entries: See `_build_attention_module`.
         path: Path of the module in the checkpoint.
-        width: Size of the input of keys and values without a latent.
+        width: Input size of the key and value projections without a latent.
     """
     tensors, shapes = {}, {}
     for role, linear_path in site.projections.items():
@@ -172,18 +174,18 @@ def _linear_tensors(
             name, field_name = f"{path}.{linear_path}.{part}", f"{role}_{part}"
             expected = list(parameter.shape)
             if role in ("key", "value"):
-                # The original input size may differ as well, because keys and values are computed from the latent.
+                # The original input size may also differ because keys and values are computed from the latent.
                 expected = [getattr(heads, role)[0] * heads.head_dim, heads.rank[0] or width][: len(expected)]
             _check_tensor(name, entries, expected)
             tensors[field_name], shapes[field_name] = name, tuple(parameter.shape)
     return tensors, shapes
 
 
-def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> HeadCounts:
-    """Return the head counts and ranks of one attention before and after the conversion.
+def _resolve_head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> HeadCounts:
+    """Return the head counts and ranks of an attention module before and after the conversion.
 
     Raises:
-        ValueError: if the counts or ranks before cannot become those after.
+        ValueError: if the original counts or ranks cannot be converted to the new ones.
     """
     before, after = site.get_heads(source, path), site.get_heads(target, path)
     old, new = (get_projection_rank(heads.rank, target.hidden_size) for heads in (before, after))
@@ -196,15 +198,15 @@ def _head_counts(site: AttentionSite, path: str, source: Any, target: Any) -> He
         except ValueError as error:
             raise ValueError(f"`{field}`: {error}") from None
     if site.shares_latent and heads.rank_relation != "same":
-        _check_memory_terms(site, source, target)
+        _check_shared_latent_terms(site, source, target)
     return heads
 
 
-def _check_memory_terms(site: AttentionSite, source: Any, target: Any) -> None:
-    """Check that no input-dependent term is computed from a shared latent that gets another rank.
+def _check_shared_latent_terms(site: AttentionSite, source: Any, target: Any) -> None:
+    """Check that no input-dependent term is computed from a shared latent whose rank changes.
 
     Args:
-        site: The kind of attention whose shared latent gets another rank.
+        site: The type of attention whose shared latent changes its rank.
         source, target: The configurations before and after.
 
     Raises:
@@ -214,30 +216,30 @@ def _check_memory_terms(site: AttentionSite, source: Any, target: Any) -> None:
     terms = {name for name in dynamic if name.startswith("m")}
     if terms:
         raise ValueError(
-            f"`{site.rank_field}` must not change if `talking_heads_dynamic` contains {' and '.join(sorted(terms))}, "
-            "because these terms are computed from the latent that all layers share. Leave it out."
+            f"`{site.rank_field}` must not change if `talking_heads_dynamic` contains {' and '.join(sorted(terms))} "
+            "because these terms are computed from the latent shared by all layers. Remove it."
         )
 
 
-def _check_nothing_unclaimed(
+def _check_no_leftover_tensors(
     target: AttnVariantModelMixin, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
 ) -> None:
-    """Check that no attention tensor of the checkpoint is left over; it would silently be lost."""
-    # Unclaimed tensors would be copied, but the converted model would lack their layers.
+    """Check that every attention tensor in the checkpoint is used, so that none is lost silently."""
+    # Leftover tensors would be copied, but the converted model has no layers for them.
     claimed = {name for module in modules for name in module.tensors.values()}
-    sites = "|".join(pattern for site in target.attention_sites for pattern in _linear_patterns(site))
+    sites = "|".join(pattern for site in target.attention_sites for pattern in _linear_layer_patterns(site))
     pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")
     unclaimed = [name for name in entries if name not in claimed and pattern.fullmatch(name)]
     if unclaimed:
         shown = ", ".join(repr(name) for name in unclaimed[:3]) + (", ..." if len(unclaimed) > 3 else "")
         raise ValueError(
-            f"The checkpoint has {len(unclaimed)} attention tensors that {type(target).__name__} with its "
-            f"config.json does not have: {shown}. Check the number of layers and `architectures` in config.json."
+            f"The checkpoint contains {len(unclaimed)} attention tensors that {type(target).__name__} does not use "
+            f"with this config.json: {shown}. Check the number of layers and `architectures` in config.json."
         )
 
 
-def _linear_patterns(site: AttentionSite) -> Iterable[str]:
-    """Yield regular expressions for the paths of the linear layers of an attention inside the base model."""
+def _linear_layer_patterns(site: AttentionSite) -> Iterable[str]:
+    """Yield regular expressions that match the paths of an attention module's linear layers in the base model."""
     linear_paths = list(site.projections.values())
     if site.rank_field is not None and not site.shares_latent:
         linear_paths.append(site.latent)
@@ -246,16 +248,16 @@ def _linear_patterns(site: AttentionSite) -> Iterable[str]:
         yield re.escape(site.latent)
 
 
-def _stored_prefix(target: PreTrainedModel, name: str, entries: Mapping[str, TensorEntry]) -> str:
-    """Return the prefix that the checkpoint has before the name of a tensor of the base model, often none."""
+def _find_stored_prefix(target: PreTrainedModel, name: str, entries: Mapping[str, TensorEntry]) -> str:
+    """Return the prefix of base-model tensor names in the checkpoint, which is often empty."""
     for prefix in (f"{target.base_model_prefix}.", ""):
         if f"{prefix}{name}" in entries:
             return prefix
     pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(name)) + "$")
     similar = next((stored for stored in entries if pattern.search(stored)), next(iter(entries), None))
     raise ValueError(
-        f"The checkpoint has no tensor {name!r}. It has {similar!r}, for example. Check that config.json belongs to "
-        "this checkpoint."
+        f"The checkpoint has no tensor {name!r}. It contains tensors such as {similar!r}. Check that config.json "
+        "belongs to this checkpoint."
     )
 
 
@@ -266,8 +268,8 @@ def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[
     entry = entries[name]
     if list(entry.shape) != expected:
         raise ValueError(
-            f"{name!r} must have shape {expected} with the heads of config.json, got {list(entry.shape)}. Check the "
-            "head counts in config.json."
+            f"{name!r} must have shape {expected} for the head counts in config.json, got {list(entry.shape)}. "
+            "Correct the head counts."
         )
     if not entry.is_floating:
         raise ValueError(
@@ -275,19 +277,19 @@ def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[
         )
 
 
-def check_other_shapes(
+def check_other_tensor_shapes(
     target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
 ) -> None:
-    """Check that all other tensors have the shapes of the configuration; otherwise the folder could not be loaded.
+    """Check that all other tensors match the configuration, so that the converted folder can be loaded.
 
     Args:
         target: The converted model, on the meta device.
-        entries: Every tensor of the original model.
+        entries: All tensors in the original model.
         modules: The attention modules, whose tensors the conversion computes.
-        wrong: The beginning of messages about a wrong configuration.
+        wrong: The start of error messages about an invalid configuration.
 
     Raises:
-        ValueError: if a tensor has another shape. The message names the first.
+        ValueError: if a tensor has a different shape. The message names the first one.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in target.state_dict().items()}
     converted = {name for module in modules for name in module.tensors.values()}
@@ -296,27 +298,28 @@ def check_other_shapes(
         model_name = next((key for key in (name, prefix + name, name.removeprefix(prefix)) if key in shapes), None)
         if model_name is not None and name not in converted and shapes[model_name] != tuple(entry.shape):
             raise ValueError(
-                f"{wrong}: it implies the shape {list(shapes[model_name])} of {name!r}, but the checkpoint has "
-                f"{list(entry.shape)}."
+                f"{wrong}: it implies the shape {list(shapes[model_name])} for {name!r}, but the shape in the "
+                f"checkpoint is {list(entry.shape)}."
             )
 
 
-def check_nothing_missing(
+def check_no_missing_tensors(
     target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
 ) -> None:
-    """Check that the checkpoint contains the whole model; `from_pretrained` would initialize missing parts randomly.
+    """Check that the checkpoint is complete, because `from_pretrained` initializes missing parts randomly.
 
-    A missing model head only causes a warning, because users often load a base model into a model with a head. A
-    missing pooler is ignored, because BERT checkpoints often lack it.
+    A missing model head only causes a warning because users often load a base model into a model with a head. A
+    missing pooler is ignored because many BERT checkpoints do not have one.
 
     Args:
-        target, entries, modules, wrong: As for `check_other_shapes`. The tensors of `modules` are already checked.
+        target, entries, modules, wrong: See `check_other_tensor_shapes`. The tensors of `modules` were already
+            checked.
 
     Raises:
-        ValueError: if a tensor of the base model is missing. The message names the first.
+        ValueError: if a base-model tensor is missing. The message names the first one.
     """
     prefix = f"{target.base_model_prefix}."
-    # Transformers renames these tensors of old BERT checkpoints when it loads them.
+    # Transformers renames these tensors when it loads old BERT checkpoints.
     new = {name for module in modules for name in (*module.new_tensors.values(), *module.projections)}
     names = {re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name) for name in {*entries, *new}}
     names = {re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name) for name in names}
@@ -336,8 +339,8 @@ def check_nothing_missing(
         )
     if missing:
         logger.warning(
-            "The checkpoint has no %r, which is a part of %s. `from_pretrained` initializes it randomly, in the "
-            "original and in the converted model.",
+            "The checkpoint has no %r, which is part of %s. `from_pretrained` initializes it randomly in both the "
+            "original and the converted model.",
             missing[0],
             type(target).__name__,
         )

@@ -1,19 +1,19 @@
-"""The tensors of one attention, its head counts, its latent, and the methods that compute new heads.
+"""The tensors, head counts and latent of an attention module, and the methods that compute new heads.
 
 **Latents.** A latent c = A y [r] of an encoder output y [D] is decoded as R c. A key or value projection W then loses
-W (y - R A y). The effect on the output of the attention is a quadratic form of the lost part. Let G [D, D] be the Gram
-matrix that measures how an error of y, passed through the projections of all heads, changes the output. Let S [D, D]
-be the second moment of y as the attention reads it. Then
+W (y - R A y). The effect on the attention output is a quadratic form in the lost part. Let G [D, D] be the Gram matrix
+that measures how an error of y, passed through the projections of all heads, changes the output. Let S [D, D] be the
+second moment of y as weighted by the attention. Then
 
     lost energy = tr( G (1 - R A) S (1 - R A)^T ),   total energy = tr( G S )
 
 R is the regression of y on c, S A^T (A S A^T)^-1, and the new projections are W R. The best A spans the first r right
-singular vectors of G^1/2 S^1/2 (Eckart-Young), transformed back with S^-1/2. A latent of several projections (keys and
-values, or all layers that read the same encoder outputs) has one form for each. Their G are added in the common metric
-sum S / tr S, and each S is weighted by the energy of its form.
+singular vectors of G^1/2 S^1/2 (Eckart-Young), transformed back with S^-1/2. A latent for several projections (keys
+and values, or all layers that read the same encoder outputs) has one form for each. Their G matrices are added in the
+common metric sum S / tr S, and each S is weighted by the energy of its form.
 
-Without text (`weight_forms`), S is the identity and G follows from products of weights: keys only meet W_q,i and
-values only meet W_o,i. With text, see `calibration.methods.latent_forms`.
+Without text (`weight_forms`), S is the identity and G follows from products of weights: keys are only multiplied by
+W_q,i and values only by W_o,i. See `calibration.methods.compute_latent_forms` for the computation with text.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from .calibration_settings import Calibration
 
 PROJECTION_ROLES = ("query", "key", "value", "output")
-# The field of `AttentionTensors` that several attentions can share.
+# The field of `AttentionTensors` that several attention modules can share.
 LATENT = "latent_weight"
 
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The head counts of one attention module, before and after a conversion.
+    """Head counts of an attention module before and after a conversion.
 
     Args:
         query: Number of query heads.
-        key, value: Number of key and of value heads (before, after).
+        key, value: Numbers of key heads and of value heads (before, after).
         output: Number of heads that the output projection reads.
         head_dim: Size of a head, d.
-        rank: Rank of the latent that keys and values are computed from (before, after); None if there is no latent.
+        rank: Rank of the latent from which keys and values are computed (before, after). None if there is no latent.
     """
 
     query: int
@@ -59,35 +59,35 @@ class HeadCounts:
 
     @property
     def new_rank(self) -> int:
-        """The rank of the new latent. Only use it if the attention gets one."""
+        """The rank of the new latent. Only valid if the module gets a latent."""
         rank: Any = self.rank[1]
         return rank
 
     @property
     def relation(self) -> str:
-        """The change of the key/value heads: "same", "pool" or "expand"."""
+        """The change to the key/value heads: "same", "pool" or "expand"."""
         relations = {relation(*self.key), relation(*self.value)} - {"same"}
         return relations.pop() if relations else "same"
 
     @property
     def rank_relation(self) -> str:
-        """The change of the latent: "same", "compress" or "expand"."""
+        """The change to the latent: "same", "compress" or "expand"."""
         return rank_relation(*self.rank)
 
     @property
     def change(self) -> str:
-        """The change of the attention, as in reports: "same", "pool", "expand", "compress" or two of them."""
+        """The change to the module, as shown in reports: "same", "pool", "expand", "compress" or two of these."""
         changes = dict.fromkeys((self.relation, self.rank_relation))
         return ", ".join(change for change in changes if change != "same") or "same"
 
     @property
-    def reduced(self) -> bool:
-        """Whether there are fewer heads or a smaller latent afterwards, so that a method computes the weights."""
+    def is_reduced(self) -> bool:
+        """Whether there are fewer heads or a smaller latent afterwards, so that new weights must be computed."""
         return self.relation == "pool" or self.rank_relation == "compress"
 
 
 def relation(source: int, target: int) -> str:
-    """Return how `source` key/value heads become `target`: "same", "pool" (fewer) or "expand" (more, by repeating).
+    """Return how `source` key/value heads become `target` heads: "same", "pool" (fewer) or "expand" (repeated heads).
 
     Raises:
         ValueError: if a count is below 1 or neither count divides the other.
@@ -99,8 +99,8 @@ def relation(source: int, target: int) -> str:
     if target % source == 0:
         return "expand"
     raise ValueError(
-        f"{source} key/value heads cannot become {target}. One count must divide the other: groups of heads are "
-        "pooled, or each head is repeated."
+        f"{source} key/value heads cannot be converted to {target}. One count must divide the other because heads are "
+        "pooled in groups or each head is repeated."
     )
 
 
@@ -110,7 +110,7 @@ def rank_relation(source: int | None, target: int | None) -> str:
     A rank of None means that there is no latent.
 
     Raises:
-        ValueError: if `target` is a rank larger than `source`, because the new dimensions would be empty.
+        ValueError: if `target` is larger than `source`, because the new dimensions would be empty.
     """
     if source == target:
         return "same"
@@ -119,49 +119,49 @@ def rank_relation(source: int | None, target: int | None) -> str:
     if source is None or target < source:
         return "compress"
     raise ValueError(
-        f"A latent of rank {source} cannot become one of rank {target}, because the larger latent would store nothing "
-        "more. Give a smaller rank, or the full width of the input."
+        f"A latent of rank {source} cannot be converted to rank {target} because the larger latent would not store "
+        "any more information. Use a smaller rank, or the full width of the input."
     )
 
 
 def split_heads(projection: torch.Tensor, heads: int) -> torch.Tensor:
-    """View a projection's weight [h*d, D] or bias [h*d] as [h, d, D] or [h, d]."""
+    """Reshape a projection's weight [h*d, D] or bias [h*d] to [h, d, D] or [h, d]."""
     return projection.unflatten(0, (heads, -1))
 
 
 def join_heads(heads: torch.Tensor) -> torch.Tensor:
-    """Return the inverse of `split_heads`: [h, d, ...] -> [h*d, ...]."""
+    """Undo `split_heads`: [h, d, ...] -> [h*d, ...]."""
     return heads.reshape(-1, *heads.shape[2:])
 
 
 def group_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """View a projection of `source` heads as `target` groups of consecutive heads: [h*d, ...] -> [k, g, d, ...].
+    """Reshape a projection of `source` heads to `target` groups of consecutive heads: [h*d, ...] -> [k, g, d, ...].
 
-    The groups are consecutive because query heads g*i ... g*i + g - 1 share key/value head i in Transformers.
+    The groups are consecutive because in Transformers query heads g*i ... g*i + g - 1 share key/value head i.
     """
     heads = split_heads(projection, source)  # [h, d, ...]
     return heads.reshape(target, source // target, *heads.shape[1:])
 
 
 def repeat_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """Expand a projection [source*d, ...] to [target*d, ...] by repeating each head; the output does not change.
+    """Expand a projection [source*d, ...] to [target*d, ...] by repeating each head, which preserves the output.
 
-    Head i of the result is head i // (target / source) of the original model.
+    Head i of the result is head i // (target / source) of the original projection.
     """
     return join_heads(split_heads(projection, source).repeat_interleave(target // source, dim=0))
 
 
 @dataclass(frozen=True)
 class AttentionTensors:
-    """The projections of one attention module, as `nn.Linear` stores them: weights [out, in], biases [out] or None.
+    """The projections of an attention module in the layout of `nn.Linear`: weights [out, in], biases [out] or None.
 
     Args:
         query_weight, key_weight, value_weight, output_weight: The weights.
         query_bias, key_bias, value_bias, output_bias: The biases.
-        latent_weight: Projection [r, D] to the latent that keys and values are computed from, or None. Several
-            attentions can share it.
-        kernel: The kernel that replaces the softmax, or None.
-        kernel_tensors: The tensors of the kernel (`AttentionKernel.tensors`).
+        latent_weight: Projection [r, D] to the latent from which keys and values are computed, or None if there is no
+            latent. Several modules can share it.
+        kernel: The kernel that replaces the softmax, or None if a softmax is used.
+        kernel_tensors: The kernel's tensors (`AttentionKernel.tensors`).
         details: JSON values about this layer that a method adds to the report.
 
     Example:
@@ -186,46 +186,46 @@ class AttentionTensors:
     details: dict[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        """Return a tensor of the kernel, so that the kernel's functions can take this object as their module."""
+        """Return one of the kernel's tensors, so that the kernel's functions accept this object as their module."""
         if name not in vars(self).get("kernel_tensors", ()):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self.kernel_tensors[name]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], kernel: AttentionKernel | None) -> AttentionTensors:
-        """Return the attention with these tensors, {field name or name of a kernel tensor: tensor}."""
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], kernel: AttentionKernel | None) -> AttentionTensors:
+        """Create an instance from {field name or kernel tensor name: tensor}."""
         names = () if kernel is None else (*kernel.learned, *kernel.drawn)
         projections: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in names}
         kernel_tensors = {name: tensors[name] for name in names if name in tensors}
         return cls(**projections, kernel=kernel, kernel_tensors=kernel_tensors)
 
-    def pair(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight and the bias of one of `PROJECTION_ROLES` or of "latent", which has no bias."""
+    def weight_and_bias(self, role: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the weight and bias for one of `PROJECTION_ROLES`, or for "latent", which has no bias."""
         return getattr(self, f"{role}_weight"), getattr(self, f"{role}_bias", None)
 
     def project(self, role: str, states: torch.Tensor) -> torch.Tensor:
-        """Return the projection of `states` by one of `PROJECTION_ROLES`: [..., in] to [..., out]."""
-        return nn.functional.linear(states, *self.pair(role))
+        """Apply the projection of one of `PROJECTION_ROLES` to `states`: [..., in] -> [..., out]."""
+        return nn.functional.linear(states, *self.weight_and_bias(role))
 
     def latent(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the input of the key and value projections: the latent [..., r] of `states` [..., D], or `states`."""
+        """Return the latent [..., r] computed from `states` [..., D], or `states` if there is no latent."""
         return states if self.latent_weight is None else nn.functional.linear(states, self.latent_weight)
 
     def with_input_projection(self, latent_weight: torch.Tensor) -> AttentionTensors:
-        """Return the attention that first applies a linear layer [w, D] to the input of keys and values."""
+        """Return the same projections with a linear layer [w, D] applied to the input of keys and values first."""
         second = self.latent_weight
         product = latent_weight if second is None else (second.double() @ latent_weight.double()).to(latent_weight)
         return replace(self, latent_weight=product)
 
     def with_new_kernel(self, kernel: AttentionKernel, heads: HeadCounts) -> AttentionTensors:
         """Return the same projections with a newly initialized kernel instead of the softmax."""
-        sizes = (heads.head_dim, heads.head_dim)  # conversions require equal sizes of keys and values
+        sizes = (heads.head_dim, heads.head_dim)  # conversions require keys and values of the same size
         counts = AttentionHeads(heads.query, heads.key[1], heads.value[1], heads.query, heads.output, *sizes)
         new = {name: tensor.begin().to(self.query_weight) for name, tensor in kernel.tensors(counts).items()}
         return replace(self, kernel=kernel, kernel_tensors=new)
 
-    def folded(self, dtype: torch.dtype = torch.float64) -> AttentionTensors:
-        """Return the same attention without a latent, in this dtype: the projections W become W A."""
+    def fold_latent(self, dtype: torch.dtype = torch.float64) -> AttentionTensors:
+        """Return equivalent projections without a latent, in this dtype: each projection W becomes W A."""
         if self.latent_weight is None:
             return self
         latent = self.latent_weight.double()
@@ -233,69 +233,69 @@ class AttentionTensors:
         return replace(self, **weights, latent_weight=None)
 
     def to(self, device: torch.device | str) -> AttentionTensors:
-        """Return a copy with all tensors on a device."""
+        """Return a copy with all tensors on the given device."""
         tensors: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)
         }
         moved = {name: tensor.to(device) for name, tensor in self.kernel_tensors.items()}
         return replace(self, **tensors, kernel_tensors=moved)
 
-    def joined(self, role: str) -> torch.Tensor:
-        """Return the weight and bias of a role as one matrix [W | b], [out, in + 1], or W if there is no bias."""
-        weight, bias = self.pair(role)
+    def join_weight_and_bias(self, role: str) -> torch.Tensor:
+        """Return a role's weight and bias as one matrix [W | b] of shape [out, in + 1], or W if there is no bias."""
+        weight, bias = self.weight_and_bias(role)
         return weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
 
-    def split_joined(self, role: str, joined: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split a matrix of `joined` into the fields of the role, {name: tensor}, for `dataclasses.replace`."""
-        if self.pair(role)[1] is None:
+    def split_weight_and_bias(self, role: str, joined: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Split a matrix from `join_weight_and_bias` into {field: tensor} for `dataclasses.replace`."""
+        if self.weight_and_bias(role)[1] is None:
             return {f"{role}_weight": joined}
         return {f"{role}_weight": joined[:, :-1], f"{role}_bias": joined[:, -1]}
 
-    def mapped(self, role: str, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Apply `change` to the weight and the bias of a role and return the fields, {name: tensor}."""
-        parts = zip((f"{role}_weight", f"{role}_bias"), self.pair(role), strict=True)
+    def apply_to_role(self, role: str, change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Apply `change` to a role's weight and bias and return {field: tensor}."""
+        parts = zip((f"{role}_weight", f"{role}_bias"), self.weight_and_bias(role), strict=True)
         return {name: change(tensor) for name, tensor in parts if tensor is not None}
 
 
 def reorder_heads(tensors: AttentionTensors, heads: HeadCounts, groups: Sequence[Sequence[int]]) -> AttentionTensors:
-    """Return the same attention with its query heads in the order of `groups`; the output does not change.
+    """Return equivalent projections with the query heads in the order of `groups`.
 
-    Query heads that share a key/value head in the original model must be adjacent in `groups`.
+    In `groups`, query heads that share a key/value head in the original model must be adjacent.
     """
     order = torch.tensor([head for group in groups for head in group], device=tensors.query_weight.device)
     share = heads.query // heads.key[0]
     shared = order[::share] // share
     changed: dict[str, Any] = {}
     for role, rows in (("query", order), ("key", shared), ("value", shared)):
-        changed |= tensors.mapped(role, partial(_heads_in_order, order=rows))
+        changed |= tensors.apply_to_role(role, partial(_reorder_projection, order=rows))
     output = tensors.output_weight.unflatten(1, (heads.output, -1))[:, order].flatten(1)
     return replace(tensors, **changed, output_weight=output)
 
 
-def _heads_in_order(projection: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return a projection [h*d, ...] with its heads in another order."""
+def _reorder_projection(projection: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return a projection [h*d, ...] with its heads in the given order."""
     return join_heads(split_heads(projection, len(order))[order])
 
 
 def pool_key_value(
     tensors: AttentionTensors, heads: HeadCounts, pool: Callable[..., torch.Tensor]
 ) -> AttentionTensors:
-    """Return the attention after `pool(projection, source=, target=)` on the key and value weights and biases.
+    """Return the projections after applying `pool(projection, source=, target=)` to the keys and values.
 
     Args:
-        tensors: The projections before.
-        heads: The head counts. A role that keeps its number of heads stays unchanged.
-        pool: Function that computes a projection with `target` heads from one with `source` heads.
+        tensors: The original projections.
+        heads: The head counts. A role whose number of heads does not change stays unchanged.
+        pool: Function that computes a projection with `target` heads from a projection with `source` heads.
     """
     changed: dict[str, Any] = {}
     for role, (source, target) in (("key", heads.key), ("value", heads.value)):
         if source != target:
-            changed |= tensors.mapped(role, partial(pool, source=source, target=target))
+            changed |= tensors.apply_to_role(role, partial(pool, source=source, target=target))
     return replace(tensors, **changed)
 
 
 class LatentForm(NamedTuple):
-    """The quadratic form of errors that the key or the value projections cause: G and S (module docstring)."""
+    """The quadratic form for errors in the key or value projections: G and S (see the module docstring)."""
 
     gram: torch.Tensor  # [D, D]
     metric: torch.Tensor  # [D, D]
@@ -307,7 +307,10 @@ class LatentForm(NamedTuple):
 
 
 class LatentForms(NamedTuple):
-    """The forms of one attention, and the mean input of each value head [k, D], or None without text."""
+    """The forms for the keys and values of an attention module, and the mean input [k, D] of each value head.
+
+    The mean input is None if the forms were computed without text.
+    """
 
     key: LatentForm
     value: LatentForm
@@ -316,21 +319,21 @@ class LatentForms(NamedTuple):
 
 @torch.no_grad()
 def best_latent(forms: Sequence[LatentForm], rank: int) -> torch.Tensor:
-    """Return the latent projection A [r, D] that loses the least energy of all forms (float64, orthonormal rows)."""
+    """Return the latent projection A [r, D] that loses the least energy over all forms (float64, orthonormal)."""
     _, directions = _latent_directions(forms)
-    # Orthonormal rows: the latent is not larger than its input, so that it fits into the same dtype.
+    # With orthonormal rows, the latent is not larger than its input and therefore fits into the same dtype.
     return torch.linalg.qr(directions[:, -rank:])[0].T.contiguous()
 
 
 @torch.no_grad()
-def lost_by_rank(forms: Sequence[LatentForm]) -> torch.Tensor:
-    """Return the share of the energy of all forms that the best latent of each rank from 0 to D loses, [D + 1]."""
+def energy_lost_by_rank(forms: Sequence[LatentForm]) -> torch.Tensor:
+    """Return the share of energy [D + 1] that the best latent loses over all forms, for each rank from 0 to D."""
     energies = _latent_directions(forms)[0].clamp_min(0)  # ascending
     return torch.cat([energies.new_zeros(1), energies.cumsum(0)]).flip(0) / energies.sum().clamp_min(1e-300)
 
 
 def _latent_directions(forms: Sequence[LatentForm]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the energies [D], ascending, of the directions of a latent, and the directions as columns [D, D]."""
+    """Return the candidate directions of a latent as columns [D, D] and their energies [D] in ascending order."""
     metric: Any = sum(form.energy * form.metric / form.metric.trace() for form in forms)
     metric = metric / metric.trace().clamp_min(1e-300)
     gram = sum(form.gram * (form.energy / (form.gram * metric).sum().clamp_min(1e-300)) for form in forms)
@@ -341,39 +344,44 @@ def _latent_directions(forms: Sequence[LatentForm]) -> tuple[torch.Tensor, torch
     return energies, vectors / sizes @ directions
 
 
-def preserved_energy(form: LatentForm, latent: torch.Tensor) -> float:
-    """Return the share of the energy of a form that a latent [r, D] preserves."""
-    lost = torch.eye(latent.shape[1], dtype=latent.dtype, device=latent.device) - _regression(form, latent) @ latent
+def preserved_energy_share(form: LatentForm, latent: torch.Tensor) -> float:
+    """Return the share of a form's energy that a latent projection [r, D] preserves."""
+    lost = (
+        torch.eye(latent.shape[1], dtype=latent.dtype, device=latent.device)
+        - _regression_matrix(form, latent) @ latent
+    )
     return float(1 - ((form.gram @ lost @ form.metric) * lost).sum() / form.energy.clamp_min(1e-300))
 
 
 @torch.no_grad()
-def on_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: LatentForms) -> AttentionTensors:
-    """Return an attention that computes keys and values from a latent A [r, D], by regression of the input on it.
+def project_onto_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: LatentForms) -> AttentionTensors:
+    """Return projections that compute keys and values from a latent A [r, D], by regressing the input on the latent.
 
-    `details` gets the shares of the energy of keys and values that the latent preserves.
+    The shares of key and value energy that the latent preserves are added to `details`.
     """
     like = tensors.key_weight
     changed = {}
     for role, form in (("key", forms.key), ("value", forms.value)):
         weight = getattr(tensors, f"{role}_weight").double()
-        changed[f"{role}_weight"] = (weight @ _regression(form, latent)).to(like).contiguous()
+        changed[f"{role}_weight"] = (weight @ _regression_matrix(form, latent)).to(like).contiguous()
     if tensors.value_bias is not None and forms.mean_read is not None:
-        # The forms use centered inputs, so the mean of the lost part is added to the bias.
+        # The forms are computed from centered inputs, so the mean of the lost part is added to the bias.
         lost = tensors.value_weight.double() - changed["value_weight"].double() @ latent
         lost = split_heads(lost, forms.mean_read.shape[0])  # [k, d, D]
         lost_mean = torch.einsum("kde,ke->kd", lost, forms.mean_read).flatten()
         changed["value_bias"] = tensors.value_bias + lost_mean.to(like)
     roles = ("key", "value")
-    shares = {f"latent_{role}_energy": round(preserved_energy(getattr(forms, role), latent), 4) for role in roles}
+    shares = {
+        f"latent_{role}_energy": round(preserved_energy_share(getattr(forms, role), latent), 4) for role in roles
+    }
     return replace(tensors, **changed, latent_weight=latent.to(like), details=tensors.details | shares)
 
 
 @torch.no_grad()
 def weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
-    """Return the forms of an attention from its weights, without text; keys and values have equal weight."""
+    """Compute the forms of an attention module from its weights only. Keys and values are weighted equally."""
     pairs = (
-        ("key", tensors.joined("query").double(), heads.query),
+        ("key", tensors.join_weight_and_bias("query").double(), heads.query),
         ("value", tensors.output_weight.T.double(), heads.output),
     )
     forms = []
@@ -389,25 +397,25 @@ def weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
     return LatentForms(key_form, value_form)
 
 
-def _regression(form: LatentForm, latent: torch.Tensor) -> torch.Tensor:
-    """Return R [D, r] of the regression R c of the input on its latent c."""
+def _regression_matrix(form: LatentForm, latent: torch.Tensor) -> torch.Tensor:
+    """Return the matrix R [D, r] of the regression R c of the input on its latent c."""
     latent_metric = latent @ form.metric  # [r, D]
     return torch.linalg.solve(latent_metric @ latent.T, latent_metric).T
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The inputs of one call of an attention module with a batch.
+    """The inputs to one call of an attention module for a batch.
 
     Args:
-        states: Inputs x of the queries, [b, n, D_x].
-        key_value_states: Inputs y of the keys and values, [b, m, D_y]. In self-attention they are the same tensor as
-            `states`. If the model has a latent, they are the latent.
-        mask: Additive mask that broadcasts to [b, h, n, m], or None.
-        position_bias: Position bias [1, h, n, m], or None.
-        valid: Whether queries are tokens, not padding, [b, n].
-        scaling: Factor of the dot products.
-        is_causal: Whether query i only attends to keys 0..i. It is False if `mask` contains this already.
+        states: Inputs x to the query projection, [b, n, D_x].
+        key_value_states: Inputs y to the key and value projections, [b, m, D_y]. In self-attention, this is the same
+            tensor as `states`. If the model has a latent, it is the latent.
+        mask: Additive mask that broadcasts to [b, h, n, m], or None if there is no mask.
+        position_bias: Position bias [1, h, n, m], or None if there is no bias.
+        valid: Boolean mask [b, n] of the queries that are not padding.
+        scaling: Factor by which dot products are multiplied.
+        is_causal: Whether query i only attends to keys 0..i. False if `mask` already contains this restriction.
     """
 
     states: torch.Tensor
@@ -419,14 +427,14 @@ class AttentionInputs:
     is_causal: bool = False
 
     def rows(self, index: torch.Tensor) -> AttentionInputs:
-        """Return the inputs of some examples of the batch."""
+        """Return the inputs for the given examples in the batch."""
         key_value_states = self.key_value_states[index]
         states = key_value_states if self.key_value_states is self.states else self.states[index]
         mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[index]
         return replace(self, states=states, key_value_states=key_value_states, mask=mask, valid=self.valid[index])
 
     def key_mask(self) -> torch.Tensor:
-        """Return which keys and values at least one query can attend to, [b, m]."""
+        """Return a boolean mask [b, m] of the keys that at least one query can attend to."""
         if self.key_value_states is self.states:
             return self.valid
         batch_size, length = self.key_value_states.shape[:2]
@@ -438,20 +446,20 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Information about the layer that a method converts, in addition to its tensors.
+    """Information about the layer to convert, in addition to its tensors.
 
-    The fields after `initializer_std` are only for a `CalibratedMethod`.
+    The fields after `initializer_std` are only set for a `CalibratedMethod`.
 
     Args:
         module: Path of the attention module inside the base model, e.g. "encoder.layer.0.attention".
-        site: The kind of attention: "self", "cross", ...
-        generator: Random number generator of this layer. Its numbers depend on the seed, not on the order of layers.
+        site: The type of attention, such as "self" or "cross".
+        generator: Random number generator for this layer. Its values depend on the seed, but not on the layer order.
         initializer_std: Standard deviation of new key and value projections in this architecture.
-        calibration: The calibration.
-        inputs: The calls of the original attention on the calibration text.
-        targets: Its outputs for these inputs, [b, n, D] each.
-        uses: Number of times that a forward pass calls the module. ALBERT's layers share their attention.
-        held_out_error: Function that returns the relative error of the outputs of projections on held-out text, or
+        calibration: The calibration settings.
+        inputs: The recorded inputs to the original attention module on the calibration text.
+        targets: The module's outputs for these inputs, each of shape [b, n, D].
+        uses: Number of times that a forward pass calls the module. It is above 1 in ALBERT, whose layers share it.
+        held_out_error: Function that returns the relative output error of given projections on held-out text, or
             None if the error is not finite.
     """
 
@@ -459,7 +467,7 @@ class LayerContext:
     site: str
     generator: torch.Generator
     initializer_std: float
-    calibration: Calibration = None  # type: ignore[assignment]  # a `CalibratedMethod` always gets one
+    calibration: Calibration = None  # type: ignore[assignment]  # always set for a `CalibratedMethod`
     inputs: Sequence[AttentionInputs] = ()
     targets: Sequence[torch.Tensor] = ()
     uses: int = 1
@@ -468,12 +476,12 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class LatentInText:
-    """A latent that was computed for an attention on text.
+    """A latent that was computed from text for an attention module.
 
     Args:
         weight: The latent projection A [r, D], float64.
-        forms: The quadratic forms of the energy that the attention loses.
-        is_shared: Whether other attentions use it too. A method must not change a shared latent.
+        forms: The quadratic forms for the energy that the latent loses.
+        is_shared: Whether other attention modules also use the latent. A method must not change a shared latent.
     """
 
     weight: torch.Tensor
@@ -482,10 +490,11 @@ class LatentInText:
 
 
 class ConversionMethod(Protocol):
-    """A way to merge heads. A new method is a class with this interface and an entry in `conversions.METHODS`.
+    """Interface of methods that merge heads. To register a method, add its class to `conversions.METHODS`.
 
-    `convert(..., method=instance)` takes instances as well as names. A method that needs text is a `CalibratedMethod`.
-    With all other methods, latents are computed from the weights (`attention_tensors.weight_forms`).
+    `convert(..., method=instance)` accepts instances as well as names. Methods that need text derive from
+    `CalibratedMethod`. With all other methods, latents are computed from the weights
+    (`attention_tensors.weight_forms`).
 
     Example:
 
@@ -507,14 +516,15 @@ class ConversionMethod(Protocol):
     name: str
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the projections of this layer with `heads.key[1]` key heads and `heads.value[1]` value heads.
+        """Return this layer's projections with `heads.key[1]` key heads and `heads.value[1]` value heads.
 
-        This is only called if there are fewer heads afterwards. The values of query and output projections may change,
-        but not their shapes. A bias may change, but must not appear or disappear. Input tensors must not be changed
-        in place; return a tensor that does not change. Torch uses one thread here, so fit weights before this call.
+        This method is only called if the number of heads decreases. The values of query and output projections may
+        change, but not their shapes. A bias may change, but must not be added or removed. Input tensors must not be
+        changed in place. Unchanged tensors can be returned as they are. PyTorch uses a single thread during this
+        call, so expensive fitting should be done beforehand.
 
         Args:
-            tensors: The projections of the original model.
+            tensors: The original projections.
             heads: The head counts before and after.
             layer: Further information about the layer.
         """
@@ -522,10 +532,11 @@ class ConversionMethod(Protocol):
 
 
 class CalibratedMethod(ABC):
-    """A `ConversionMethod` that uses the inputs of each attention on text, before the conversion.
+    """A `ConversionMethod` that uses the recorded inputs of each attention module on calibration text.
 
-    `calibration.calibrate` calls `convert_module` for one module at a time. `options` are the fields of `Calibration`
-    that this method reads in addition to those that describe the text. Options of other methods cause an error.
+    `calibration.calibrate` calls `convert_module` for one module at a time. `options` lists the fields of
+    `Calibration` that this method reads in addition to those that describe the text. Setting any other option raises
+    an error.
     """
 
     name: str
@@ -533,32 +544,33 @@ class CalibratedMethod(ABC):
 
     @abstractmethod
     def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the new projections of one attention. Arguments as for `pool`.
+        """Return the new projections of an attention module. Takes the same arguments as `pool`.
 
-        A method that measured `layer.held_out_error` adds it to `details` as "output_relative_error".
+        If the method evaluates `layer.held_out_error`, it adds the result to `details` as "output_relative_error".
         """
 
     def with_latent(
         self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
     ) -> AttentionTensors:
-        """Return the attention with keys and values from a latent. It already has its new heads."""
-        return on_latent(tensors, latent.weight, latent.forms)
+        """Return the projections with keys and values computed from a latent. `tensors` already have the new heads."""
+        return project_onto_latent(tensors, latent.weight, latent.forms)
 
     def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the attention with a fitted kernel. It already has its new heads and a newly initialized kernel."""
+        """Return the projections with a fitted kernel. `tensors` already have new heads and an initialized kernel."""
         return tensors
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Raise `ValueError`, because this method needs text."""
+        """Raise `ValueError` because this method needs text."""
         raise ValueError(
-            f"`method` {self.name!r} needs text to convert {layer.module}, got only weights. Give `calibration`."
+            f"`method` {self.name!r} needs text to convert {layer.module}, got only weights. Set `calibration`."
         )
 
 
-def mean_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+def average_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
     """Return the mean of each group of consecutive heads: [source*d, ...] -> [target*d, ...], in the same dtype."""
     pooled = [
-        # float64, so that the mean of equal heads is exact. One group at a time needs no float64 copy of the layer.
+        # The mean of identical heads is exact in float64. Processing one group at a time avoids a float64 copy of the
+        # layer.
         group.double().sum(dim=0).div_(group.shape[0]).to(projection.dtype)
         for group in group_heads(projection, source, target)
     ]
@@ -571,32 +583,32 @@ class MeanPooling:
     name = "mean"
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the projections with the mean of each group. Arguments as for `ConversionMethod.pool`."""
-        return pool_key_value(tensors, heads, mean_heads)
+        """Return the projections with averaged heads. Takes the same arguments as `ConversionMethod.pool`."""
+        return pool_key_value(tensors, heads, average_heads)
 
 
-def first_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
+def select_first_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
     """Return the first head of each group of consecutive heads: [source*d, ...] -> [target*d, ...]."""
     return join_heads(group_heads(projection, source, target)[:, 0])
 
 
 class FirstHead:
-    """Selection of the first head of each group as key/value head."""
+    """Keeps the first head of each group as the key/value head."""
 
     name = "first"
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the projections with the first head of each group. Arguments as for `ConversionMethod.pool`."""
-        return pool_key_value(tensors, heads, first_heads)
+        """Return the projections with the first head of each group. Takes the arguments of `ConversionMethod.pool`."""
+        return pool_key_value(tensors, heads, select_first_heads)
 
 
 class RandomHeads:
-    """Newly initialized key and value projections with zero biases: a baseline for uptraining."""
+    """Initializes new key and value projections with zero biases, as a baseline for uptraining."""
 
     name = "random"
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the projections with new keys and values. Arguments as for `ConversionMethod.pool`."""
+        """Return the projections with new keys and values. Takes the same arguments as `ConversionMethod.pool`."""
 
         def initialize(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
             rows = projection.shape[0] // source * target

@@ -1,19 +1,19 @@
-"""Conversion of a checkpoint into a new folder, of a checkpoint into a model, or of a model into another model.
+"""Converts checkpoints and models in memory, and writes converted checkpoints.
 
-Each of the three functions works in this order:
+`convert_checkpoint`, `load_converted` and `convert_model` all follow these steps:
 
 1. Check the arguments (`ConversionRequest`), and read the configuration and the tensors (`checkpoint`).
-2. Determine the heads, names and shapes of each attention (`plan`).
-3. Compute the new weights. With a calibration, the attentions are fitted to it before anything is written
-   (`calibration`). Without one, a method pools the weights of each attention when it is written (`attention_tensors`).
-4. Write one attention after the other (`writing`), then the report (`report`).
+2. Determine the heads, tensor names and shapes of each attention module (`plan`).
+3. Compute the new weights. With calibration, all modules are fitted before anything is written (`calibration`).
+   Otherwise, the weights of each module are pooled when it is written (`attention_tensors`).
+4. Write the attention modules one by one (`writing`), then the report (`report`).
 """
 
 import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,35 +33,35 @@ from .attention_tensors import (
     FirstHead,
     MeanPooling,
     RandomHeads,
-    lost_by_rank,
+    energy_lost_by_rank,
     weight_forms,
 )
 from .calibration_settings import FIT_DEFAULTS, Calibration, CalibrationLike
-from .checkpoint.models import ModelReader, TensorSource, assemble, model_of_tensors
+from .checkpoint.models import ModelReader, TensorSource, assemble_model, build_model_from_tensors
 from .checkpoint.source import read_config, resolve_source, warn_about_remote_code
 from .checkpoint.tensor_files import (
     POSITION_FIELDS,
     CheckpointReader,
     TensorEntry,
     extend_positions,
-    lengthen_tokenizer,
     open_checkpoint,
+    update_tokenizer_length,
 )
 from .layer_choice import (
-    PROBE,
+    PROBE_FIELDS,
     check_cache_bytes,
     check_has_cache,
     check_matching_layers,
-    fields_keeping,
-    fields_within,
-    matching_shares,
+    choose_ranks_for_budget,
+    compute_matching_shares,
+    exclude_matching_layers,
 )
 from .plan import ConversionPlan, explain_not_calibrated, make_plan
-from .report import CalibrationResult, ConversionReport, Quality, check_kept, conversion_report
-from .writing import converted_tensors, generation_config, plan_folder
+from .report import CalibrationResult, ConversionReport, Quality, build_conversion_report, check_within_tolerance
+from .writing import compute_converted_tensors, plan_folder, read_generation_config
 
 if TYPE_CHECKING:
-    from .calibration.source_outputs import SourceModel
+    from .calibration.source_outputs import SourceLoader
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,24 @@ def convert(
     method: str | ConversionMethod | None = None,
     *,
     output_dir: None = None,
-    **options: Any,
+    calibration: CalibrationLike | None = None,
+    kv_lora_rank: int | None = None,
+    encoder_num_key_value_heads: int | None = None,
+    encoder_kv_lora_rank: int | None = None,
+    cross_kv_lora_rank: int | None = None,
+    per_layer_values: Mapping[str, Any] | None = None,
+    kv_cache_bytes: Sequence[int] | None = None,
+    keep_matching_layers: int | None = None,
+    strict: bool = False,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    copy: bool = False,
+    max_position_embeddings: int | None = None,
+    position_extension: str | None = None,
+    allow_pickle: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **fields: Any,
 ) -> PreTrainedModel: ...
 @overload
 def convert(
@@ -82,7 +99,23 @@ def convert(
     method: str | ConversionMethod | None = None,
     *,
     output_dir: str | os.PathLike,
-    **options: Any,
+    calibration: CalibrationLike | None = None,
+    kv_lora_rank: int | None = None,
+    encoder_num_key_value_heads: int | None = None,
+    encoder_kv_lora_rank: int | None = None,
+    cross_kv_lora_rank: int | None = None,
+    per_layer_values: Mapping[str, Any] | None = None,
+    kv_cache_bytes: Sequence[int] | None = None,
+    keep_matching_layers: int | None = None,
+    strict: bool = False,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    max_position_embeddings: int | None = None,
+    position_extension: str | None = None,
+    allow_pickle: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **fields: Any,
 ) -> ConversionReport: ...
 def convert(
     model_or_path: PreTrainedModel | str | os.PathLike,
@@ -90,38 +123,63 @@ def convert(
     method: str | ConversionMethod | None = None,
     *,
     output_dir: str | os.PathLike | None = None,
-    **options: Any,
+    calibration: CalibrationLike | None = None,
+    kv_lora_rank: int | None = None,
+    encoder_num_key_value_heads: int | None = None,
+    encoder_kv_lora_rank: int | None = None,
+    cross_kv_lora_rank: int | None = None,
+    per_layer_values: Mapping[str, Any] | None = None,
+    kv_cache_bytes: Sequence[int] | None = None,
+    keep_matching_layers: int | None = None,
+    strict: bool = False,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    copy: bool = False,
+    max_position_embeddings: int | None = None,
+    position_extension: str | None = None,
+    allow_pickle: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **fields: Any,
 ) -> PreTrainedModel | ConversionReport:
-    """Convert a model to fewer key/value heads, to keys and values from latents, or to talking heads.
+    """Convert a model to fewer key/value heads, to keys and values computed from latents, or to talking heads.
 
     Args:
         model_or_path: A model in memory, a checkpoint folder, or a Hub id. It can already be a variant.
-        num_key_value_heads: Number of key/value heads afterwards, k. 1 is multi-query attention. None: unchanged.
+        num_key_value_heads: Number of key/value heads in the converted model. 1 selects multi-query attention. If
+            None, the number does not change.
         method: How heads are merged: "mean" (arXiv 2305.13245), "first", "random", with calibration text "calibrated"
-            or "aligned", or a `ConversionMethod`. None: "calibrated" with a calibration, else "mean".
-        output_dir: Folder to write a checkpoint to. The conversion then needs little memory and builds no model. It
-            must not be given for a model in memory.
-        options: The other arguments of `convert_model` or `convert_checkpoint`:
-
-            - `calibration`: a list of texts or pairs of texts, the path of a text file or table, or a `Calibration`.
-              For a model in memory, `Calibration(texts, tokenizer=tokenizer)`.
-            - `kv_lora_rank`, `encoder_kv_lora_rank`, `cross_kv_lora_rank`: the ranks of latents. The full width of the
-              input caches the encoder outputs themselves, and no information is lost.
-            - `kv_cache_bytes`: for encoder-decoders, the bytes per source token and per generated token. The
-              conversion chooses the ranks that lose least.
-            - `keep_matching_layers`: the number n of token-matching layers of an encoder that stay unchanged.
-            - Other fields: `encoder_num_key_value_heads`, `per_layer_values`, and those of talking heads and kernels.
-            - `strict`: raise an error if the model is not within tolerance on held-out examples (`report.Quality`).
-            - `dtype`, `seed`, and for a model in memory `copy`.
-            - Only for a path: `max_position_embeddings` and `position_extension` ("tiled" repeats positions,
-              "interpolated" stretches them; for BERT and related models), `allow_pickle`, `revision`, `token`.
+            or "aligned", or a `ConversionMethod`. If None, "calibrated" with calibration, otherwise "mean".
+        output_dir: Folder to write the converted checkpoint to. The conversion then needs little memory and builds no
+            model. Not supported for a model in memory.
+        calibration: A list of texts or pairs of texts, the path of a text file or table, or a `Calibration`. For a
+            model in memory, pass `Calibration(texts, tokenizer=tokenizer)`.
+        kv_lora_rank: Rank of the self-attention latents. The full input width caches the input itself, and no
+            information is lost.
+        encoder_num_key_value_heads: Number of key/value heads in the encoder.
+        encoder_kv_lora_rank: Rank of the encoder's latents.
+        cross_kv_lora_rank: Rank of the cross-attention latents. The full width caches the encoder outputs.
+        per_layer_values: Field values that differ between layers, {field: values}.
+        kv_cache_bytes: For encoder-decoders, the maximum cache size in bytes per source token and per generated token.
+            The conversion chooses the ranks that lose the least.
+        keep_matching_layers: Number of token-matching layers of an encoder that stay unchanged.
+        strict: Whether to raise an error if the model is not within tolerance on held-out examples (`report.Quality`).
+        dtype: The dtype of floating-point tensors in the converted model. If None, it does not change.
+        seed: Random seed.
+        copy: Whether a model converted in memory gets its own copy of unchanged parameters.
+        max_position_embeddings: For a checkpoint of BERT or a related model, the new number of positions.
+        position_extension: How positions are added: "tiled" repeats them, "interpolated" stretches them.
+        allow_pickle: Whether to read a checkpoint's pickled weights if it has no safetensors file.
+        revision: Branch, tag or commit on the Hub.
+        token: Access token for the Hub.
+        fields: Other configuration fields, such as those of talking heads and kernels.
 
     Returns:
-        The converted model in this package's class, without a tokenizer. With `output_dir`, the `ConversionReport`;
-        the tokenizer is then copied into the folder.
+        The converted model in this package's class, without a tokenizer. If `output_dir` is set, the
+        `ConversionReport` instead, and the tokenizer is copied into the folder.
 
     Raises:
-        TypeError: if `calibration` has a wrong type.
+        TypeError: if `calibration` has the wrong type.
         ValueError: if the conversion is impossible. The error is raised before any work is done.
         ModelNotKeptError: if `strict` is set and the model is not within tolerance. Only the report is written.
         OSError: if a file is missing or truncated, or cannot be written.
@@ -134,11 +192,32 @@ def convert(
     >>> print(report)
     ```
     """
+    arguments = {
+        "calibration": calibration,
+        "kv_lora_rank": kv_lora_rank,
+        "encoder_num_key_value_heads": encoder_num_key_value_heads,
+        "encoder_kv_lora_rank": encoder_kv_lora_rank,
+        "cross_kv_lora_rank": cross_kv_lora_rank,
+        "per_layer_values": per_layer_values,
+        "kv_cache_bytes": kv_cache_bytes,
+        "keep_matching_layers": keep_matching_layers,
+        "strict": strict,
+        "dtype": dtype,
+        "copy": copy,
+        "max_position_embeddings": max_position_embeddings,
+        "position_extension": position_extension,
+        "allow_pickle": allow_pickle,
+        "revision": revision,
+        "token": token,
+    }
+    # Arguments that are not set are not passed on, because not all of the three functions know all of them.
+    is_set = {name: value is not None and value is not False for name, value in arguments.items()}
+    options: dict[str, Any] = {"seed": seed, **{name: arguments[name] for name in arguments if is_set[name]}, **fields}
     if isinstance(model_or_path, nn.Module):
         if output_dir is not None:
             raise ValueError(
-                "`output_dir` must only be given for a folder or a Hub id, got a model. Call `save_pretrained` on the "
-                "converted model and on its tokenizer instead."
+                "`output_dir` is only supported for a folder or a Hub id, not for a model in memory. Call "
+                "`save_pretrained` on the converted model and on its tokenizer instead."
             )
         return convert_model(model_or_path, num_key_value_heads, method, **options)
     if output_dir is None:
@@ -161,19 +240,19 @@ def convert_model(
 
     Args:
         model: A model of Transformers or of this package.
-        num_key_value_heads, method, fields: As for `convert`.
-        calibration: The text for a method that needs text. A model in memory has no tokenizer: give
+        num_key_value_heads, method, fields: See `convert`.
+        calibration: The text or audio for methods that need it. Because a model in memory has no tokenizer, pass
             `Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)` for a file.
-        dtype: The dtype of floating-point parameters afterwards. None: unchanged.
-        seed: Seed of all random numbers.
-        copy: Whether the new model gets its own memory. By default, both models share the memory of unchanged
-            parameters, so that only one of them can be trained.
+        dtype: The dtype of floating-point parameters in the converted model. If None, it does not change.
+        seed: Random seed.
+        copy: Whether unchanged parameters are copied. By default, both models share the memory of these parameters,
+            so only one of the models can be trained.
 
     Returns:
-        The model of this package with the same head.
+        The converted model in this package's class, with the same model head.
 
     Raises:
-        TypeError, ValueError: As for `convert`.
+        TypeError, ValueError: See `convert`.
 
     Example:
 
@@ -187,24 +266,24 @@ def convert_model(
     reader = ModelReader(model)
     if position_fields := [name for name in POSITION_FIELDS if fields.get(name) is not None]:
         raise ValueError(
-            f"`{position_fields[0]}` must only be given for a checkpoint, got a model. Save the model and convert its "
-            "folder."
+            f"`{position_fields[0]}` is only supported for checkpoints, not for a model in memory. Save the model and "
+            "convert its folder."
         )
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     source = None
     if request.calibration is not None:
-        from .calibration.source_outputs import source_in_memory
+        from .calibration.source_outputs import source_loader_for_model
 
         if request.calibration.processor is None:
             name = "tokenizer" if request.calibration.audio is None else "feature_extractor"
-            raise ValueError(f"`{name}` must be given for a model in memory. Use `Calibration(..., {name}={name})`.")
-        source = source_in_memory(reader, model)
+            raise ValueError(f"`{name}` is required for a model in memory. Pass `Calibration(..., {name}={name})`.")
+        source = source_loader_for_model(reader, model)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     plan = request.plan(config, reader.entries, None, reader, source)
     result = request.fit(plan, reader, source)
-    tensors = converted_tensors(plan, reader, result.attentions)
-    converted = assemble(plan.model_class, plan.config, tensors, model, copy)
-    check_kept(result.quality_of(converted), request.strict)
+    tensors = compute_converted_tensors(plan, reader, result.attentions)
+    converted = assemble_model(plan.model_class, plan.config, tensors, model, copy)
+    check_within_tolerance(result.measure_quality(converted), request.strict)
     return converted
 
 
@@ -221,23 +300,24 @@ def load_converted(
     token: str | bool | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
-    """Convert a checkpoint and return the model without writing anything. Arguments and errors as for `convert`.
+    """Convert a checkpoint and return the model without writing any files.
 
-    All parameters of the model have one dtype: `dtype` or that of config.json, as with `from_pretrained`. Only
-    `convert_checkpoint` preserves several dtypes.
+    Takes the same arguments and raises the same errors as `convert`. As with `from_pretrained`, all parameters of the
+    model have the same dtype, which is `dtype` or the one in config.json. Only `convert_checkpoint` preserves mixed
+    dtypes.
     """
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     config = read_config(folder)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
-        source = request.source_of(reader, folder)
+        source = request.source_loader(reader, folder)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
         result = request.fit(plan, reader, source)
-        tensors = converted_tensors(plan, reader, result.attentions)
-        model = model_of_tensors(plan.model_class, plan.config, tensors, folder)
-    check_kept(result.quality_of(model), request.strict)
-    if (generation := generation_config(plan, folder)) is not None:
+        tensors = compute_converted_tensors(plan, reader, result.attentions)
+        model = build_model_from_tensors(plan.model_class, plan.config, tensors, folder)
+    check_within_tolerance(result.measure_quality(model), request.strict)
+    if (generation := read_generation_config(plan, folder)) is not None:
         model.generation_config = generation
         model._update_generation_settings()
     return model
@@ -257,13 +337,14 @@ def convert_checkpoint(
     token: str | bool | None = None,
     **fields: Any,
 ) -> ConversionReport:
-    """Convert a checkpoint into a new folder. The memory holds the attention of only one layer at a time.
+    """Convert a checkpoint into a new folder, holding the attention of only one layer in memory at a time.
 
-    The folder has the same shards, tensor names and other files as the original one, and the code that
-    `trust_remote_code=True` needs. It appears only when it is complete. Arguments and errors as for `convert`.
+    The folder has the same shards, tensor names and other files as the original one, and the remote code for
+    `trust_remote_code=True`. It is created only when it is complete. Takes the same arguments and raises the same
+    errors as `convert`.
 
     Returns:
-        The report, which the folder contains as conversion_report.json.
+        The report, which is also saved in the folder as conversion_report.json.
     """
     started = time.perf_counter()
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
@@ -275,7 +356,7 @@ def convert_checkpoint(
         logger.warning("The history of the model is incomplete: %s", problem)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(config, stored, fields)
-        source = request.source_of(reader, folder)
+        source = request.source_loader(reader, folder)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME, reader, source)
         skipped = (CARD_NAME,) if history.has_readable_card else ()  # the history replaces the old model card
         new = plan_folder(plan, reader, folder, config, output, allow_pickle, lambda name: name not in skipped)
@@ -283,8 +364,8 @@ def convert_checkpoint(
         quality = _measure_quality(plan, reader, result, folder)
         with new.write(result.attentions) as (stage, layers):
             plan.config.save_pretrained(stage)
-            lengthen_tokenizer(stage, config, fields)
-            report = conversion_report(
+            update_tokenizer_length(stage, config, fields)
+            report = build_conversion_report(
                 plan,
                 layers,
                 stored.entries,
@@ -301,21 +382,21 @@ def convert_checkpoint(
             )
             report.save(stage)
             write_history(stage, history)
-            check_kept(quality, request.strict, report)
+            check_within_tolerance(quality, request.strict, report)
     return report
 
 
 def _measure_quality(
     plan: ConversionPlan, reader: CheckpointReader, result: CalibrationResult, folder: Path
 ) -> Quality | None:
-    """Return the quality of the model that will be written into a folder, or None if nothing was fitted."""
+    """Measure the quality of the converted model before it is written, or return None if nothing was fitted."""
     if result.source_outputs is None:
         return None
-    tensors = converted_tensors(plan, reader, result.attentions)
-    # The tensors are already rounded to the dtype of the files. The computation in float32 adds no further error.
+    tensors = compute_converted_tensors(plan, reader, result.attentions)
+    # The tensors are already rounded to the dtype of the files. Computing in float32 adds no further error.
     config = deepcopy(plan.config)
-    model: Any = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
-    return result.quality_of(model.to(result.source_outputs.device))
+    model: Any = build_model_from_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
+    return result.measure_quality(model.to(result.source_outputs.device))
 
 
 def check_conversion(
@@ -331,24 +412,24 @@ def check_conversion(
     token: str | bool | None = None,
     **fields: Any,
 ) -> None:
-    """Run the checks of a checkpoint conversion that need no weights. Arguments as for `convert`.
+    """Run the checks for a checkpoint conversion that need no weights. Takes the same arguments as `convert`.
 
     Raises:
-        TypeError, ValueError, OSError: As for `convert`.
+        TypeError, ValueError, OSError: See `convert`.
     """
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     with open_checkpoint(folder, allow_pickle) as stored:
         config, reader = extend_positions(read_config(folder), stored, fields)
         plan = request.plan(config, reader.entries, folder / CONFIG_NAME)
-    if plan.reduced and request.calibration is not None and request.calibration.processor is None:
+    if plan.reduced_modules and request.calibration is not None and request.calibration.processor is None:
         from .calibration.source_outputs import load_processor
 
         load_processor(folder, request.calibration)
 
 
 def _calibrated_method(name: str) -> ConversionMethod:
-    """Return a method of `calibration.methods`, which is only imported when it is used."""
+    """Create a method from `calibration.methods`, importing the module only when it is used."""
     method: ConversionMethod = getattr(importlib.import_module(".calibration.methods", __package__), name)()
     return method
 
@@ -359,41 +440,43 @@ METHODS: dict[str, Callable[[], ConversionMethod]] = {
     "calibrated": partial(_calibrated_method, "Calibrated"),
 }
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-# For each change: the loss without text, and the result with text.
+# For each type of change: the quality loss without text, and the result with text.
 # The numbers are from benchmarks/convert/README.md and, for latents, benchmarks/convert/calibration_experiments.md.
-LOSSES = {
+QUALITY_LOSS_TEXTS = {
     "pool": (
-        "The conversion averages heads, so the model loses quality until it is trained again. Measured: Spearman "
-        "0.867 to 0.804 (MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5, a quarter).",
-        "the same models keep 0.867 and 36.4.",
+        "The conversion averages heads, so the model loses quality until it is retrained. Measured examples: Spearman "
+        "0.867 to 0.804 (MiniLM, a third of its heads), BLEU 36.8 to 1.6 (a T5 model, a quarter of its heads).",
+        "the same models reach 0.867 and 36.4.",
     ),
     "compress": (
-        "The conversion computes latents from the weights alone, so the model loses quality until it is trained "
-        "again. Measured: Spearman 0.867 to 0.846 (MiniLM, 128 of 384 numbers), BLEU 36.8 to 33.4 (a T5, 64 of 256).",
-        "the same models keep 0.868 and 35.3.",
+        "The conversion computes latents only from the weights, so the model loses quality until it is retrained. "
+        "Measured examples: Spearman 0.867 to 0.846 (MiniLM, rank 128 of 384), BLEU 36.8 to 33.4 (a T5 model, rank 64 "
+        "of 256).",
+        "the same models reach 0.868 and 35.3.",
     ),
     "kernel": (
-        "A kernel replaces the softmax, so the model loses much of its quality until it is trained again. "
-        "Measured: Spearman 0.867 to 0.70 (MiniLM, elu).",
-        "hedgehog keeps 0.860.",
+        "A kernel replaces the softmax, so the model loses much of its quality until it is retrained. "
+        "Measured example: Spearman 0.867 to 0.70 (MiniLM, elu).",
+        "the hedgehog kernel reaches 0.860.",
     ),
 }
-WITHOUT_TEXT = 'To use the weights alone without this message, give method="mean" (--method mean).'
-WITH_AUDIO = (
-    "With audio, `calibration` (--calibration_audio_dir), new heads are fitted to the outputs of the old ones."
+WITHOUT_TEXT_ADVICE = 'To use only the weights and avoid this message, set method="mean" (--method mean).'
+AUDIO_ADVICE = (
+    "If you set `calibration` (--calibration_audio_dir), new heads are fitted to the outputs of the original ones."
 )
 
 
 @dataclass
 class ConversionRequest:
-    """The arguments of a conversion. The constructor checks those that do not depend on a checkpoint.
+    """The arguments of a conversion. The constructor checks the arguments that do not depend on a checkpoint.
 
     Args:
-        num_key_value_heads: Number of key/value heads afterwards, or None.
-        requested_method: Name of a method, a method, or None for the default.
-        requested_calibration: Calibration text or audio as users give it, or None.
-        requested_dtype: The dtype of floating-point tensors afterwards, its name, or None.
-        seed: Seed of all random numbers.
+        num_key_value_heads: Number of key/value heads in the converted model, or None if it does not change.
+        requested_method: A method or its name, or None for the default.
+        requested_calibration: Calibration text or audio as passed by the user, or None.
+        requested_dtype: The dtype of floating-point tensors in the converted model or its name, or None if it does not
+            change.
+        seed: Random seed.
         fields: All other arguments: configuration fields, and options such as `strict`.
     """
 
@@ -405,7 +488,7 @@ class ConversionRequest:
     fields: dict[str, Any]
 
     def __post_init__(self) -> None:
-        """Separate the options from the configuration fields and check them."""
+        """Separate the options from the configuration fields, and check them."""
         self.kv_cache_bytes = self.fields.pop("kv_cache_bytes", None)
         if self.kv_cache_bytes is not None:
             fields = self.fields | {"num_key_value_heads": self.num_key_value_heads}
@@ -418,26 +501,26 @@ class ConversionRequest:
         self.matching_layers = self.fields.pop("keep_matching_layers", None)
         self.matching_shares: list[float] | None = None
         self.strict = bool(self.fields.pop("strict", False))
-        # Users of the command must name the method before it writes a decoder with averaged heads.
+        # The command requires an explicit method before it writes a decoder with averaged heads.
         self.needs_method = bool(self.fields.pop("needs_method", False))
         if self.strict and self.calibration is None:
             raise ValueError(
-                "`strict` (--strict) needs text or audio to compare the converted model with the original one. Give "
+                "`strict` (--strict) needs text or audio to compare the converted model with the original one. Set "
                 "`calibration` (--calibration_file)."
             )
         self.method = resolve_method(self.requested_method, self.calibration)
         self.dtype = resolve_dtype(self.requested_dtype)
 
-    def source_of(self, reader: CheckpointReader, folder: Path) -> "SourceModel | None":
-        """Return the function that loads the original model for the calibration, or None without a calibration."""
+    def source_loader(self, reader: CheckpointReader, folder: Path) -> "SourceLoader | None":
+        """Return the function that loads the original model for calibration, or None if calibration is not used."""
         if self.calibration is None:
             return None
-        from .calibration.source_outputs import source_of_folder
+        from .calibration.source_outputs import source_loader_for_folder
 
-        return source_of_folder(reader, folder, self.calibration)
+        return source_loader_for_folder(reader, folder, self.calibration)
 
-    def fit(self, plan: ConversionPlan, reader: TensorSource, source: "SourceModel | None") -> CalibrationResult:
-        """Fit the attentions to the calibration. The result is empty without a calibration."""
+    def fit(self, plan: ConversionPlan, reader: TensorSource, source: "SourceLoader | None") -> CalibrationResult:
+        """Fit the attention modules to the calibration data. The result is empty if calibration is not used."""
         if self.calibration is None or source is None:
             return CalibrationResult({})
         from .calibration.calibrate import calibrate
@@ -450,17 +533,17 @@ class ConversionRequest:
         entries: Mapping[str, TensorEntry],
         config_file: Path | None,
         reader: TensorSource | None = None,
-        source: "SourceModel | None" = None,
+        source: "SourceLoader | None" = None,
     ) -> ConversionPlan:
-        """Return the checked plan. Warn if heads are averaged and the user did not select a method.
+        """Return the checked plan. Warn if heads are averaged and the user did not choose a method.
 
         Args:
-            config: The config.json of the original model.
-            entries: The dtypes and shapes of its tensors.
-            config_file: Path of `config` for messages, or None.
-            reader: Its tensors. None: only check, without weights and text. Ranks and layers that depend on these are
-                placeholders.
-            source: Function that loads the original model for the calibration. None: there is no calibration.
+            config: The original model's config.json.
+            entries: The dtypes and shapes of the original model's tensors.
+            config_file: Path of `config` for error messages, or None for a model in memory.
+            reader: The tensors of the original model. If None, the conversion is only checked, without weights and
+                text, and ranks and layers that depend on these are placeholders.
+            source: Function that loads the original model for calibration, or None if calibration is not used.
 
         Raises:
             ValueError: if the conversion is not possible.
@@ -472,8 +555,10 @@ class ConversionRequest:
         fields: dict[str, Any] = {"num_key_value_heads": self.num_key_value_heads} | self.fields
         if self.kv_cache_bytes is not None:
             check_has_cache(config)
-            probe = make(fields=fields | PROBE)
-            fields |= self._fields_within_budget(probe, entries, partial(self._losses, probe, reader, source))
+            probe = make(fields=fields | PROBE_FIELDS)
+            fields |= self._fields_within_budget(
+                probe, entries, partial(self._measure_latent_losses, probe, reader, source)
+            )
         if self.matching_layers is not None:
             probe = make(fields=fields)
             check_matching_layers(probe, fields, self.matching_layers, self.calibration)
@@ -483,94 +568,99 @@ class ConversionRequest:
         if (warning := self._describe_loss_without_examples(plan)) is not None and reader is not None:
             logger.warning(warning)
         if reader is None:
-            self._is_calibrated(plan)  # raises an error if a calibration is not possible
+            self._should_calibrate(plan)  # raises an error if calibration is not possible
         return plan
 
     def _fields_within_budget(
         self, probe: ConversionPlan, entries: Mapping[str, TensorEntry], losses: Callable[..., list[torch.Tensor]]
     ) -> dict[str, Any]:
-        """Return the fields with ranks that fit into `kv_cache_bytes`. Arguments as for `fields_within`."""
-        budget = fields_within(probe, self.kv_cache_bytes, entries, losses)
+        """Return the fields with ranks that fit into `kv_cache_bytes` (see `choose_ranks_for_budget`)."""
+        budget = choose_ranks_for_budget(probe, self.kv_cache_bytes, entries, losses)
         by_layer = {**(self.fields.get("per_layer_values") or {}), **budget.pop("per_layer_values", {})}
         return budget | {"per_layer_values": by_layer or None}
 
-    def _is_calibrated(self, plan: ConversionPlan) -> bool:
-        """Return whether there is a calibration and attentions to fit to it. Errors as for `is_calibrated`."""
+    def _should_calibrate(self, plan: ConversionPlan) -> bool:
+        """Return whether calibration is used and the plan has attention modules to fit (see `should_calibrate`)."""
         if self.calibration is None:
             return False
-        from .calibration.calibrate import is_calibrated
+        from .calibration.calibrate import should_calibrate
 
-        return is_calibrated(plan, self.calibration)
+        return should_calibrate(plan, self.calibration)
 
     def _describe_loss_without_examples(self, plan: ConversionPlan) -> str | None:
-        """Return a warning about lost quality if there are no examples, or None if a method or examples are given.
+        """Return a warning about quality loss without examples, or None if a method or examples are set.
 
         Raises:
-            ValueError: with this text, if `needs_method` is set and the decoder would generate nothing useful.
+            ValueError: if `needs_method` is set and the outputs of the decoder would be unusable. The message is the
+                warning.
         """
-        if self.requested_method is not None or not plan.reduced or self.calibration is not None:
+        if self.requested_method is not None or not plan.reduced_modules or self.calibration is not None:
             return None
-        pools = any(module.heads.relation == "pool" for module in plan.reduced)
-        gets_kernel = any(module.gets_kernel for module in plan.reduced)
-        loss, result = LOSSES["kernel" if gets_kernel else "pool" if pools else "compress"]
+        pools = any(module.heads.relation == "pool" for module in plan.reduced_modules)
+        gets_kernel = any(module.gets_kernel for module in plan.reduced_modules)
+        loss, result = QUALITY_LOSS_TEXTS["kernel" if gets_kernel else "pool" if pools else "compress"]
         if (reason := explain_not_calibrated(plan)) is not None:
-            message = f"{loss} A calibration is not possible: {reason}. {WITHOUT_TEXT}"
+            message = f"{loss} Calibration is not possible because {reason}. {WITHOUT_TEXT_ADVICE}"
         else:
-            advice = WITH_AUDIO if plan.reads_audio else f"With text, `calibration` (--calibration_file), {result}"
+            advice = (
+                AUDIO_ADVICE
+                if plan.reads_audio
+                else f"With calibration text (`calibration`, --calibration_file), {result}"
+            )
             examples = "audio" if plan.reads_audio else "text"
-            message = f"There is no {examples} to calibrate on. {loss} {advice} {WITHOUT_TEXT}"
-        has_decoder = any(module.site.get_stack_name(plan.config) == "decoder" for module in plan.reduced)
+            message = f"No calibration {examples} was provided. {loss} {advice} {WITHOUT_TEXT_ADVICE}"
+        has_decoder = any(module.site.get_stack_name(plan.config) == "decoder" for module in plan.reduced_modules)
         if self.needs_method and has_decoder and (pools or gets_kernel):
             raise ValueError(message)
         return message
 
     def _exclude_matching_layers(
-        self, probe: ConversionPlan, fields: dict[str, Any], source: "SourceModel"
+        self, probe: ConversionPlan, fields: dict[str, Any], source: "SourceLoader"
     ) -> dict[str, Any]:
-        """Return the fields of a conversion that does not change token-matching layers.
+        """Return the conversion fields that leave the token-matching layers unchanged.
 
         Args:
-            probe: The plan that converts all layers.
-            fields: The fields of this plan.
+            probe: A plan that converts all layers.
+            fields: The conversion fields of this plan.
             source: Function that loads the original model.
         """
-        self._is_calibrated(probe)  # raises an error if a calibration is not possible
+        self._should_calibrate(probe)  # raises an error if calibration is not possible
         calibration: Any = self.calibration  # `check_matching_layers` raises an error if there is none
         model, tokenizer = source(probe)
-        self.matching_shares = matching_shares(probe, model, calibration.processor or tokenizer, calibration)
-        return fields_keeping(probe, fields, self.matching_shares, self.matching_layers)
+        self.matching_shares = compute_matching_shares(probe, model, calibration.processor or tokenizer, calibration)
+        return exclude_matching_layers(probe, fields, self.matching_shares, self.matching_layers)
 
-    def _losses(
+    def _measure_latent_losses(
         self,
         plan: ConversionPlan,
         reader: TensorSource | None,
-        source: "SourceModel | None",
+        source: "SourceLoader | None",
         modules: list[AttentionModule],
     ) -> list[torch.Tensor]:
-        """Return the loss of the latents of these attentions by rank, measured on text if there is a calibration."""
+        """Return the energy lost by each module's latent for each rank, measured on text if calibration is used."""
         if reader is None:
             return [torch.zeros(1) for _ in modules]
-        if source is not None and self._is_calibrated(plan):
-            from .calibration.calibrate import forms_on_text
+        if source is not None and self._should_calibrate(plan):
+            from .calibration.calibrate import measure_latent_forms
 
             calibration: Any = self.calibration
-            forms = forms_on_text(plan, modules, reader, source, calibration)
+            forms = measure_latent_forms(plan, modules, reader, source, calibration)
         else:
-            tensors = [replace(module.read(reader.read), latent_weight=None) for module in modules]
+            tensors = [replace(module.read_tensors(reader.read), latent_weight=None) for module in modules]
             forms = [weight_forms(attention, module.heads) for attention, module in zip(tensors, modules, strict=True)]
-        return [lost_by_rank([pair.key, pair.value]) for pair in forms]
+        return [energy_lost_by_rank([pair.key, pair.value]) for pair in forms]
 
 
 def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:
-    """Return the conversion method of a name. A method is returned unchanged.
+    """Return the conversion method with the given name. A method is returned unchanged.
 
     Args:
-        method: Name of a method, a method, or None: "calibrated" with a calibration, else "mean".
-        calibration: The calibration, or None.
+        method: A method or its name. If None, "calibrated" with calibration, otherwise "mean".
+        calibration: The calibration settings, or None if calibration is not used.
 
-    Raises:
-        ValueError: if the name is unknown, the method needs a calibration that is missing or does not use the given
-            one, or the calibration has an option that the method does not use.
+        Raises:
+        ValueError: if the name is unknown, if the method requires calibration or does not support it, or if
+            `calibration` sets an option that the method does not use.
 
     Example:
 
@@ -589,23 +679,23 @@ def resolve_method(method: str | ConversionMethod | None, calibration: Calibrati
     if not isinstance(method, CalibratedMethod):
         if calibration is not None:
             raise ValueError(
-                f"`method` must be one that uses text if `calibration` is given, got {method.name!r}. Leave one of "
-                "them out."
+                f"`method` {method.name!r} cannot be combined with `calibration` because it does not use text. Remove "
+                "one of them."
             )
         return method
     if calibration is None:
-        raise ValueError(f"`method` {method.name!r} needs text. Give `calibration` (--calibration_file).")
+        raise ValueError(f"`method` {method.name!r} needs text. Set `calibration` (--calibration_file).")
     unused = [name for name in FIT_DEFAULTS if getattr(calibration, name) is not None and name not in method.options]
     if unused:
         raise ValueError(
-            f'`{unused[0]}` (--{unused[0]}) must only be given for the method "calibrated", got {method.name!r}. '
-            "Leave it out."
+            f'`{unused[0]}` (--{unused[0]}) is only supported for the method "calibrated", not for {method.name!r}. '
+            "Remove it."
         )
     return method
 
 
 def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype of a name after checking that tensors can be converted to it. None is returned unchanged.
+    """Return the torch dtype with the given name after checking that it is supported. None is returned unchanged.
 
     Raises:
         ValueError: if the dtype is not one of `DTYPES`.

@@ -1,15 +1,15 @@
-"""The choice of the fields of each layer: ranks that fit into a cache budget, and layers that stay unchanged.
+"""Chooses the fields of each layer: ranks that fit into a cache budget, and layers that stay unchanged.
 
-**Cache budget** (`kv_cache_bytes`). The budget does not choose head counts. Keys and values of k heads are a latent of
-2 k d numbers with tied projections, and a free latent of that size loses less.
+**Cache budget** (`kv_cache_bytes`). The budget does not choose head counts. Keys and values of k heads are equivalent
+to a latent of 2 k d numbers with tied projections, and an unconstrained latent of that size loses less.
 
 **Token-matching layers** (`keep_matching_layers`). A model compares two texts with heads that find the same word in
 the other text ("duplicate token heads", arXiv 2211.00593, section 3). Shared keys and kernels make these heads less
-precise. This hardly changes the outputs for single texts, but a fine-tuning on pairs of texts then learns late or
-never (docs/what_did_not_help.md). Few layers have such a head, two of six in MiniLM. Any text shows them, because
-words also occur twice in single texts. The share of a layer with attention weights P is
+precise. This hardly changes the outputs for single texts, but fine-tuning on pairs of texts then converges late or
+never (docs/what_did_not_help.md). Only a few layers have such a head, such as two of six in MiniLM. Any text reveals
+them because words also occur twice in single texts. The share of a layer with attention weights P is
 
-    s(layer) = max over heads i of  mean over tokens t that occur again of  sum of P_i[t, u] over u != t with x_u = x_t
+    s(layer) = max over heads i of  mean over repeated tokens t of  sum of P_i[t, u] over u != t with x_u = x_t
 """
 
 from collections import Counter, defaultdict
@@ -30,12 +30,12 @@ from .checkpoint.tensor_files import TensorEntry, element_size
 from .plan import ConversionPlan
 
 
-def cached_numbers(heads: AttentionHeads, width: int) -> int:
-    """Return how many numbers one attention caches per token: its latent, or its keys and values.
+def num_cached_values(heads: AttentionHeads, width: int) -> int:
+    """Return the number of values that an attention module caches per token: its latent, or its keys and values.
 
     Args:
-        heads: The heads of the attention.
-        width: Size of the input of keys and values. A latent is at most as wide.
+        heads: The heads of the module.
+        width: Input size of the key and value projections, which is the maximum size of a latent.
     """
     if heads.rank is not None:
         return min(heads.rank, width)
@@ -43,24 +43,24 @@ def cached_numbers(heads: AttentionHeads, width: int) -> int:
 
 
 def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite, int]]) -> dict[str, int] | None:
-    """Return the cache size per token of each kind of attention, summed over all layers, in bytes.
+    """Return the cache size per token in bytes for each type of attention, summed over all layers.
 
-    A latent that all layers share counts once. Decoders also cache the keys and values of short source texts
-    (`latent_attention.is_short`). These are not counted, because they are not larger than the projections.
+    A latent that all layers share is counted once. Decoders also cache the keys and values of short source texts
+    (`latent_attention.is_short`). These are not counted because they are not larger than the projections.
 
     Args:
         config: The variant configuration of the model.
-        attentions: The kind of each attention, and its bytes per token (see `cached_numbers`).
+        attentions: The type and the bytes per token of each attention module (see `num_cached_values`).
 
     Returns:
-        {kind: bytes}: "self" or "decoder" per generated token, "cross" per source token. None for a model without a
-        cache: an encoder, or a model that `can_cache` excludes.
+        {type: bytes}: "self" or "decoder" per generated token, "cross" per source token. None if the model has no
+        cache, that is, for encoders and for models excluded by `can_cache`.
     """
     if not supports_decoder_cache(config):
         return None
     sites: Counter[str] = Counter()
     for site, size in attentions:
-        # The attention of an encoder, or of an encoder-only model, is not cached.
+        # Encoder attention is not cached.
         if site.get_stack_name(config) != "decoder":
             continue
         is_shared = site.shares_latent and getattr(config, site.rank_field or "", None) is not None
@@ -68,81 +68,85 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
     return dict(sites) or None
 
 
-# Fields of a plan that selects the attentions to compress. The ranks do not matter.
-PROBE = {"cross_kv_lora_rank": 1, "kv_lora_rank": 1}
+# Fields of a plan that selects the attention modules to compress. The rank values do not matter.
+PROBE_FIELDS = {"cross_kv_lora_rank": 1, "kv_lora_rank": 1}
 # Fields that the budget determines.
-BUDGET_FIELDS = {*PROBE, "num_key_value_heads"}
-# Ranks are multiples of RANK_STEP, which suits GPU kernels, if there are MIN_STEPPED_RANK numbers per layer or more.
+BUDGET_FIELDS = {*PROBE_FIELDS, "num_key_value_heads"}
+# If there are at least MIN_STEPPED_RANK values per layer, ranks are multiples of RANK_STEP, which is efficient on
+# GPUs.
 RANK_STEP, MIN_STEPPED_RANK = 8, 16
 
 
 def check_cache_bytes(kv_cache_bytes: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the cache budget of a source token and of a generated token, in bytes.
+    """Return the cache budget in bytes per source token and per generated token.
 
     Args:
-        kv_cache_bytes: The value of the user.
-        fields: The other fields of the conversion.
+        kv_cache_bytes: The value passed by the user.
+        fields: The other conversion fields.
 
     Raises:
-        ValueError: if the value is not two positive integers, or if a field sets a rank or the key/value heads too.
+        ValueError: if the value is not two positive integers, or if a field also sets a rank or the key/value heads.
     """
     sizes = tuple(kv_cache_bytes) if isinstance(kv_cache_bytes, Sequence) else ()
     if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(
-            "`kv_cache_bytes` must be two integers of at least 1 (bytes per source token and per generated token), "
+            "`kv_cache_bytes` must be two positive integers (bytes per source token and per generated token), "
             f"got {kv_cache_bytes!r}."
         )
     by_layer = fields.get("per_layer_values") or {}
     conflicts = [name for name in sorted(BUDGET_FIELDS) if fields.get(name) is not None or name in by_layer]
     if conflicts:
-        raise ValueError(f"`kv_cache_bytes` determines `{conflicts[0]}`. Give only one of the two.")
+        raise ValueError(
+            f"`kv_cache_bytes` cannot be combined with `{conflicts[0]}` because it determines this field. Remove one "
+            "of them."
+        )
     return sizes
 
 
 def check_has_cache(config: Mapping[str, Any]) -> None:
-    """Check that a config.json belongs to an encoder-decoder, whose cache can have a budget.
+    """Check that a config.json belongs to an encoder-decoder, for which a cache budget is supported.
 
     Raises:
-        ValueError: if it does not.
+        ValueError: if it belongs to another model.
     """
     architecture = next(iter(config.get("architectures") or ()), "")
     has_latents = "cross_kv_lora_rank" in variant_config_class(config.get("model_type", "")).rank_fields()
     if not has_latents or architecture.endswith(("EncoderModel", "ForTokenClassification")):
         raise ValueError(
-            "`kv_cache_bytes` must only be given for encoder-decoders, which cache source and generated tokens, got "
-            f"{architecture or config['model_type']}. Give head counts or ranks instead."
+            "`kv_cache_bytes` is only supported for encoder-decoders, which cache source and generated tokens, not "
+            f"for {architecture or config['model_type']}. Set head counts or ranks instead."
         )
 
 
-def fields_within(
+def choose_ranks_for_budget(
     probe: ConversionPlan,
     kv_cache_bytes: tuple[int, int],
     entries: Mapping[str, TensorEntry],
     losses: Callable[[list[AttentionModule]], list[torch.Tensor]],
 ) -> dict[str, Any]:
-    """Return the fields with the latent ranks whose cache fits into the budget.
+    """Return the configuration fields with the latent ranks whose cache fits into the budget.
 
     Args:
-        probe: A plan that compresses all attentions to latents (`PROBE`).
+        probe: A plan that compresses all attention modules to latents (`PROBE_FIELDS`).
         kv_cache_bytes: Bytes per source token and per generated token, in the stored dtype.
         entries: The tensors of the original model.
-        losses: Function that returns for each of the given modules the energy lost by rank (`lost_by_rank`).
+        losses: Function that returns the energy lost at each rank (`energy_lost_by_rank`) for the given modules.
 
     Raises:
-        ValueError: if the budget is below one number per latent and token, or not below the present cache size.
+        ValueError: if the budget is below one value per latent and token, or not below the current cache size.
     """
     config, width = probe.source_config, probe.source_config.hidden_size
     sizes, numbers = [], {}
     for module in probe.modules:
         stored = entries[module.tensors["key_weight"]].dtype
         itemsize = element_size(stored) if probe.dtype is None else probe.dtype.itemsize
-        numbers[module.name] = cached_numbers(module.site.get_heads(config, module.name), width)
+        numbers[module.name] = num_cached_values(module.site.get_heads(config, module.name), width)
         sizes.append((module.site, numbers[module.name] * itemsize))
     old_sizes = cache_bytes_per_token(config, sizes) or {}
     if not old_sizes:
         raise ValueError(
-            "`kv_cache_bytes` must only be given for decoders with a cache, but the dynamic talking-heads projections "
-            "of this model do not allow one. Leave it out."
+            "`kv_cache_bytes` is only supported for decoders with a cache, which this model's dynamic talking-heads "
+            "projections do not allow. Remove it."
         )
     source, generated = (size // itemsize for size in kv_cache_bytes)
     layers = [module for module in probe.modules if module.site.name == "decoder"]
@@ -150,41 +154,41 @@ def fields_within(
     for (name, minimum), limit in zip(minimums.items(), (source, generated), strict=True):
         if limit < minimum:
             raise ValueError(
-                f"`kv_cache_bytes` must allow at least {minimum} numbers per {name} token (one per latent), got "
-                f"{limit}. Give more bytes."
+                f"`kv_cache_bytes` must allow at least {minimum} values per {name} token (one per latent), got "
+                f"{limit}. Increase the number of bytes."
             )
     fields: dict[str, Any] = {}
     if source * itemsize < old_sizes["cross"]:
         fields["cross_kv_lora_rank"] = min(source, width)
     if generated * itemsize < old_sizes["decoder"]:
         max_ranks = [min(numbers[module.name], width) for module in layers]
-        ranks = ranks_within(losses(layers), generated, max_ranks)
-        # A layer that needs no smaller cache keeps its latent, or its keys and values.
+        ranks = allocate_ranks(losses(layers), generated, max_ranks)
+        # A layer whose cache need not shrink keeps its latent, or its keys and values.
         old = [(numbers[module.name], module.site.get_heads(config, module.name).rank) for module in layers]
         new_ranks = [old_rank if rank == count else rank for rank, (count, old_rank) in zip(ranks, old, strict=True)]
         fields["per_layer_values"] = {"kv_lora_rank": new_ranks}
     if not fields:
         raise ValueError(
-            f"`kv_cache_bytes` must be below the present cache size of {old_sizes['cross']} bytes per source token or "
-            f"{old_sizes['decoder']} bytes per generated token, got {kv_cache_bytes[0]} and {kv_cache_bytes[1]}. Give "
-            "fewer bytes."
+            f"`kv_cache_bytes` must be below the current cache size of {old_sizes['cross']} bytes per source token or "
+            f"{old_sizes['decoder']} bytes per generated token, got {kv_cache_bytes[0]} and {kv_cache_bytes[1]}. "
+            "Decrease the number of bytes."
         )
     return fields
 
 
-def ranks_within(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[int]) -> list[int]:
-    """Return a rank for each layer so that all layers together lose the least energy.
+def allocate_ranks(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[int]) -> list[int]:
+    """Return a rank for each layer such that all layers together lose the least energy.
 
     Args:
-        lost: For each layer, the share of energy lost by rank, starting at rank 0. It must be convex.
-        total: Maximum of the sum of all ranks. It is at least the number of layers.
+        lost: For each layer, the share of energy lost at each rank, starting at rank 0. It must be convex.
+        total: Maximum sum of all ranks, which must be at least the number of layers.
         max_ranks: Maximum rank of each layer.
     """
     step = RANK_STEP if total >= MIN_STEPPED_RANK * len(lost) else 1
     ranks = [min(step, max_rank) for max_rank in max_ranks]
 
     def gain(layer: int) -> float:
-        """Return the loss avoided per number by one more step, or -1 if no further step is possible."""
+        """Return the loss avoided per additional value by one more step, or -1 if no further step is possible."""
         rank = ranks[layer]
         more = min(rank + step, max_ranks[layer])
         if more == rank or sum(ranks) + more - rank > total:
@@ -199,8 +203,8 @@ def ranks_within(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[i
 
 
 # Number of texts, and of tokens per text, that are used. The attention weights of all layers must fit into memory. A
-# hundred lines are enough to find the two layers of MiniLM. The length does not depend on the calibration's
-# `max_length`, because heads that copy from one part of a text to another only show if both parts are read.
+# hundred lines are enough to find the two layers in MiniLM. The length does not depend on the `max_length` of the
+# calibration because heads that copy from one part of a text to another are only visible if both parts are read.
 MAX_TEXTS, MAX_TOKENS = 512, 128
 # Fields that change a layer, without their prefix: heads, latent and kernel.
 LAYER_FIELDS = ("num_key_value_heads", "kv_lora_rank", "attention_kernel")
@@ -209,67 +213,72 @@ LAYER_FIELDS = ("num_key_value_heads", "kv_lora_rank", "attention_kernel")
 def check_matching_layers(
     plan: ConversionPlan, fields: Mapping[str, Any], count: Any, calibration: Calibration | None
 ) -> None:
-    """Check that a number of token-matching layers can stay unchanged. This needs no text.
+    """Check that the given number of token-matching layers can stay unchanged. This check does not read any text.
 
     Args:
-        plan: The plan that converts all layers.
-        fields: The fields of this plan.
+        plan: A plan that converts all layers.
+        fields: The conversion fields of this plan.
         count: Number of layers that stay unchanged.
-        calibration: The calibration whose text is used to find these layers.
+        calibration: The calibration settings with the text that is used to find these layers.
 
     Raises:
-        ValueError: if the number leaves no layer to convert, there is no text, there is no encoder, its layers share
-            their weights, or another argument changes all layers or selects layers.
+        ValueError: if no layer would be left to convert, if there is no text or no encoder, if the encoder layers
+            share weights, or if another argument changes all layers or selects layers.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"`keep_matching_layers` must be an integer of at least 1, got {count!r}.")
     if calibration is None:
-        raise ValueError("`keep_matching_layers` needs text to find layers. Give `calibration` (--calibration_file).")
+        raise ValueError(
+            "`keep_matching_layers` needs text to find the layers. Set `calibration` (--calibration_file)."
+        )
     prefix = _get_encoder_prefix(plan)
     if prefix is None or plan.reads_audio:
         raise ValueError(
-            "`keep_matching_layers` must only be given for models with an encoder that reads text, got "
-            f"{plan.model_class.__name__}. Leave it out."
+            "`keep_matching_layers` is only supported for models with a text encoder, not for "
+            f"{plan.model_class.__name__}. Remove it."
         )
     names = _list_layer_fields(prefix, fields)
     if not names:
         raise ValueError(
-            "`keep_matching_layers` needs new heads, ranks or a kernel for the other encoder layers. Give "
-            f"`{prefix}num_key_value_heads`, for example."
+            "`keep_matching_layers` needs new heads, ranks or a kernel for the other encoder layers. Set a field such "
+            f"as `{prefix}num_key_value_heads`."
         )
     by_layer = [name for name in fields.get("per_layer_values") or {} if name in plan.config.by_layer_fields()]
     conflicts = [f"per_layer_values` of `{name}" for name in by_layer if _is_layer_field(prefix, name)]
     conflicts += [name for name in (f"{prefix}attention_pattern",) if fields.get(name) is not None]
     if conflicts:
         raise ValueError(
-            f"`keep_matching_layers` must not be given with `{conflicts[0]}`, which selects other layers. Leave one "
-            "of them out."
+            f"`keep_matching_layers` cannot be combined with `{conflicts[0]}`, which selects other layers. Remove one "
+            "of them."
         )
-    modules = [module for module in plan.modules if not module.site.is_cross_attention and _is_in(prefix, module)]
+    modules = [
+        module for module in plan.modules if not module.site.is_cross_attention and _is_in_stack(prefix, module)
+    ]
     if any(plan.model_class.count_module_runs(plan.config, module.name) > 1 for module in modules):
         raise ValueError(
-            "`keep_matching_layers` must only be given for models whose layers do not share weights. Leave it out."
+            "`keep_matching_layers` is only supported for models whose layers do not share weights. Remove it."
         )
     if count >= len(modules):
         raise ValueError(
-            f"`keep_matching_layers` must be less than the number of layers ({len(modules)}), got {count}. Give a "
+            f"`keep_matching_layers` must be less than the number of layers ({len(modules)}), got {count}. Use a "
             "smaller number."
         )
 
 
 @torch.no_grad()
-def matching_shares(
+def compute_matching_shares(
     plan: ConversionPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 ) -> list[float]:
     """Return the share s of each encoder layer (see the module docstring).
 
-    If the model is a decoder-only BERT, only earlier tokens u < t count.
+    In a decoder-only BERT model, only earlier tokens u < t are counted.
 
     Args:
-        plan: The plan that converts all layers.
+        plan: A plan that converts all layers.
         model: The original model in this package's class.
-        tokenizer: Its tokenizer.
-        calibration: The calibration. Its first `MAX_TEXTS` texts or pairs are used, up to `MAX_TOKENS` tokens each.
+        tokenizer: The model's tokenizer.
+        calibration: The calibration settings. The first `MAX_TEXTS` texts or pairs are used, up to `MAX_TOKENS` tokens
+            each.
 
     Raises:
         ValueError: if no example contains a word twice, or the tokenizer does not belong to the model.
@@ -284,9 +293,9 @@ def matching_shares(
     special = torch.tensor(tokenizer.all_special_ids)
     sums: dict[int, Any] = defaultdict(float)
     count = 0
-    starts = range(0, len(texts), calibration.batch_rows)
+    starts = range(0, len(texts), calibration.resolved_batch_size)
     for start in progress_bar(starts, desc="finding token-matching layers", leave=False):
-        rows = slice(start, start + calibration.batch_rows)
+        rows = slice(start, start + calibration.resolved_batch_size)
         batch = pad_rows(encoded[rows], tokenizer.pad_token_id)
         if segments is not None:
             batch["token_type_ids"] = pad_rows(segments[rows], 0)["input_ids"]
@@ -299,20 +308,20 @@ def matching_shares(
         count += int(same.any(-1).sum())
     if not count:
         raise ValueError(
-            "`keep_matching_layers` needs texts that contain a word twice, and the calibration has none. Give longer "
-            "texts."
+            "`keep_matching_layers` needs texts that contain a word twice, but there are none in `calibration`. "
+            "Provide longer texts."
         )
     return [round(float(sums[layer].amax()) / count, 4) for layer in range(len(sums))]
 
 
-def fields_keeping(
+def exclude_matching_layers(
     plan: ConversionPlan, fields: Mapping[str, Any], shares: Sequence[float], count: int
 ) -> dict[str, Any]:
-    """Return the fields of a conversion that leaves the layers with the largest shares unchanged.
+    """Return the conversion fields that leave the layers with the largest shares unchanged.
 
     Args:
-        plan, fields, count: The arguments of `check_matching_layers`.
-        shares: The share of each layer from `matching_shares`.
+        plan, fields, count: See `check_matching_layers`.
+        shares: The share of each layer from `compute_matching_shares`.
     """
     unchanged = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
     by_layer = dict(fields.get("per_layer_values") or {})
@@ -324,14 +333,14 @@ def fields_keeping(
 
 
 def _get_encoder_prefix(plan: ConversionPlan) -> str | None:
-    """Return the prefix of the fields of an encoder, or None if there is no encoder."""
+    """Return the prefix of encoder fields, or None if the model has no encoder."""
     if "encoder_num_key_value_heads" not in plan.config.kv_heads_fields():
         return ""
-    return "encoder_" if any(_is_in("encoder_", module) for module in plan.modules) else None
+    return "encoder_" if any(_is_in_stack("encoder_", module) for module in plan.modules) else None
 
 
-def _is_in(prefix: str, module: Any) -> bool:
-    """Return whether an attention is in the encoder or decoder with this prefix."""
+def _is_in_stack(prefix: str, module: Any) -> bool:
+    """Return whether an attention module is in the encoder or decoder with this prefix."""
     return module.site.stack_prefix == prefix
 
 
@@ -341,12 +350,12 @@ def _is_layer_field(prefix: str, name: str) -> bool:
 
 
 def _list_layer_fields(prefix: str, fields: Mapping[str, Any]) -> list[str]:
-    """Return the given fields that change the layers of the encoder or decoder with this prefix."""
+    """Return those of `fields` that change the layers of the encoder or decoder with this prefix."""
     return [name for name, value in fields.items() if value is not None and _is_layer_field(prefix, name)]
 
 
 def _find_same_tokens(batch: dict[str, torch.Tensor], special: torch.Tensor) -> torch.Tensor:
-    """Return which pairs of tokens are equal, [b, n, n]. Padding and special tokens are not equal to any token."""
+    """Return a boolean mask [b, n, n] of pairs of identical tokens, excluding padding and special tokens."""
     ids = batch["input_ids"]
     is_word = batch["attention_mask"].bool() & ~torch.isin(ids, special)
     same = (ids[:, :, None] == ids[:, None, :]) & is_word[:, :, None] & is_word[:, None, :]

@@ -1,4 +1,4 @@
-"""The plan of a conversion: the new configuration, and the heads and tensors of each attention.
+"""Plans a conversion: the new configuration, and the heads and tensors of each attention module.
 
     config.json ──────────► source_config ──┐
         │                                   ├──► heads and ranks before and after ──┐
@@ -8,7 +8,7 @@
                                                                                     ▲
     names and shapes of the checkpoint's tensors ───────────────────────────────────┘
 
-`ConversionPlan.convert` then computes the tensors of one attention: new heads first, then a latent, then a kernel.
+`ConversionPlan.convert` then computes the tensors of each module: first new heads, then a latent, then a kernel.
 """
 
 import hashlib
@@ -40,14 +40,19 @@ from ..modeling.mechanisms.talking_heads import (
     has_talking_heads,
 )
 from ..registration import variant_config_class, variant_model_class
-from .attention_modules import AttentionModule, attention_modules, check_nothing_missing, check_other_shapes
+from .attention_modules import (
+    AttentionModule,
+    build_attention_modules,
+    check_no_missing_tensors,
+    check_other_tensor_shapes,
+)
 from .attention_tensors import (
     AttentionTensors,
     ConversionMethod,
     LayerContext,
     best_latent,
-    on_latent,
     pool_key_value,
+    project_onto_latent,
     repeat_heads,
     weight_forms,
 )
@@ -55,7 +60,7 @@ from .checkpoint.tensor_files import POSITION_FIELDS, TensorEntry
 
 # Fields that a conversion can change in addition to heads and latents.
 OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
-# Fields of a source that no conversion can start from.
+# Fields of the original model that make a conversion impossible.
 UNCONVERTIBLE = {
     name: text for row in FIELDS for name in row.names if (text := FIELD_TEXTS[row.name].unconvertible) is not None
 }
@@ -63,7 +68,7 @@ UNCONVERTIBLE = {
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The plan of a conversion. Its values are checked.
+    """The checked plan of a conversion.
 
     Args:
         model_class: Class of the converted model.
@@ -71,8 +76,8 @@ class ConversionPlan:
         config: The configuration of the converted model.
         modules: All attention modules.
         method: The method that merges heads.
-        seed: Seed of all random numbers.
-        dtype: The dtype of floating-point tensors afterwards. None: unchanged.
+        seed: Random seed.
+        dtype: The dtype of floating-point tensors in the converted model. If None, it does not change.
     """
 
     model_class: type[AttnVariantModelMixin]
@@ -98,26 +103,29 @@ class ConversionPlan:
     def heads(self) -> dict[str, tuple[Any, Any]]:
         """The head counts and ranks of the two configurations, {field: (before, after)}.
 
-        The value of a field that differs between layers is a list. Ranks are left out if there are no latents.
+        The value is a list if it differs between layers. Ranks are omitted if there are no latents.
         """
         pairs = self._values([*self.config.head_fields(), *self.config.rank_fields()])
         return {name: pair for name, pair in pairs.items() if pair != (None, None)}
 
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
-        """The other fields that the conversion changes (kernels and patterns), {field: (before, after)}."""
-        head_fields = {*_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
+        """The other changed fields (kernels and patterns), {field: (before, after)}."""
+        head_fields = {*_list_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
         pairs = self._values([name for name in self.config.variant_fields() if name not in head_fields])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     def _values(self, names: Iterable[str]) -> dict[str, tuple[Any, Any]]:
-        """Return the values of fields in the two configurations, {field: (before, after)}."""
-        return {name: (_by_layer(self.source_config, name), _by_layer(self.config, name)) for name in names}
+        """Return the values of the given fields in both configurations, {field: (before, after)}."""
+        return {
+            name: (_get_values_by_layer(self.source_config, name), _get_values_by_layer(self.config, name))
+            for name in names
+        }
 
     @property
-    def reduced(self) -> list[AttentionModule]:
+    def reduced_modules(self) -> list[AttentionModule]:
         """The attention modules that get fewer key/value heads, a smaller latent or a kernel."""
-        return [module for module in self.modules if module.reduced]
+        return [module for module in self.modules if module.is_reduced]
 
     def convert(
         self,
@@ -126,17 +134,17 @@ class ConversionPlan:
         latents: Mapping[str, torch.Tensor],
         calibrated: AttentionTensors | None = None,
     ) -> AttentionTensors:
-        """Return the projections of one module with its new heads, latent and kernel.
+        """Return a module's projections with new heads, latent and kernel.
 
         Args:
             module: The attention module.
-            tensors: Its projections before.
-            latents: New latents that several attentions share, by their names in the checkpoint.
-            calibrated: The result of the calibration for the module. None: the method only uses the weights.
+            tensors: The module's original projections.
+            latents: New latents that several modules share, by their names in the checkpoint.
+            calibrated: The projections computed by calibration. If None, the method only uses the weights.
         """
         if module.change == "same":
             return tensors
-        # Methods see an attention with a latent as an attention whose input is the latent.
+        # Methods treat an attention module with a latent as a module whose input is the latent.
         if calibrated is not None:
             new = calibrated
         else:
@@ -145,31 +153,31 @@ class ConversionPlan:
                 forms = weight_forms(new, module.heads)
                 shared = latents.get(module.new_latent or "")
                 latent = best_latent([forms.key, forms.value], module.heads.new_rank) if shared is None else shared
-                new = on_latent(new, latent, forms)
+                new = project_onto_latent(new, latent, forms)
             if module.gets_kernel:
                 new = new.with_new_kernel(module.new_kernel, module.heads)
         if tensors.latent_weight is not None:
             new = new.with_input_projection(tensors.latent_weight)
             if module.heads.rank[1] is None:
-                # A wider dtype keeps digits of the product that the dtype of the original tensors would lose.
-                new = new.folded(self.dtype or tensors.key_weight.dtype)
+                # A wider dtype preserves precision that the product would lose in the dtype of the original tensors.
+                new = new.fold_latent(self.dtype or tensors.key_weight.dtype)
         return new
 
     def with_new_heads(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
-        """Return the projections with the new head counts, computed only from the weights."""
+        """Return projections with the new head counts, computed only from the weights."""
         if module.heads.relation == "pool":
             return self.method.pool(tensors, module.heads, self.layer(module))
-        # Repeating heads loses nothing, so that all methods would give the same result.
+        # Repeating heads is lossless, so all methods give the same result.
         return pool_key_value(tensors, module.heads, repeat_heads)
 
     def layer(self, module: AttentionModule, **context: Any) -> LayerContext:
-        """Return the information for a method about a layer. `context` contains further fields of `LayerContext`."""
-        generator = seeded_generator(self.seed, module.name)
-        return LayerContext(module.name, module.site.name, generator, initializer_std(self.config), **context)
+        """Return the `LayerContext` of a module. `context` contains further fields."""
+        generator = make_seeded_generator(self.seed, module.name)
+        return LayerContext(module.name, module.site.name, generator, get_initializer_std(self.config), **context)
 
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return the new talking-heads parameters of one module, {name in the checkpoint: tensor}."""
-        generator = seeded_generator(self.seed, f"{module.name}:talking_heads")
+        """Return a module's new talking-heads parameters, {name in the checkpoint: tensor}."""
+        generator = make_seeded_generator(self.seed, f"{module.name}:talking_heads")
         init = module.site.get_heads(self.config, module.name).talking_init
         return {name: tensor.to(dtype) for name, tensor in initialize_projections(module.projections, init, generator)}
 
@@ -186,13 +194,13 @@ def make_plan(
     """Return the plan of a conversion after checking that it is possible.
 
     Args:
-        config: The config.json of the original model. Without `architectures`, the base model is converted.
-        entries: The dtype and shape of every tensor of the original model.
+        config: The original model's config.json. If it has no `architectures`, the base model is converted.
+        entries: The dtype and shape of every tensor in the original model.
         method: The method that merges heads.
-        fields: The configuration fields to change. Fields that are None do not change.
-        seed: Seed of all random numbers.
-        dtype: The dtype of floating-point tensors afterwards. None: unchanged.
-        config_file: Path of `config`, for messages.
+        fields: The configuration fields to change. Fields set to None do not change.
+        seed: Random seed.
+        dtype: The dtype of floating-point tensors in the converted model. If None, it does not change.
+        config_file: Path of `config`, for error messages.
 
     Raises:
         ValueError: if the architecture is not supported, the configuration is invalid, head counts are impossible, or
@@ -206,10 +214,10 @@ def make_plan(
     _check_fields(config_class, config, changes, has_other_changes)
     architecture = next(iter(config.get("architectures") or ()), None)
     model_class = variant_model_class(architecture or config_class.auto_classes["AutoModel"])
-    wrong = "The configuration of the original model is wrong"
+    wrong = "The original model's configuration is invalid"
     if model_class.config_class is not config_class:
         raise ValueError(
-            f"{wrong}: `model_type` {config['model_type']!r} does not belong to {architecture}. Correct config.json."
+            f"{wrong}: `model_type` {config['model_type']!r} does not match {architecture}. Correct config.json."
         )
     wrong += "" if config_file is None else f" ({os.fspath(config_file)})"
     with as_value_error(wrong, ValueError, StrictDataclassError):
@@ -223,64 +231,64 @@ def make_plan(
             new_config.dtype = dtype
         with torch.device("meta"):
             target = model_class(new_config)
-    modules = attention_modules(target, source_config, entries)
-    check_other_shapes(target, entries, modules, wrong)
-    check_nothing_missing(target, entries, modules, wrong)
-    _check_all_used(model_class.__name__, config_class, changes, new_config, modules)
+    modules = build_attention_modules(target, source_config, entries)
+    check_other_tensor_shapes(target, entries, modules, wrong)
+    check_no_missing_tensors(target, entries, modules, wrong)
+    _check_all_fields_used(model_class.__name__, config_class, changes, new_config, modules)
     return ConversionPlan(model_class, source_config, new_config, modules, method, seed, dtype)
 
 
 def explain_not_fittable(config: Any) -> str | None:
-    """Return why a calibration cannot fit to the outputs of a model with this configuration, or None if it can."""
+    """Return why a model with this configuration cannot be used for calibration, or None if it can."""
     if has_talking_heads(config):
         names = [name for name in config.talking_fields() if name.endswith(KIND)]
         kind = next(value for name in names if (value := getattr(config, name)) not in (None, NONE))
         return (
-            "it fits heads whose attention weights sum to one, and the talking heads of the original model "
-            f"({kind!r}) do not"
+            "it requires attention weights that sum to one, which the original model's talking heads "
+            f"({kind!r}) do not guarantee"
         )
     if has_kernel(config):
-        return "it fits to the outputs of a softmax, and the original model has a kernel instead"
+        return "it requires softmax attention, but the original model uses a kernel"
     patterns = (getattr(config, f"{prefix}attention_pattern") for prefix in get_pattern_prefixes(config))
     if learned := [pattern for pattern in patterns if pattern is not None and get_pattern_class(pattern).learned]:
         return (
-            f"it fits attentions between tokens, and the pattern {learned[0]!r} of the original model also uses "
+            f"it requires attention between tokens, but the original model's pattern {learned[0]!r} also uses "
             "learned summaries of several tokens"
         )
     return None
 
 
 def explain_not_calibrated(plan: ConversionPlan) -> str | None:
-    """Return why a calibration is not possible for a plan, or None if it is."""
+    """Return why calibration is not possible for a plan, or None if it is possible."""
     if (reason := explain_not_fittable(plan.source_config)) is not None:
         return reason
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
-    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced):
-        return "it cannot fit the cross-attention of a decoder-only model, because there are no encoder outputs"
+    if not is_encoder_decoder and any(module.site.is_cross_attention for module in plan.reduced_modules):
+        return "it cannot fit a decoder-only model's cross-attention without encoder outputs"
     return None
 
 
-def seeded_generator(seed: int, name: str) -> torch.Generator:
-    """Return a random number generator that only depends on the seed and the name of the layer."""
+def make_seeded_generator(seed: int, name: str) -> torch.Generator:
+    """Return a random number generator that depends only on the seed and the given name."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def initializer_std(config: Any) -> float:
-    """Return the standard deviation of new key and value projections: a field of BERT and BART, a formula for T5."""
+def get_initializer_std(config: Any) -> float:
+    """Return the standard deviation of new key and value projections, from a field (BERT, BART) or a formula (T5)."""
     for name in ("initializer_range", "init_std"):
         if hasattr(config, name):
             return getattr(config, name)
     return config.initializer_factor * config.d_model**-0.5
 
 
-def _by_layer(config: Any, name: str) -> Any:
-    """Return the value of a field, or the list of its values if layers differ."""
+def _get_values_by_layer(config: Any, name: str) -> Any:
+    """Return a field's value, or the list of its values if they differ between layers."""
     return (config.per_layer_values or {}).get(name) or getattr(config, name, None)
 
 
-def _key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
-    """Return the names of the fields of key/value heads and of latent ranks."""
+def _list_key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
+    """Return the names of the fields for key/value heads and latent ranks."""
     return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
 
 
@@ -290,36 +298,40 @@ def _check_fields(
     changes: Mapping[str, Any],
     has_other_changes: bool,
 ) -> None:
-    """Check that a conversion can change these fields of a model, and that there are any."""
+    """Check that at least one field changes, and that the conversion supports all changes."""
     kv_fields = config_class.kv_heads_fields()
     for name in changes:
         if name not in config_class.variant_fields():
             similar_field = find_closest_match(name, config_class.variant_fields())
             kv_names = ", ".join(f"`{field}`" for field in kv_fields)
             raise ValueError(
-                f"`{name}` must be a field of {config['model_type']!r} models. "
-                + (f"Did you mean `{similar_field}`?" if similar_field else f"Their key/value heads are {kv_names}.")
+                f"`{name}` is not a field of {config['model_type']!r} models. "
+                + (
+                    f"Did you mean `{similar_field}`?"
+                    if similar_field
+                    else f"Set their key/value heads with {kv_names}."
+                )
             )
         if name in config_class.from_scratch_fields():
-            raise ValueError(f"`{name}` must only be given for models that are trained from scratch. Leave it out.")
+            raise ValueError(f"`{name}` is only supported for models that are trained from scratch. Remove it.")
     if not changes and not has_other_changes:
         other_names = [name for field in OTHER_CHANGES for name in get_field_row(field)[1].names]
         other_names = [name for name in other_names if name in config_class.variant_fields()]
-        names = ", ".join(f"`{name}`" for name in (*_key_value_fields(config_class), *other_names))
-        raise ValueError(f"There is nothing to convert. Give one of {names} (or the flag of the same name).")
+        names = ", ".join(f"`{name}`" for name in (*_list_key_value_fields(config_class), *other_names))
+        raise ValueError(f"There is nothing to convert. Set one of {names} (or the flag of the same name).")
     patterns = [
         values.get(f"{prefix}attention_pattern") for values in (config, changes) for prefix in ("", "encoder_")
     ]
     if learned := [pattern for pattern in patterns if pattern in PATTERNS and get_pattern_class(pattern).learned]:
         raise ValueError(
-            f"`attention_pattern` {learned[0]!r} has parameters that no conversion can compute. Load the checkpoint "
-            "with this pattern (`from_pretrained`) and train the model."
+            f"`attention_pattern` {learned[0]!r} has parameters that cannot be computed by a conversion. Load the "
+            "checkpoint with this pattern (`from_pretrained`) and train the model."
         )
     for name, feature in UNCONVERTIBLE.items():
         if config.get(name) not in (None, NONE):
             raise ValueError(
-                f"`{name}` of the original model must not be {config[name]!r}: a checkpoint with {feature} cannot be "
-                "converted."
+                f"`{name}` in the original model must not be {config[name]!r} because a checkpoint with {feature} "
+                "cannot be converted."
             )
     if config.get("quantization_config"):
         raise ValueError(
@@ -335,11 +347,10 @@ def _make_new_config(
     Args:
         config_class: Class of the configuration.
         source_config: The variant configuration of the original model.
-        raw: The contents of its config.json.
+        raw: The contents of the original config.json.
         changes: The fields to change.
     """
-    # Head counts and per-layer lists that are not given do not change. The exception are head counts that differ
-    # between layers.
+    # Head counts and per-layer lists that are not set do not change, except head counts that differ between layers.
     new_lists = changes.get("per_layer_values")
     new_lists = new_lists if isinstance(new_lists, Mapping) else {}
     lists = source_config.per_layer_values or {}
@@ -354,48 +365,46 @@ def _make_new_config(
     new_config = config_class.from_upstream(raw, **(kv_heads | dict(changes)))
     check_talking_heads_unchanged(source_config, new_config, changes)
     for name in config_class.kernel_fields():
-        old, new = _by_layer(source_config, name), _by_layer(new_config, name)
+        old, new = _get_values_by_layer(source_config, name), _get_values_by_layer(new_config, name)
         if old != new and has_kernel(source_config):
             raise ValueError(
-                f"`{name}` must stay {old!r}, because the original model already has a kernel, got {new!r}. Leave it "
-                "out."
+                f"`{name}` must stay {old!r} because the original model already has a kernel, got {new!r}. Remove it."
             )
     return new_config
 
 
-def _check_all_used(
+def _check_all_fields_used(
     name: str,
     config_class: type[AttnVariantConfigMixin],
     changes: Mapping[str, Any],
     config: Any,
     modules: list[AttentionModule],
 ) -> None:
-    """Check that each field to change has an effect. Otherwise the converted model would equal the original one."""
+    """Check that each changed field has an effect, because otherwise the conversion would not change the model."""
     used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}
     for fields in (config_class.kv_heads_fields(), config_class.rank_fields()):
         if unused := [field for field in fields if field in changes and field not in used]:
             used_names = " or ".join(f"`{field}`" for field in fields if field in used)
             raise ValueError(
-                f"`{unused[0]}` must only be given for models with these attentions, and {name} has none. Only "
-                f"give {used_names}."
+                f"`{unused[0]}` has no effect because {name} has no such attention modules. Only set {used_names}."
             )
     for field in config_class.pattern_fields():
         kind = ("encoder_" if field.startswith("encoder_") else "") + "attention_pattern"
         if changes.get(field) is not None and getattr(config, kind) is None and not has_kernel(config):
-            raise ValueError(f"`{field}` has no effect without `{kind}`. Give `{kind}` too.")
+            raise ValueError(f"`{field}` has no effect without `{kind}`. Also set `{kind}`.")
     prefixes = {module.site.place_prefix for module in modules}
     check_talking_fields_used(name, changes, config, prefixes)
 
 
 def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, Any]) -> None:
-    """Check that existing talking heads do not change, and that new ones change no other tensor.
+    """Check that existing talking heads do not change, and that new ones do not change any other tensor.
 
     Args:
         source, new: The configurations before and after.
         changes: The fields to change.
 
     Raises:
-        ValueError: if existing talking heads change, or the value heads, or the softmax heads of a T5.
+        ValueError: if existing talking heads, the number of value heads, or the softmax heads of a T5 model change.
     """
     new_lists = changes.get("per_layer_values") or {}
     talking_changes = [name for name in source.talking_fields() if name in {*changes, *new_lists}]
@@ -414,59 +423,57 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
         softmax_field = get_settings_prefix(new, prefix) + SOFTMAX
         if after.output != before.output:
             raise ValueError(
-                f"`{get_settings_prefix(new, prefix)}{OUTPUT}` must stay {before.output}, the value heads of the "
-                f"original model, got {after.output}. If there is only P_l, `{softmax_field}` must equal it."
+                f"`{get_settings_prefix(new, prefix)}{OUTPUT}` must stay {before.output}, the number of value heads "
+                f"in the original model, got {after.output}. If there is only P_l, `{softmax_field}` must be the same."
             )
         if has_bias and prefix != "cross_" and after.softmax != before.softmax:
             raise ValueError(
-                f"`{softmax_field}` must stay {before.softmax} in a T5, because its position bias has one column per "
-                f"softmax head, got {after.softmax}. Leave it out."
+                f"`{softmax_field}` must stay {before.softmax} in a T5 model because its position bias has one column "
+                f"per softmax head, got {after.softmax}. Remove it."
             )
 
 
 def _talking_heads_error(kind: str, fields: list[str]) -> ValueError:
-    """Return the error for fields that would change existing talking heads."""
+    """Return the error to raise if fields would change existing talking heads."""
     names = ", ".join(f"`{name}`" for name in fields)
     return ValueError(
-        f"The original model already has talking heads ({kind!r}), which do not change. Leave out {names}."
+        f"The original model already has talking heads ({kind!r}), which cannot be changed. Remove {names}."
     )
 
 
 def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any, prefixes: Collection[str]) -> None:
-    """Check that each talking-heads field has an effect on an attention.
+    """Check that each talking-heads field affects at least one attention module.
 
     Args:
         name: Name of the model class.
         changes: The fields to change.
         config: The configuration of the converted model.
-        prefixes: Field prefixes of the attentions of the model.
+        prefixes: Field prefixes of the model's attention modules.
 
     Raises:
-        ValueError: if the model does not have the attentions of a field, or `talking_heads` is missing.
+        ValueError: if the model has no attention modules for a field, or `talking_heads` is missing.
     """
     for field in (field for field in config.talking_fields() if field in changes):
         prefix, _ = get_field_row(field)
         if prefix and prefix not in prefixes:
-            raise ValueError(
-                f"`{field}` must only be given for models with these attentions, and {name} has none. Leave it out."
-            )
+            raise ValueError(f"`{field}` has no effect because {name} has no such attention modules. Remove it.")
         if field.endswith(KIND):
             if not has_talking_heads(config):
                 raise ValueError(
-                    f"`{field}` must select talking heads, got {changes[field]!r}. There is nothing to convert."
+                    f"`{field}` must be a type of talking heads, got {changes[field]!r}. There is nothing to convert."
                 )
         elif not has_talking_heads(config, prefix or None):
-            raise ValueError(f"`{field}` has no effect without `{prefix}talking_heads`. Give it as well.")
+            raise ValueError(f"`{field}` has no effect without `{prefix}talking_heads`. Set both.")
 
 
 def initialize_projections(
     shapes: Mapping[str, tuple[int, ...]], initialization: str, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield new talking-heads parameters with the values of `AttentionVariantMixin.init_projections`.
+    """Yield new talking-heads parameters, initialized as in `AttentionVariantMixin.init_projections`.
 
     Args:
         shapes: The shape of each parameter, by its name in the checkpoint.
-        initialization: The `talking_heads_init` of the attention.
+        initialization: The value of `talking_heads_init`.
         generator: Random number generator.
     """
     for name, shape in shapes.items():

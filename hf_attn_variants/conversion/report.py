@@ -1,36 +1,37 @@
-"""The report of a conversion (`conversion_report.json`) and the quality of the converted model.
+"""The conversion report (`conversion_report.json`) and the quality of the converted model.
 
-**Errors of weights.** The relative Frobenius errors of the two products of weights in an attention, over all heads i:
+**Weight errors.** The relative Frobenius errors of the two weight products in an attention module, over all heads i:
 
-    logits:  sqrt( sum_i |B_i - B'_i|^2 / sum_i |B_i|^2 ),  B_i = W_q,i^T W_k,i   (biases included: [W | b] for W)
-    values:  sqrt( sum_i |P_i - P'_i|^2 / sum_i |P_i|^2 ),  P_i = W_o,i W_v,i     (the bias of the values included)
+    logits:  sqrt( sum_i |B_i - B'_i|^2 / sum_i |B_i|^2 ),  B_i = W_q,i^T W_k,i   (with biases: [W | b] instead of W)
+    values:  sqrt( sum_i |P_i - P'_i|^2 / sum_i |P_i|^2 ),  P_i = W_o,i W_v,i     (with the bias of the values)
 
-W_k,i is the key head that query head i uses. These errors do not depend on data. They can be large after a calibration
-although the model is good.
+W_k,i is the key head that query head i uses. These errors do not depend on data. After calibration, they can be large
+even if the model is good.
 
-**Errors of outputs.** After a calibration, the error of the output y of each attention is more meaningful. It is
-computed in float32 on held-out text, for each call of the attention with the inputs of the original model:
+**Output errors.** After calibration, the error in the output y of each attention module is more meaningful. It is
+computed in float32 on held-out text from the inputs that the module receives in the original model:
 
     output:  sqrt( sum |y - y'|^2 / sum |y - mean y|^2 ) over the tokens
 
-0 means equal outputs, 1 means an output that is not better than the mean.
+0 means identical outputs. 1 means an output that is no better than the mean.
 
-**Quality of the model.** The errors of single attentions can add up or cancel. Therefore the whole model runs on
-held-out examples before and after the conversion. Examples are not truncated and not joined to passages, as in use.
-The measure depends on the task:
+**Model quality.** The errors of individual attention modules can add up or cancel. The whole model is therefore run
+on held-out examples before and after the conversion. As in actual use, examples are neither truncated nor joined into
+passages. The measure depends on the task:
 
 - Models that generate text: the greedily generated tokens, compared by edit distance (Levenshtein, 1966).
-- Other language models: the loss on masked tokens, or on each next token.
-- Classification and question answering: the share of predictions that change. For tags, tokens only count if one of
-  the models does not predict the most frequent tag. The same applies to classes if one class has more than three
-  quarters of the examples. For several labels per example, those count that one of the models predicts. A label that
-  most examples have counts if one of the models does not predict it.
+- Other language models: the loss on masked tokens, or on the next token.
+- Classification and question answering: the share of predictions that change. In tagging, a token is only counted if
+  one of the models does not predict the most frequent tag. The same applies to classification if one class accounts
+  for more than three quarters of the examples. In multi-label classification, a label is counted if one of the models
+  predicts it. A label that most examples have is counted if one of the models does not predict it.
 - Scores (regression, reranking, multiple choice): the squared error as a share of the variance.
-- All other models: the cosine similarity of embeddings, which are means of the last hidden states after the mean over
-  all examples is subtracted.
+- All other models: the cosine similarity of embeddings. An embedding is the mean of the last hidden states, from which
+  the mean over all examples is subtracted.
 
-Each measure is a ratio of sums over examples with a 95 % confidence interval (`ratio_interval`). The model is within
-tolerance if the whole interval is, outside tolerance if no part of it is, and otherwise the result is inconclusive.
+Each measure is a ratio of sums over examples with a 95 % confidence interval (`ratio_confidence_interval`). The model
+is within tolerance if the whole interval is within tolerance, and outside tolerance if no part of it is. Otherwise the
+result is inconclusive.
 """
 
 import json
@@ -50,7 +51,7 @@ from ..modeling.variant_names import ATTN_VARIANTS_VERSION
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, HeadCounts, reorder_heads
 from .checkpoint.tensor_files import TensorEntry, element_size
-from .layer_choice import cache_bytes_per_token, cached_numbers
+from .layer_choice import cache_bytes_per_token, num_cached_values
 from .plan import ConversionPlan
 
 logger = logging.getLogger(__name__)
@@ -58,17 +59,17 @@ logger = logging.getLogger(__name__)
 # The tolerance of each measure.
 BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "scores": 0.1, "embeddings": 0.8}
 
-# The measures that are shares of changed units.
+# The measures that are shares of changed tokens or predictions.
 SHARES = ("tokens", "predictions")
 # The 97.5 % quantile of the standard normal distribution.
 Z = 1.959964
 
 ADVICE = (
-    "If the examples are typical for the model, use more heads (--num_key_value_heads), a larger latent "
+    "If the examples are typical of the model's inputs, use more heads (--num_key_value_heads), a larger latent "
     "(--kv_lora_rank) or more examples, or train the converted model (`attn-variants uptrain`, for text models). "
-    "`attn-variants frontier` shows the loss of each choice."
+    "Run `attn-variants frontier` to compare the loss of different settings."
 )
-MORE_EXAMPLES = "Give more examples (--calibration_file, --calibration_size), more heads or a larger latent."
+MORE_EXAMPLES = "Use more examples (--calibration_file, --calibration_size), more heads or a larger latent."
 
 
 @dataclass(frozen=True)
@@ -76,21 +77,21 @@ class Quality:
     """The quality of a converted model compared with the original model on held-out examples.
 
     Args:
-        measure: "tokens": share of generated tokens that change. "loss": increase in nats per token. "predictions":
-            share of predictions that change. "scores": mean squared error as a share of the variance. "embeddings":
-            mean cosine similarity.
-        value: The value of the measure. None: the outputs are not finite, or the examples are `alike`.
-        bound: The tolerance: the maximum of the value, or the minimum for embeddings.
+        measure: "tokens" (share of generated tokens that change), "loss" (increase in nats per token), "predictions"
+            (share of predictions that change), "scores" (mean squared error as a share of the variance) or
+            "embeddings" (mean cosine similarity).
+        value: The value of the measure. None if the outputs are not finite, or if `alike` is True.
+        bound: The tolerance, which is the maximum value, or the minimum value for embeddings.
         examples: Number of held-out examples.
-        losses: Losses of the original and the converted model in nats per token, if they were measured.
-        runaway: For models that generate text, the number of examples with more than twice as many tokens as the
-            original output. Most of them repeat themselves, which explains a large `value`.
-        alike: Whether the original model gives the same output for all examples, so that a comparison is useless.
-        unknown: Whether the loss of the original model is above that of a random guess, so that it does not know
-            such text.
-        interval: The 95 % confidence interval of the value. None: there is a single example, or the report is from
-            version 0.1.
-        is_rare: Whether examples are left out if both models make the most frequent prediction.
+        losses: Losses of the original and converted models in nats per token, if measured.
+        runaway: For models that generate text, the number of outputs with more than twice as many tokens as the
+            original output. Most of these are repetitive, which explains a large `value`.
+        alike: Whether the original model gives the same output for all examples, which makes a comparison meaningless.
+        unknown: Whether the original model's loss is higher than that of a random guess, which means that the model
+            was not trained on this type of text.
+        interval: The 95 % confidence interval of the value. None if there is only one example, or if the report is
+            from version 0.1.
+        is_rare: Whether examples are excluded if both models make the most frequent prediction.
     """
 
     measure: str
@@ -105,8 +106,8 @@ class Quality:
     is_rare: bool = False
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> "Quality | None":
-        """Return the quality from the values of `to_dict` in a report, or None if they are from another version."""
+    def from_dict(cls, values: dict[str, Any]) -> "Quality | None":
+        """Create an instance from a report's values, or return None if they are from an incompatible version."""
         if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
             return None
         options: dict[str, Any] = {
@@ -123,12 +124,12 @@ class Quality:
 
     @property
     def is_uninformative(self) -> bool:
-        """Whether no conversion can be measured on these examples."""
+        """Whether these examples cannot be used to compare the models."""
         return self.alike or self.unknown
 
     @property
     def verdict(self) -> str:
-        """The result: "within tolerance", "outside tolerance" or "inconclusive"."""
+        """The verdict: "within tolerance", "outside tolerance" or "inconclusive"."""
         if self.is_uninformative or (self.value is not None and self.interval is None and self.examples < 2):
             return "inconclusive"
         if self.value is None:
@@ -140,7 +141,7 @@ class Quality:
         return "inconclusive" if any(are_within) else "outside tolerance"
 
     def __str__(self) -> str:
-        """Return the quality as a part of a sentence, with its interval."""
+        """Return a clause that describes the quality, with its confidence interval."""
         if self.alike:
             output = "generates nothing" if self.measure == "tokens" else f"gives all examples one {self.measure[:-1]}"
             return f"the original model {output}, so that the models cannot be compared"
@@ -165,8 +166,8 @@ class Quality:
         return text
 
     @property
-    def shown_bound(self) -> str:
-        """The bound with its unit, for users."""
+    def formatted_bound(self) -> str:
+        """The bound with its unit, for messages."""
         if self.measure == "loss":
             return f"{self.bound} nats"
         return f"{self.bound}" if self.measure == "embeddings" else f"{self.bound:.0%}"
@@ -176,20 +177,22 @@ class Quality:
         return asdict(self) | {"verdict": self.verdict, "is_kept": self.is_kept}
 
 
-def ratio_interval(amounts: torch.Tensor, counts: torch.Tensor, is_share: bool) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of sum(amounts) / sum(counts) over randomly drawn examples.
+def ratio_confidence_interval(
+    amounts: torch.Tensor, counts: torch.Tensor, is_share: bool
+) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of sum(amounts) / sum(counts) over randomly sampled examples.
 
-    The variance is that of a ratio of sums over examples (Cochran, Sampling Techniques, 1977, section 6.4), because
-    the changes within an example are not independent. A share has Wilson's interval (1927) for the number of
-    independent units that have this variance. All other ratios have Student's interval.
+    The variance is that of a ratio of sums over examples (Cochran, Sampling Techniques, 1977, section 6.4) because the
+    changes within an example are not independent. For shares, Wilson's interval (1927) is computed for the number of
+    independent units with the same variance. For all other ratios, Student's interval is used.
 
     Args:
         amounts: The numerator of each example, [n].
         counts: The denominator of each example, [n].
-        is_share: Whether the ratio is a share of `counts` units.
+        is_share: Whether the ratio is a share, that is, whether `amounts` are parts of `counts`.
 
     Returns:
-        The lower and the upper end, or None if fewer than two examples have a positive count.
+        The lower and upper ends, or None if fewer than two examples have a positive count.
     """
     examples, total = int((counts > 0).sum()), float(counts.sum())
     if examples < 2:
@@ -210,29 +213,29 @@ def ratio_interval(amounts: torch.Tensor, counts: torch.Tensor, is_share: bool) 
 
 
 class ModelNotKeptError(ValueError):
-    """Raised if a strict conversion is not within tolerance."""
+    """Raised if a conversion with `strict=True` is not within tolerance."""
 
-    exit_status = 1  # The command has done its work, but rejects the result.
+    exit_status = 1  # The conversion ran to completion, but the result is rejected.
 
 
-def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> None:
-    """Warn about a conversion that is not within tolerance, or raise an error if it is strict.
+def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = None) -> None:
+    """Warn or raise an error if a conversion is not within tolerance.
 
     Args:
         quality: Quality of the converted model, or None if it was not measured.
-        strict: Whether to raise an error.
-        report: The `ConversionReport` of a conversion into a folder. It is written next to the folder before the
-            error is raised, because the folder itself is not created.
+        strict: Whether to raise an error instead of a warning.
+        report: The `ConversionReport` if the model is converted into a folder. It is written next to the folder before
+            the error is raised because the folder itself is not created.
 
     Raises:
-        ModelNotKeptError: if the conversion is strict and not within tolerance.
+        ModelNotKeptError: if `strict` is True and the conversion is not within tolerance.
     """
     if quality is None or quality.is_kept:
         return
     needs_examples = quality.verdict == "inconclusive" and not quality.is_uninformative
     message = (
-        f"The conversion is {quality.verdict}: {quality}, on {quality.examples} held-out examples. The tolerance is "
-        f"{quality.shown_bound}. {MORE_EXAMPLES if needs_examples else ADVICE}"
+        f"The conversion is {quality.verdict}: {quality} (on {quality.examples} held-out examples). The tolerance is "
+        f"{quality.formatted_bound}. {MORE_EXAMPLES if needs_examples else ADVICE}"
     )
     if not strict:
         logger.warning(message)
@@ -241,19 +244,19 @@ def check_kept(quality: Quality | None, strict: bool, report: Any = None) -> Non
         folder = Path(report.output_dir).absolute()
         path = folder.with_name(f"{folder.name}.{REPORT_NAME}")
         atomic_write(path, report.to_json())
-        message += f" The report is {path}."
+        message += f" The report was written to {path}."
     raise ModelNotKeptError(message)
 
 
 class CalibrationResult(NamedTuple):
-    """The result of a calibration. Without a calibration it is empty.
+    """The result of calibration, which is empty if calibration is not used.
 
     Attributes:
-        attentions: The new projections of every fitted attention on the CPU, by module name.
-        source_outputs: The outputs of the original model on held-out examples (`calibration.source_outputs`). None:
-            nothing was fitted, or they were not requested.
-        batches: The inputs of the original model, for another calibration of the same model on the same examples.
-        settings: The settings of the calibration for the report, or None.
+        attentions: The new projections of every fitted attention module, on the CPU, by module name.
+        source_outputs: The original model's outputs on held-out examples (`calibration.source_outputs`). None if
+            nothing was fitted, or if they were not requested.
+        batches: The model inputs, which can be reused to calibrate the same model on the same examples again.
+        settings: The calibration settings for the report, or None if nothing was fitted.
     """
 
     attentions: dict[str, AttentionTensors]
@@ -261,13 +264,13 @@ class CalibrationResult(NamedTuple):
     batches: Any = None
     settings: dict[str, Any] | None = None
 
-    def quality_of(self, model: Any) -> Quality | None:
-        """Return the quality of the converted model compared with the original one, or None if nothing was fitted."""
-        return None if self.source_outputs is None else self.source_outputs.compared_with(model)
+    def measure_quality(self, model: Any) -> Quality | None:
+        """Compare the converted model with the original one, or return None if nothing was fitted."""
+        return None if self.source_outputs is None else self.source_outputs.compare_with(model)
 
 
 def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return how many tokens or words must be inserted, deleted or replaced to turn `first` into `second`."""
+    """Return the number of insertions, deletions and replacements that turn `first` into `second`."""
     row = list(range(len(second) + 1))
     for i, one in enumerate(first, 1):
         before, row[0] = row[0], i
@@ -276,43 +279,44 @@ def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
     return row[-1]
 
 
-# A weight [h*d, D], and its bias [h*d] or None.
+# A weight [h*d, D] and its bias [h*d], or None if there is no bias.
 WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
-# Maximum number of elements in float64 copies of heads.
+# Maximum number of elements in the float64 copy of a block of heads.
 _COMPARED_ELEMENTS = 2**20
 
 
 def attention_errors(
     before: AttentionTensors, after: AttentionTensors, heads: HeadCounts
 ) -> tuple[float | None, float | None]:
-    """Return the relative errors of the products of weights for logits and values (see the module docstring).
+    """Return the relative errors of the weight products for logits and values (see the module docstring).
 
     Args:
-        before, after: The projections of the original and of the converted model.
+        before, after: The projections of the original and converted models.
         heads: The head counts.
 
     Returns:
-        The two errors. An error is None if the products of the original model are zero.
+        The two errors. An error is None if the original weight products are zero.
     """
-    queries, new_queries = before.pair("query"), after.pair("query")
-    keys, new_keys = before.pair("key"), after.pair("key")
-    values, new_values = before.pair("value"), after.pair("value")
+    queries, new_queries = before.weight_and_bias("query"), after.weight_and_bias("query")
+    keys, new_keys = before.weight_and_bias("key"), after.weight_and_bias("key")
+    values, new_values = before.weight_and_bias("value"), after.weight_and_bias("value")
     outputs = new_outputs = (before.output_weight.T, None)
     if after.output_weight is not before.output_weight:
         new_outputs = (after.output_weight.T, None)
     return (
-        _summed_error(queries, keys, new_queries, new_keys, heads.query, heads.key, heads.head_dim),
-        _summed_error(outputs, values, new_outputs, new_values, heads.output, heads.value, heads.head_dim),
+        _compute_relative_error(queries, keys, new_queries, new_keys, heads.query, heads.key, heads.head_dim),
+        _compute_relative_error(outputs, values, new_outputs, new_values, heads.output, heads.value, heads.head_dim),
     )
 
 
-def bilinear_error(
+def bilinear_squared_norms(
     left: torch.Tensor, right: torch.Tensor, new_left: torch.Tensor, new_right: torch.Tensor
 ) -> tuple[float, float]:
     """Return |left^T right - new_left^T new_right|^2 and |left^T right|^2 (Frobenius norms).
 
-    Neither product is formed. The difference is left^T (right - new_right) + (left - new_left)^T new_right, and
-    |X^T Y|^2 = <X X^T, Y Y^T>. This only needs matrices of 2d x 2d, and is exactly zero if nothing changed.
+    Neither product is computed explicitly. The difference is left^T (right - new_right) + (left - new_left)^T
+    new_right, and |X^T Y|^2 = <X X^T, Y Y^T>. This only requires matrices of size 2d x 2d, and the result is exactly
+    zero if nothing changed.
 
     Args:
         left, new_left: [..., d, D_1].
@@ -331,7 +335,7 @@ def bilinear_error(
     return max(difference.item(), 0.0), reference.item()
 
 
-def _summed_error(
+def _compute_relative_error(
     left: WeightAndBias,
     right: WeightAndBias,
     new_left: WeightAndBias,
@@ -340,8 +344,8 @@ def _summed_error(
     shared: tuple[int, int],
     head_dim: int,
 ) -> float | None:
-    """Return the relative error over all `heads`. Each uses one of `shared` heads (before, after) on the right."""
-    # In blocks of heads, because a float64 copy of all heads would need more memory than the layer.
+    """Return the relative error over all `heads`, each of which uses one of the `shared` heads (before, after)."""
+    # Heads are processed in blocks because a float64 copy of all heads would need more memory than the layer.
     block = max(1, _COMPARED_ELEMENTS // (head_dim * max(left[0].shape[1], right[0].shape[1])))
     unchanged = all(new is old for new, old in zip(new_left, left, strict=True))
     difference = reference = 0.0
@@ -350,13 +354,13 @@ def _summed_error(
         lefts = _select_heads(left, indices, head_dim)
         new_lefts = lefts if unchanged else _select_heads(new_left, indices, head_dim)
         rights, new_rights = _select_heads(right, before, head_dim), _select_heads(new_right, after, head_dim)
-        terms = bilinear_error(lefts, rights, new_lefts, new_rights)
+        terms = bilinear_squared_norms(lefts, rights, new_lefts, new_rights)
         difference, reference = difference + terms[0], reference + terms[1]
     return math.sqrt(difference / reference) if 0 < reference < math.inf and math.isfinite(difference) else None
 
 
 def _select_heads(projection: WeightAndBias, indices: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the given heads as float64 matrices [W | b], [i, d, D + 1], or W if there is no bias."""
+    """Return the given heads as float64 matrices [W | b] of shape [i, d, D + 1], or W if there is no bias."""
     weight, bias = projection
     heads = weight.unflatten(0, (-1, head_dim))[indices.to(weight.device)].double()  # [i, d, D]
     if bias is None:
@@ -368,21 +372,21 @@ def _select_heads(projection: WeightAndBias, indices: torch.Tensor, head_dim: in
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The change of one attention module.
+    """The changes to one attention module.
 
     Args:
         module: Path of the module inside the base model.
-        site: The kind of attention.
+        site: The type of attention.
         change: "same", or one or two of "pool" and "expand" (heads), "compress" and "expand" (latent), and "kernel".
         key_heads, value_heads: Numbers of heads (before, after).
-        logits_relative_error, value_relative_error: Errors of weights (module docstring). None: the products of the
-            original weights are zero.
-        details: Values of the method. After a calibration: `output_relative_error` of the attention output on held-out
-            text, and `output_relative_error_averaged`, the same error with averaged heads. After a fit also
-            `relative_error_closed_form`, `relative_error_fitted`, and `fit_kept`, whether the fit was better. Errors
-            that are not finite are None. For latents, `latent_key_energy` and `latent_value_energy` are the preserved
-            shares of energy.
-        rank: Ranks of the latent (before, after). None: there is no latent.
+        logits_relative_error, value_relative_error: Weight errors (see the module docstring). None if the original
+            weight products are zero.
+        details: Values from the conversion method. With calibration: `output_relative_error`, the error in the
+            attention output on held-out text, and `output_relative_error_averaged`, the same error with averaged
+            heads. After fitting steps also `relative_error_closed_form`, `relative_error_fitted`, and `fit_kept`
+            (whether the fitted result was better). Errors that are not finite are None. For latents,
+            `latent_key_energy` and `latent_value_energy` are the preserved shares of energy.
+        rank: Latent ranks (before, after). None if there is no latent.
     """
 
     module: str
@@ -398,30 +402,30 @@ class LayerReport:
 
 @dataclass
 class ConversionReport:
-    """The report of a conversion. `save` writes it, and `summary` or `print` show it in a few lines.
+    """The report of a conversion. `save` writes it to a folder, and `summary` or `print` display it in a few lines.
 
     Args:
         source: The folder or Hub id of the original model.
-        source_revision: The commit on the Hub, if there is one.
+        source_revision: The commit on the Hub, or None if the source is a folder.
         output_dir: Folder of the converted checkpoint.
         method, seed, dtype: The arguments of the conversion.
         architecture: Class of the converted model.
-        heads: Head counts and ranks, {field: [before, after]}. If layers differ, the values are lists.
+        heads: Head counts and ranks, {field: [before, after]}. The values are lists if they differ between layers.
         other_fields: Kernels and patterns that changed, {field: [before, after]}.
-        talking_heads: The added talking-heads parameters, {suffix of the name: shape}. If attentions differ, the kind
-            of attention precedes the suffix.
+        talking_heads: The added talking-heads parameters, {name suffix: shape}. If the types of attention differ, the
+            type precedes the suffix.
         layers: The report of each attention module.
         parameters: Number of elements in all stored floating-point tensors, {"before": ..., "after": ...}.
-        kv_cache_bytes_per_token: For decoders, {kind: {"before": ..., "after": ...}} over all layers in the stored
-            dtype. "cross" is per source token. None: the model is an encoder, or has dynamic talking-heads projections
-            that do not allow a cache.
-        files_copied, files_left_out: Other files of the original folder.
-        versions: Versions of the packages.
-        calibration: The settings of the calibration (`Calibration.settings`), or None without one.
+        kv_cache_bytes_per_token: For decoders, {type: {"before": ..., "after": ...}} over all layers in the stored
+            dtype. "cross" is per source token. None if the model is an encoder, or has dynamic talking-heads
+            projections that do not allow a cache.
+        files_copied, files_left_out: Other files in the original folder.
+        versions: Package versions.
+        calibration: The calibration settings (`Calibration.settings`), or None if calibration was not used.
         matching_shares: For `keep_matching_layers`, one value per layer: the largest share of attention that a head
-            gives to other occurrences of the same word. None: the option was not used.
-        quality: Quality of the whole model on held-out examples. None: nothing was fitted.
-        seconds: Duration of the conversion.
+            gives to other occurrences of the same word. None if the option was not used.
+        quality: Quality of the whole model on held-out examples. None if nothing was fitted.
+        seconds: Duration of the conversion in seconds.
 
     Example:
 
@@ -454,28 +458,28 @@ class ConversionReport:
     quality: Quality | None = None
     seconds: float = 0.0
 
-    def reduced(self) -> bool:
-        """Return whether an attention has fewer heads, a smaller latent or a kernel afterwards."""
+    def is_reduced(self) -> bool:
+        """Return whether any attention module got fewer heads, a smaller latent or a kernel."""
         return any({"pool", "compress", "kernel"} & set(layer.change.split(", ")) for layer in self.layers)
 
     @property
     def mean_logits_relative_error(self) -> float | None:
-        """The mean error of the logits over the attention modules that changed."""
+        """The mean logits error over the attention modules that changed."""
         return self._mean("logits_relative_error")
 
     @property
     def mean_value_relative_error(self) -> float | None:
-        """The mean error of the values over the attention modules that changed."""
+        """The mean value error over the attention modules that changed."""
         return self._mean("value_relative_error")
 
     @property
     def mean_output_relative_error(self) -> float | None:
-        """The mean output error of the calibrated attentions on held-out text, or None without a calibration."""
+        """The mean output error of the calibrated modules on held-out text, or None if calibration was not used."""
         return self._mean_detail("output_relative_error")
 
     @property
     def mean_output_relative_error_averaged(self) -> float | None:
-        """The mean output error that averaged heads would have."""
+        """The mean output error if heads were averaged, or None if it was not measured."""
         return self._mean_detail("output_relative_error_averaged")
 
     def __str__(self) -> str:
@@ -493,15 +497,15 @@ class ConversionReport:
         (folder / REPORT_NAME).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
-        """Return the contents of the file."""
+        """Return the contents of `conversion_report.json`."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def summary(self, attention_errors: bool = False) -> str:
-        """Return the report in a few lines for users.
+        """Return a human-readable summary in a few lines.
 
         Args:
-            attention_errors: Whether to include the errors of the attentions. They are always included if the quality
-                of the whole model was not measured.
+            attention_errors: Whether to include the errors of the attention modules. They are always included if the
+                quality of the whole model was not measured.
         """
         fields = self.heads | self.other_fields
         changed = [
@@ -509,7 +513,7 @@ class ConversionReport:
             for name, (before, after) in fields.items()
         ]
         before, after = self.parameters["before"], self.parameters["after"]
-        method = f" ({self.method})" if self.reduced() else ""
+        method = f" ({self.method})" if self.is_reduced() else ""
         lines = [
             f"Converted {self.source}{method} into {self.output_dir}",
             *changed,
@@ -520,11 +524,15 @@ class ConversionReport:
             lines.append(f"  {'talking heads added':<27} {added}")
         if self.matching_shares is not None:
             shares = ", ".join(f"{share:.2f}" for share in self.matching_shares)
-            lines.append(f"  {'attention to the same word':<27} {shares} by layer; the largest layers are unchanged")
+            lines.append(
+                f"  {'attention to the same word':<27} {shares} by layer; the layers with the largest values are "
+                "unchanged"
+            )
         for site, cache in (self.kv_cache_bytes_per_token or {}).items():
             lines.append(f"  {f'cache per token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
         if attention_errors or self.quality is None:
-            # Unchanged weights say nothing about a new attention pattern, which changes the outputs.
+            # With a new attention pattern, the outputs change even if the weights do not, so weight errors are
+            # meaningless.
             is_changed = any(layer.change != "same" for layer in self.layers)
             weights = [
                 f"  {'relative error of logits':<27} {_format_error(self.mean_logits_relative_error)}",
@@ -532,18 +540,18 @@ class ConversionReport:
             ]
             lines += self._describe_output_errors() or (weights if is_changed else [])
         if averaged := [layer.module for layer in self.layers if layer.details.get("averaged")]:
-            value = f"in {len(averaged)} attentions, where they are better: {_shorten_list(averaged)}"
+            value = f"in {len(averaged)} attention modules, where they are better: {_shorten_list(averaged)}"
             lines.append(f"  {'averaged heads used':<27} {value}")
         if self.quality is not None:
             value = f"{self.quality}, on {self.quality.examples} held-out examples"
-            lines.append(f"  {'the whole model':<27} {value}: {self.quality.verdict} ({self.quality.shown_bound})")
+            lines.append(f"  {'the whole model':<27} {value}: {self.quality.verdict} ({self.quality.formatted_bound})")
         if self.files_left_out:
             lines.append(f"  {'not copied':<27} {', '.join(self.files_left_out)}")
         lines.append(f"  {'time':<27} {self.seconds:.1f} s; details in {REPORT_NAME}")
         return "\n".join(lines)
 
     def _describe_output_errors(self) -> list[str]:
-        """Return lines about the errors of attention outputs on held-out text, if they were measured."""
+        """Return the summary lines about output errors on held-out text, or an empty list if not measured."""
         if self.mean_output_relative_error is None:
             return []
         averaged = self.mean_output_relative_error_averaged
@@ -553,64 +561,64 @@ class ConversionReport:
         fits = {layer.module: layer.details["fit_kept"] for layer in self.layers if "fit_kept" in layer.details}
         if fits:
             before = _format_error(self._mean_detail("relative_error_closed_form"))
-            lines.append(f"  {'... of the closed form':<27} {before}, before the fit")
+            lines.append(f"  {'... of the closed form':<27} {before}, before fitting")
         unfitted = [name for name, is_fitted in fits.items() if not is_fitted]
         if unfitted:
-            value = f"in {len(unfitted)} of {len(fits)} attentions, where the fit is not better: "
+            value = f"in {len(unfitted)} of {len(fits)} attention modules, where fitting is not better: "
             lines.append(f"  {'closed form used':<27} {value}{_shorten_list(unfitted)}")
         return lines
 
     def _mean_detail(self, name: str) -> float | None:
-        """Return the mean of a value of `details` over the layers that have it."""
-        return _mean_known(layer.details.get(name) for layer in self.layers)
+        """Return the mean of an entry in `details` over the layers that have it."""
+        return _mean_ignoring_none(layer.details.get(name) for layer in self.layers)
 
     def _mean(self, name: str) -> float | None:
         """Return the mean of an error over the layers that changed, or over all layers if none changed."""
         changed = [layer for layer in self.layers if layer.change != "same"]
-        return _mean_known(getattr(layer, name) for layer in changed or self.layers)
+        return _mean_ignoring_none(getattr(layer, name) for layer in changed or self.layers)
 
 
-def layer_report(
+def build_layer_report(
     plan: ConversionPlan,
     module: AttentionModule,
     before: AttentionTensors,
     after: AttentionTensors,
     stored: dict[str, torch.Tensor],
 ) -> LayerReport:
-    """Return the report of one attention.
+    """Return the report for one attention module.
 
     Args:
-        plan: The plan of the conversion.
+        plan: The conversion plan.
         module: The attention module.
-        before, after: Its projections.
+        before, after: The module's projections before and after the conversion.
         stored: {name: tensor} for all tensors that are written. Their dtype can differ from that of `after`.
     """
     errors: tuple[float | None, float | None] = (0.0, 0.0)
     if module.change != "same" or plan.dtype is not None:
-        # The errors include the rounding to another dtype.
-        final = module.read_converted(stored.__getitem__)
+        # The errors include rounding to another dtype.
+        final = module.read_converted_tensors(stored.__getitem__)
         if groups := after.details.get("head_groups"):
             before = reorder_heads(before, module.heads, groups)
-        errors = attention_errors(before.folded(), final.folded(), module.heads)
+        errors = attention_errors(before.fold_latent(), final.fold_latent(), module.heads)
     heads = module.heads
     return LayerReport(
         module.name, module.site.name, module.change, heads.key, heads.value, *errors, after.details, heads.rank
     )
 
 
-def conversion_report(
+def build_conversion_report(
     plan: ConversionPlan,
     layers: list[LayerReport],
     before: dict[str, TensorEntry],
     after: dict[str, TensorEntry],
     **fields: Any,
 ) -> ConversionReport:
-    """Return the report of a conversion.
+    """Build the report of a conversion.
 
     Args:
-        plan: The plan of the conversion.
-        layers: The report of each attention module.
-        before, after: All stored tensors.
+        plan: The conversion plan.
+        layers: The report for each attention module.
+        before, after: All tensors in the original and converted checkpoints.
         fields: The other fields of `ConversionReport`.
     """
     return ConversionReport(
@@ -624,16 +632,16 @@ def conversion_report(
         layers=layers,
         parameters={"before": _count_parameters(before), "after": _count_parameters(after)},
         kv_cache_bytes_per_token=_compute_cache_bytes(plan, before, after),
-        versions=package_versions(),
+        versions=get_package_versions(),
         **fields,
     )
 
 
 def _describe_new_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the new talking-heads parameters with keys that are as short as possible.
+    """Return the shapes of the new talking-heads parameters, with the shortest possible keys.
 
-    If all attentions get the same parameters, the keys are the suffixes of the names. If only attentions of the same
-    kind get the same parameters, the kind precedes the suffix. Otherwise the keys are the names in the checkpoint.
+    If all modules get the same parameters, the keys are the name suffixes. If only modules of the same attention type
+    get the same parameters, the type precedes the suffix. Otherwise, the keys are the names in the checkpoint.
     """
     shapes_by_site: dict[str, set[str]] = {}
     for module in plan.modules:
@@ -651,15 +659,15 @@ def _describe_new_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]
 def _compute_cache_bytes(
     plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
 ) -> dict[str, dict[str, int]] | None:
-    """Return the cache size per token before and after, by kind of attention, or None without a cache."""
+    """Return the cache size per token before and after, by type of attention, or None if there is no cache."""
     caches = []
     for config, entries in ((plan.source_config, before), (plan.config, after)):
         sizes = []
         for module in plan.modules:
-            numbers = cached_numbers(module.site.get_heads(config, module.name), config.hidden_size)
+            numbers = num_cached_values(module.site.get_heads(config, module.name), config.hidden_size)
             kernel = module.kernel[config is plan.config]
             if kernel is not None and kernel.is_causal:
-                numbers = 0  # Its state has the same size for any number of tokens.
+                numbers = 0  # The size of the kernel's state does not depend on the number of tokens.
             sizes.append((module.site, numbers * element_size(entries[module.tensors["key_weight"]].dtype)))
         caches.append(cache_bytes_per_token(config, sizes))
     old, new = caches
@@ -669,18 +677,18 @@ def _compute_cache_bytes(
 
 
 def _count_parameters(entries: dict[str, TensorEntry]) -> int:
-    """Return the number of elements of all floating-point tensors."""
+    """Return the total number of elements in all floating-point tensors."""
     return sum(entry.numel for entry in entries.values() if entry.is_floating)
 
 
-def package_versions() -> dict[str, str]:
+def get_package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that a conversion depends on."""
     packages = {"torch": torch.__version__, "transformers": version("transformers")}
     return {"hf_attn_variants": ATTN_VARIANTS_VERSION, "python": platform.python_version()} | packages
 
 
-def _mean_known(errors: Iterable[float | None]) -> float | None:
-    """Return the mean of all values except None, or None if there is no value."""
+def _mean_ignoring_none(errors: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None, or None if there are none."""
     known = [error for error in errors if error is not None]
     return sum(known) / len(known) if known else None
 
@@ -693,10 +701,10 @@ def _format_value(value: Any) -> str:
 
 
 def _shorten_list(names: list[str]) -> str:
-    """Return the first three names as text."""
+    """Return the first three names as comma-separated text."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _format_error(error: float | None) -> str:
-    """Return an error as percentage."""
+    """Return an error as a percentage."""
     return "not defined" if error is None else f"{error:.1%}"

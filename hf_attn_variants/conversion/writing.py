@@ -1,4 +1,4 @@
-"""The tensors of a converted model, and the folder that they are written into."""
+"""Computes the tensors of a converted model and writes them to a folder."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -22,24 +22,24 @@ from ..progress import progress_bar
 from .attention_modules import AttentionModule
 from .attention_tensors import AttentionTensors, LatentForm, best_latent, weight_forms
 from .checkpoint.models import TensorSource
-from .checkpoint.source import copy_side_files, side_files
+from .checkpoint.source import copy_side_files, list_side_files
 from .checkpoint.tensor_files import CheckpointReader, SafetensorsWriter, TensorEntry, cast, dtype_name, write_index
 from .plan import ConversionPlan
-from .report import LayerReport, layer_report
+from .report import LayerReport, build_layer_report
 
-# Prefixes of the names of tokenizer files.
+# Prefixes of tokenizer file names.
 TOKENIZER_PREFIXES = ("tokenizer", "vocab", "spiece", "sentencepiece")
 
 
-def converted_tensors(
+def compute_converted_tensors(
     plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
 ) -> dict[str, torch.Tensor]:
     """Return all tensors of the converted model, {name: tensor}.
 
     Args:
-        plan: The plan of the conversion.
+        plan: The conversion plan.
         reader: The tensors of the original model.
-        calibrated: The projections that `calibrate` computed, by attention module; empty without a calibration.
+        calibrated: The projections computed by `calibrate`, by module name. Empty if calibration is not used.
     """
     tensors: dict[str, torch.Tensor] = {}
     with _single_thread():
@@ -53,18 +53,18 @@ def converted_tensors(
     return tensors
 
 
-def plan_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
-    """Return the file, the new dtype and the new shape of every tensor. The files have the same names as before."""
+def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
+    """Return the file, new dtype and new shape of every tensor. The file names do not change."""
     new_dtype = dtype_name(plan.dtype) if plan.dtype is not None else None
     shapes = {module.new_tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
     entries = {}
     for name, entry in reader.entries.items():
         if name in plan.converted_names and name not in shapes:
-            continue  # the model has no such latent any more
+            continue  # the converted model no longer has this latent
         dtype = new_dtype if new_dtype and entry.is_floating else entry.dtype
         entries[name] = TensorEntry(_safetensors_name(entry.file), dtype, shapes.get(name, entry.shape))
     for module in plan.modules:
-        # New tensors go into the file of the queries and get their dtype.
+        # New tensors are stored in the same file and with the same dtype as the queries.
         query_entry = entries[module.tensors["query_weight"]]
         added = {name: shapes[name] for name in module.new_tensors.values() if name not in entries}
         added |= module.projections
@@ -83,13 +83,13 @@ def write_weights(
     """Write all tensors, and an index if the original checkpoint has one.
 
     Args:
-        plan, reader, calibrated: As for `converted_tensors`.
-        entries: The file, dtype and shape of every tensor (`plan_entries`).
-        stage: Folder to write into.
-        size: Size of all tensors in bytes.
+        plan, reader, calibrated: See `compute_converted_tensors`.
+        entries: The file, dtype and shape of every tensor (`plan_tensor_entries`).
+        stage: Folder to write to.
+        size: Total size of all tensors in bytes.
 
     Returns:
-        The report of each attention module.
+        The report for each attention module.
     """
     layouts: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for name, entry in entries.items():
@@ -105,11 +105,11 @@ def write_weights(
         for module, before, after, tensors in _convert_modules(plan, reader, calibrated):
             for name, tensor in tensors.items():
                 if name in written:
-                    continue  # a latent that several attentions share
+                    continue  # a latent that several modules share
                 writers[entries[name].file].write(name, tensor)
                 written.add(name)
                 progress.update(tensor.nbytes)
-            layers.append(layer_report(plan, module, before, after, tensors))
+            layers.append(build_layer_report(plan, module, before, after, tensors))
         for name, entry in reader.entries.items():
             if name not in plan.converted_names:
                 dtype = None if entries[name].dtype == entry.dtype else plan.dtype
@@ -123,10 +123,10 @@ def write_weights(
 def _convert_modules(
     plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
 ) -> Iterator[tuple[AttentionModule, AttentionTensors, AttentionTensors, dict[str, torch.Tensor]]]:
-    """Yield each module, its projections before and after, and its new tensors by name in the dtypes of the files."""
+    """Yield each module with its projections before and after, and its new tensors by name in the stored dtype."""
     latents = {} if calibrated else _compute_shared_latents(plan, reader)
     for module in plan.modules:
-        before = module.read(reader.read)
+        before = module.read_tensors(reader.read)
         after = plan.convert(module, before, latents, calibrated.get(module.name))
         query, tensors = before.query_weight, {}
         for part, name in module.new_tensors.items():
@@ -138,17 +138,17 @@ def _convert_modules(
 
 
 def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
-    """Return the new latents that several attentions share, {name: latent}, computed from weights without text.
+    """Return the new latents that several modules share, {name: latent}, computed only from the weights.
 
-    Only one attention is read at a time, and the quadratic forms of all attentions are added.
+    Modules are read one at a time, and their quadratic forms are added up.
     """
     grams: dict[str, torch.Tensor] = {}
     ranks = {}
     for module in plan.modules:
         if (name := module.new_latent) is not None:
-            tensors = replace(module.read(reader.read), latent_weight=None)
+            tensors = replace(module.read_tensors(reader.read), latent_weight=None)
             forms = weight_forms(plan.with_new_heads(module, tensors), module.heads)
-            # Without text, the metrics of all forms are the identity, so that the forms can be added.
+            # Without text, the metrics of all forms are the identity, so the forms can be added.
             grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
             ranks[name] = module.heads.new_rank
     forms_by_name = {name: LatentForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
@@ -157,8 +157,8 @@ def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[
 
 @contextmanager
 def _single_thread() -> Iterator[None]:
-    """Use one thread in torch within this context."""
-    # For such small matrices, synchronization takes longer than the computation: ten times and more on a busy machine.
+    """Make PyTorch use a single thread within this context."""
+    # For such small matrices, synchronization takes longer than the computation, by a factor of ten on busy machines.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -170,7 +170,7 @@ def _single_thread() -> Iterator[None]:
 def _cast_chunks(
     chunks: Iterator[torch.Tensor], dtype: torch.dtype | None, name: str, progress: tqdm
 ) -> Iterator[torch.Tensor]:
-    """Yield the chunks of a tensor in a dtype (None: unchanged) and update the progress bar after each of them."""
+    """Yield the chunks of a tensor, converted to `dtype` unless it is None, and update the progress bar."""
     for chunk in chunks:
         chunk = chunk if dtype is None else cast(chunk, dtype, name)
         yield chunk
@@ -186,15 +186,15 @@ def _safetensors_name(file: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A folder that a converted checkpoint is written into.
+    """The output folder of a converted checkpoint and its planned contents.
 
     Args:
-        plan: The plan of the conversion.
+        plan: The conversion plan.
         reader: The tensors of the original model.
         source: Folder of the original model.
-        config: Its config.json.
+        config: The contents of the original config.json.
         output: Folder to write.
-        copied, left_out: The other files of the original folder that are copied, and those that are not.
+        copied, left_out: The other files in the original folder that are copied, and those that are not.
         entries: The file, dtype and shape of every tensor.
     """
 
@@ -209,30 +209,30 @@ class CheckpointFolder:
 
     @property
     def weight_bytes(self) -> int:
-        """The size of all tensors in bytes."""
+        """The total size of all tensors in bytes."""
         return sum(entry.nbytes for entry in self.entries.values())
 
     @contextmanager
     def write(self, calibrated: Mapping[str, AttentionTensors]) -> Iterator[tuple[Path, list[LayerReport]]]:
-        """Write weights, tokenizer, generation settings and other files, and yield a temporary folder with them.
+        """Write weights, tokenizer, generation settings and other files to a temporary folder, and yield it.
 
-        The caller adds further files to the temporary folder, at least config.json. When the context ends, the
-        temporary folder is renamed to the output folder.
+        The caller adds at least config.json to the temporary folder. When the context exits, the temporary folder is
+        renamed to the output folder.
 
         Args:
-            calibrated: The projections that `calibrate` computed, by attention module.
+            calibrated: The projections computed by `calibrate`, by module name.
 
         Yields:
-            The temporary folder and the report of each attention module.
+            The temporary folder and the report for each attention module.
 
         Raises:
-            OSError: if a file cannot be written. The temporary folder is then deleted.
+            OSError: if a file cannot be written. In this case, the temporary folder is deleted.
         """
         with staged_folder(self.output) as stage:
             copy_side_files(self.source, stage, self.copied)
             layers = write_weights(self.plan, self.reader, calibrated, self.entries, stage, self.weight_bytes)
             write_class_names(stage, self.config)
-            generation = generation_config(self.plan, self.source)
+            generation = read_generation_config(self.plan, self.source)
             if GENERATION_CONFIG_NAME not in self.copied and generation is not None:
                 generation.to_json_file(stage / GENERATION_CONFIG_NAME, keys_to_pop=["_from_model_config"])
             yield stage, layers
@@ -247,31 +247,33 @@ def plan_folder(
     allow_pickle: bool = False,
     should_copy: Callable[[str], bool] = lambda name: True,
 ) -> CheckpointFolder:
-    """Return the description of a folder to write, after checking the disk space.
+    """Plan the contents of the output folder and check the available disk space.
 
     Args:
-        plan, reader, source, config, output: As for `CheckpointFolder`.
+        plan, reader, source, config, output: See `CheckpointFolder`.
         allow_pickle: Whether to copy pickled weights of sentence-transformers modules.
-        should_copy: Function that returns whether to copy a file, by its relative path.
+        should_copy: Function that returns whether to copy the file with a given relative path.
 
     Raises:
         OSError: if there is not enough disk space, or a file to copy is a broken link.
     """
-    available, left_out = side_files(source, reader.files, allow_pickle)
+    available, left_out = list_side_files(source, reader.files, allow_pickle)
     copied = [name for name in available if should_copy(name)]
     left_out = sorted({*left_out, *available} - {*copied})
-    folder = CheckpointFolder(plan, reader, source, config, output, copied, left_out, plan_entries(plan, reader))
+    folder = CheckpointFolder(
+        plan, reader, source, config, output, copied, left_out, plan_tensor_entries(plan, reader)
+    )
     check_disk_space(output, folder.weight_bytes + sum((source / name).stat().st_size for name in copied))
     return folder
 
 
-def generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
-    """Return the generation settings of the original model, or None if they are the defaults of the new class."""
+def read_generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
+    """Return the original model's generation settings, or None if they are the defaults of the new class."""
     if not plan.model_class.can_generate():
         return None
     if (folder / GENERATION_CONFIG_NAME).is_file():
         return GenerationConfig.from_pretrained(folder)
-    # Old checkpoints have settings such as the number of beams in config.json, which the classes here do not read.
+    # Old checkpoints store settings such as the number of beams in config.json, where this package does not read them.
     generation = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
     defaults = GenerationConfig.from_model_config(plan.config).to_dict()
     changes = generation.to_diff_dict()
@@ -279,15 +281,15 @@ def generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | 
 
 
 def write_class_names(stage: Path, source: Mapping[str, Any]) -> None:
-    """Write the class names of the tokenizer and of the feature extractor into their files.
+    """Add the class names of the tokenizer and the feature extractor to their configuration files.
 
     Args:
         stage: The folder with these files.
-        source: The config.json of the original model, which can contain the names instead of the files.
+        source: The original config.json, which can contain the names instead of these files.
     """
-    # Auto classes select these classes by the `model_type` of Transformers, or by an entry of config.json for old
-    # tokenizers. The new config.json has neither (see `save_pretrained` of the configuration). Without the names,
-    # AutoProcessor would only return the tokenizer of a Whisper.
+    # Auto classes select these classes based on the Transformers `model_type`, or on an entry in config.json for old
+    # tokenizers. The new config.json has neither (see the configuration's `save_pretrained`). Without the names,
+    # AutoProcessor would only return the tokenizer of a Whisper model.
     model_type = source["model_type"]
     tokenizer = {"tokenizer_class": source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model_type)}
     extractor = {
@@ -301,7 +303,7 @@ def write_class_names(stage: Path, source: Mapping[str, Any]) -> None:
 
 
 def _add_missing_keys(path: Path, names: Mapping[str, str | None]) -> None:
-    """Write those names into a JSON file that are not None and that the file does not contain."""
+    """Add the names that are not None and not yet present to a JSON file."""
     settings = read_json(path) or {}
     missing = {key: name for key, name in names.items() if name is not None and settings.get(key) is None}
     if missing:

@@ -1,4 +1,4 @@
-"""Export of a checkpoint to CTranslate2, an engine that needs neither torch, Transformers nor this package."""
+"""Exports checkpoints to CTranslate2, an inference engine without PyTorch, Transformers or this package."""
 
 import importlib.util
 import os
@@ -13,13 +13,13 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..conversion.attention_tensors import MeanPooling
-from ..conversion.checkpoint.models import load_tokenizer_of, model_of_tensors
-from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
+from ..conversion.checkpoint.models import build_model_from_tensors, load_tokenizer_of
+from ..conversion.checkpoint.source import copy_side_files, list_side_files, read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import TensorEntry, open_checkpoint
 from ..conversion.plan import ConversionPlan, make_plan
-from ..conversion.writing import converted_tensors, generation_config, write_class_names
+from ..conversion.writing import compute_converted_tensors, read_generation_config, write_class_names
 from ..files import CONFIG_NAME, check_disk_space, check_output_dir, staged_folder
-from ..inspection.costs import used_fields, values_by_layer
+from ..inspection.costs import list_used_fields, values_by_layer
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..registration import max_input_length
 from .ctranslate2_check import (
@@ -27,19 +27,19 @@ from .ctranslate2_check import (
     Agreement,
     Tokens,
     check_ctranslate2_support,
+    describe_translator_usage,
+    describe_whisper_usage,
     generate_greedily,
     generate_with_ctranslate2,
     make_random_inputs,
     max_generated_tokens,
-    model_tokens,
-    translator_usage,
+    read_model_tokens,
     unsupported_settings,
-    whisper_usage,
 )
-from .plain import is_independent_of_code, source_model, upstream_architecture
+from .plain import is_independent_of_code, source_model, upstream_class_name
 
 FLOAT32 = "float32"
-# The bytes per weight of a quantization. The others, of eight bits, need one byte.
+# The number of bytes per weight for each quantization type. All other types use eight bits, that is, one byte.
 BYTES_PER_WEIGHT = {FLOAT32: 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 
@@ -52,9 +52,9 @@ class CTranslate2Export:
         architecture: The name of the Transformers class of the model.
         quantization: The quantization of the weights, named as in CTranslate2.
         heads: {key/value head field: (query heads, key/value heads)}. The latter is a list if layers differ.
-        agreement: The comparison of the outputs of CTranslate2 and of the model for random inputs.
+        agreement: The comparison between the outputs of CTranslate2 and the model for random inputs.
         usage: Python code that uses the exported model.
-        unsaid: The generation settings that are neither in the exported files nor in `usage`.
+        unexported_settings: The generation settings that are neither in the exported files nor in `usage`.
     """
 
     output_dir: str
@@ -63,28 +63,28 @@ class CTranslate2Export:
     heads: dict[str, tuple[int, Any]]
     agreement: Agreement
     usage: str
-    unsaid: dict[str, Any]
+    unexported_settings: dict[str, Any]
 
     def summary(self) -> str:
         """Return a printable summary."""
-        lines = [f"Wrote {self.output_dir}: a {self.architecture} for CTranslate2, {self.quantization}"]
+        lines = [f"Wrote {self.output_dir}: {self.architecture} for CTranslate2, {self.quantization}"]
         lines += [f"  {name:<27} {count} of {query}" for name, (query, count) in self.heads.items()]
-        lines += self._comparison_lines()
-        if self.unsaid:
-            settings = ", ".join(f"{name}={value!r}" for name, value in self.unsaid.items())
+        lines += self._describe_comparison()
+        if self.unexported_settings:
+            settings = ", ".join(f"{name}={value!r}" for name, value in self.unexported_settings.items())
             lines.append(f"  {'settings not exported':<27} {settings} (generation_config.json)")
         return "\n".join([*lines, "Use it as follows:", *(f"  {line}" for line in self.usage.splitlines())])
 
-    def _comparison_lines(self) -> list[str]:
-        """Return lines that compare the greedy outputs of CTranslate2 with those of the model."""
+    def _describe_comparison(self) -> list[str]:
+        """Return lines that compare CTranslate2's greedy outputs with those of the model."""
         agreement, label = self.agreement, f"  {'comparison':<27}"
         tokens = f"{agreement.same_tokens} of {agreement.tokens}"
         if self.quantization == FLOAT32:
-            return [f"{label} {tokens} greedy tokens for {agreement.inputs} inputs equal those of the model"]
+            return [f"{label} {tokens} greedy tokens for {agreement.inputs} inputs are identical to the model's"]
         return [
-            f"{label} {agreement.same} of {agreement.inputs} greedy outputs equal those of the model ({tokens} tokens "
-            "up to the first difference)",
-            f"  {'':<27} {self.quantization} rounds the weights, and these inputs are random: check the quality on "
+            f"{label} {agreement.same} of {agreement.inputs} greedy outputs are identical to the model's ({tokens} "
+            "tokens up to the first difference)",
+            f"  {'':<27} {self.quantization} rounds the weights, and these inputs are random, so check the quality on "
             "your own data",
         ]
 
@@ -98,9 +98,9 @@ def export_ctranslate2(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> CTranslate2Export:
-    """Export a checkpoint of this package or of Transformers to CTranslate2, with its tokenizer files.
+    """Export a checkpoint from this package or Transformers to CTranslate2, with its tokenizer files.
 
-    The greedy outputs of CTranslate2 are compared with those of the model before the output folder appears.
+    CTranslate2's greedy outputs are compared with the model's outputs before the output folder is created.
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
@@ -109,14 +109,14 @@ def export_ctranslate2(
         allow_pickle, revision, token: See `convert_checkpoint`.
 
     Raises:
-        ValueError: If CTranslate2 is missing or does not support the model, or its float32 outputs are different.
+        ValueError: If CTranslate2 is missing or does not support the model, or its float32 outputs differ.
         OSError: If a file is missing or cannot be written.
 
     Example:
         >>> print(export_ctranslate2("t5-gqa4", "t5-ct2", quantization="int8").summary())
     """
     if importlib.util.find_spec("ctranslate2") is None:
-        raise ValueError("An export to CTranslate2 requires the package ctranslate2. Run `pip install ctranslate2`.")
+        raise ValueError("Export to CTranslate2 requires the ctranslate2 package. Run `pip install ctranslate2`.")
     from ctranslate2.specs.model_spec import ACCEPTED_MODEL_TYPES
 
     if quantization not in ACCEPTED_MODEL_TYPES:
@@ -126,19 +126,19 @@ def export_ctranslate2(
     output = check_output_dir(output_dir, source=folder)
     config = read_config(folder)
     check_ctranslate2_support(*source_model(config))
-    tokenizer = load_tokenizer_of(folder, ", from which the vocabulary of CTranslate2 is made.")
+    tokenizer = load_tokenizer_of(folder, ", from which the CTranslate2 vocabulary is built.")
     with open_checkpoint(folder, allow_pickle) as reader:
         plan = _plan_without_latents(config, reader.entries, folder / CONFIG_NAME)
-        generation = generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
-        tokens = model_tokens(tokenizer, plan.config, generation)
-        copied, _ = side_files(folder, reader.files)
+        generation = read_generation_config(plan, folder) or GenerationConfig.from_model_config(plan.config)
+        tokens = read_model_tokens(tokenizer, plan.config, generation)
+        copied, _ = list_side_files(folder, reader.files)
         check_disk_space(output, BYTES_PER_WEIGHT.get(quantization, 1) * sum(e.numel for e in reader.entries.values()))
-        tensors = converted_tensors(plan, reader, {})
-    model = model_of_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
+        tensors = compute_converted_tensors(plan, reader, {})
+    model = build_model_from_tensors(plan.model_class, plan.config, tensors, folder, dtype=torch.float32).eval()
     model.generation_config = generation
     inputs = make_random_inputs(model, tokenizer)
-    expected = generate_greedily(model, inputs, tokens)  # before the quantization changes the weights of the model
-    spec = model_specification(model, tokens, model_type := _transformers_model_type(config))
+    expected = generate_greedily(model, inputs, tokens)  # before quantization changes the model's weights
+    spec = build_model_specification(model, tokens, model_type := _transformers_model_type(config))
     spec.optimize(quantization=quantization)
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, [name for name in copied if is_independent_of_code(folder, name)])
@@ -162,10 +162,10 @@ def _transformers_model_type(config: Mapping[str, Any]) -> str:
 def _plan_without_latents(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry], config_file: Path
 ) -> ConversionPlan:
-    """Return the plan of the conversion to float32 without latents that are narrower than the input."""
+    """Return a plan for the conversion to float32 without latents that are narrower than the input."""
     model_class, model_config = source_model(config)
     fields = {}
-    for name in used_fields(model_class, model_config):
+    for name in list_used_fields(model_class, model_config):
         ranks = values_by_layer(model_config, name) if name in model_config.rank_fields() else []
         if any(rank not in (None, model_config.hidden_size) for rank in ranks):
             fields[name] = model_config.hidden_size
@@ -173,27 +173,27 @@ def _plan_without_latents(
 
 
 def _check_tokenizer(stage: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the copied tokenizer files make the same tokenizer.
+    """Check that the copied files load the same tokenizer.
 
     Raises:
-        ValueError: If they do not.
+        ValueError: If the loaded tokenizer is different.
     """
     copy = load_tokenizer_of(stage, ": the copied tokenizer files are not sufficient.")
     if copy.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            "The copied tokenizer has other tokens than the original one. Save the original with "
+            "The copied tokenizer has different tokens than the original one. Save the original tokenizer with "
             "`save_pretrained` first."
         )
 
 
 def _check_agreement(agreement: Agreement, tokens: Tokens, quantization: str) -> None:
-    """Raise `ValueError` if CTranslate2 generates other tokens than the model with float32 weights."""
+    """Raise `ValueError` if CTranslate2 with float32 weights generates different tokens than the model."""
     if quantization != FLOAT32 or agreement.first is None:
         return
     number, position, *pair = agreement.first
     expected, actual = (repr(tokens.vocabulary[token]) if token >= 0 else "nothing" for token in pair)
     raise ValueError(
-        f"CTranslate2 generates other tokens than the model for {agreement.inputs - agreement.same} of "
+        f"CTranslate2 generates different tokens than the model for {agreement.inputs - agreement.same} of "
         f"{agreement.inputs} inputs. Token {position + 1} of input {number + 1} must be {expected}, got {actual}."
     )
 
@@ -205,7 +205,7 @@ def _describe_export(
     quantization: str,
     agreement: Agreement,
 ) -> CTranslate2Export:
-    """Return the description of the export."""
+    """Describe the export as a `CTranslate2Export`."""
     heads = {}
     for name in model.config.kv_heads_fields():
         counts = values_by_layer(model.config, name)
@@ -213,12 +213,12 @@ def _describe_export(
     generation, reads_audio = model.generation_config, model.main_input_name == "input_features"
     arguments = (os.fspath(output_dir), tokens, generation, max_input_length(model.config))
     if reads_audio:
-        usage = whisper_usage(*arguments)
+        usage = describe_whisper_usage(*arguments)
     else:
-        usage = translator_usage(*arguments, model.config.transformers_model_types[0])
+        usage = describe_translator_usage(*arguments, model.config.transformers_model_types[0])
     return CTranslate2Export(
         os.fspath(output_dir),
-        upstream_architecture(type(model)),
+        upstream_class_name(type(model)),
         quantization,
         heads,
         agreement,
@@ -227,21 +227,21 @@ def _describe_export(
     )
 
 
-# The bias of tokens that are never generated. All dtypes can represent it, and the softmax of it is 0.
+# The bias of tokens that are never generated. All dtypes can represent it, and its softmax is 0.
 FORBIDDEN_BIAS = -1e4
-# The number of first rows of a position table that are for padding and do not exist in CTranslate2.
+# The number of leading padding rows in a position table, which do not exist in CTranslate2.
 PADDING_ROWS = {"bart": 2, "mbart": 2}
 TensorsByName = dict[str, torch.Tensor]
 
 
-def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type: str) -> Any:
-    """Return the complete specification of a model, with its vocabulary.
+def build_model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type: str) -> Any:
+    """Return a model's complete specification, including its vocabulary.
 
     Args:
-        model: A float32 encoder-decoder of the `SUPPORTED_MODEL_TYPES` that generates. The specification shares the
-            memory of its tensors, so that a quantization changes them.
-        tokens: The tokens of the model.
-        model_type: The Transformers model type for the `config.json`, with which Transformers finds the tokenizer.
+        model: A float32 encoder-decoder that generates text, of one of the `SUPPORTED_MODEL_TYPES`. The specification
+            shares memory with its tensors, so quantization changes them.
+        tokens: The model's tokens.
+        model_type: The Transformers model type for `config.json`, which Transformers uses to find the tokenizer.
     """
     config: Any = model.config
     architecture = config.transformers_model_types[0]
@@ -260,7 +260,7 @@ def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type
         groups = ([query], [key, value]) if site.is_cross_attention else ([query, key, value],)
         for linear, projections in zip(part.linear, (*groups, [output]), strict=True):
             linear.weight = torch.cat([projection.weight.detach() for projection in projections])
-            if (bias := _joined_bias(projections)) is not None:
+            if (bias := _concatenate_biases(projections)) is not None:
                 linear.bias = bias
     spec.decoder.projection.weight = model.get_output_embeddings().weight.detach()
     if architecture == "whisper":
@@ -277,7 +277,7 @@ def model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type
 
 
 def _register_tokens(spec: Any, tokens: Tokens) -> None:
-    """Set the vocabulary and the special tokens of a specification."""
+    """Set the vocabulary and the special tokens in a specification."""
     spec.register_source_vocabulary(tokens.vocabulary)
     spec.register_target_vocabulary(tokens.vocabulary)
     start, end = tokens.texts([tokens.prompt[0], tokens.end])
@@ -286,20 +286,20 @@ def _register_tokens(spec: Any, tokens: Tokens) -> None:
 
 
 def _register_whisper_tokens(spec: Any, tokens: Tokens, config: Any, generation: Any) -> None:
-    """Set the vocabulary, the forbidden tokens, the languages and the alignment heads of a Whisper specification."""
+    """Set the vocabulary, forbidden tokens, languages and alignment heads in a Whisper specification."""
     spec.register_vocabulary(tokens.vocabulary)
     spec.config.suppress_ids, spec.config.suppress_ids_begin = tokens.never, tokens.never_first
     spec.config.lang_ids = sorted((getattr(generation, "lang_to_id", None) or {}).values())
     heads = getattr(generation, "alignment_heads", None)
-    # The default is all heads of the upper half of the layers, as in the converter of CTranslate2.
+    # As in CTranslate2's converter, the default is all heads in the upper half of the layers.
     upper = range(config.decoder_layers // 2, config.decoder_layers)
     spec.config.alignment_heads = heads or [*map(list, product(upper, range(config.decoder_attention_heads)))]
 
 
-def _joined_bias(linears: list[Any]) -> torch.Tensor | None:
-    """Return the concatenated biases of linear layers, or None if no layer has a bias.
+def _concatenate_biases(linears: list[Any]) -> torch.Tensor | None:
+    """Concatenate the biases of linear layers, or return None if no layer has a bias.
 
-    The bias of a layer without bias (the key projection of Whisper) is 0.
+    Layers without a bias (Whisper's key projection) contribute zeros.
     """
     if all(linear.bias is None for linear in linears):
         return None
@@ -344,7 +344,7 @@ def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any
             )
             if gate is not None:
                 layer.ffn.linear_0_noact.weight = tensors[f"{inner}.{gate}.weight"]
-            # The layers of T5 share the relative positions of the first layer. Each layer of UMT5 has its own.
+            # In T5, all layers share the relative positions of the first layer. In UMT5, each layer has its own.
             positions_layer = number if architecture == "umt5" else 0
             positions = f"{name}.block.{positions_layer}.layer.0.SelfAttention.relative_attention_bias.weight"
             layer.self_attention.relative_attention_bias = tensors[positions]
@@ -359,7 +359,7 @@ def _make_bart_spec(config: Any, tensors: TensorsByName, architecture: str) -> A
     from ctranslate2 import specs
 
     options: dict[str, Any] = {
-        # Models with normalization before the attention have a final norm.
+        # Models with normalization before attention have a final norm.
         "pre_norm": "model.encoder.layer_norm.weight" in tensors,
         "layernorm_embedding": "model.encoder.layernorm_embedding.weight" in tensors,
         "activation": getattr(specs.Activation, ACTIVATIONS[config.activation_function]),
@@ -391,7 +391,7 @@ def _make_whisper_spec(config: Any, tensors: TensorsByName, architecture: str) -
 
     encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
     spec = specs.WhisperSpec(config.encoder_layers, encoder_heads, config.decoder_layers, decoder_heads)
-    # `WhisperSpec` does not support key/value heads, but the layers of the other specifications do and are the same.
+    # `WhisperSpec` does not support key/value heads, but the equivalent layers in the other specifications do.
     options: dict[str, Any] = {"activation": getattr(specs.Activation, ACTIVATIONS[config.activation_function])}
     spec.encoder.layer = specs.TransformerEncoderSpec(
         config.encoder_layers, encoder_heads, num_heads_kv=encoder_heads, **options
@@ -411,7 +411,7 @@ def _make_whisper_spec(config: Any, tensors: TensorsByName, architecture: str) -
 
 
 def _set_bart_layers(stack: Any, tensors: TensorsByName, name: str) -> None:
-    """Set the norms and feed-forward layers of the encoder or decoder with a name."""
+    """Set the norms and feed-forward layers in the encoder or decoder with the given name."""
     for number, layer in enumerate(stack.layer):
         base = f"{name}.layers.{number}"
         _set_norm(layer.self_attention.layer_norm, tensors, f"{base}.self_attn_layer_norm")

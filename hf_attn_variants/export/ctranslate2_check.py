@@ -1,4 +1,4 @@
-"""Support of CTranslate2 for models and tokens, the comparison of its outputs, and example code for an export."""
+"""Checks which models and tokens CTranslate2 supports, compares outputs, and generates example code for exports."""
 
 import logging
 import os
@@ -12,18 +12,18 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-from ..conversion.checkpoint.source import learned_tokens
+from ..conversion.checkpoint.source import list_learned_tokens
 from ..model_properties import DecoderInput, get_decoder_input
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..modeling.fields.field_table import get_field_row
 from ..modeling.fields.saving_and_loading import get_effective_fields
 from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..registration import max_input_length
-from .plain import upstream_architecture
+from .plain import upstream_class_name
 
 logger = logging.getLogger(__name__)
 
-# The Transformers model types that `ctranslate2.model_specification` supports.
+# The Transformers model types that `ctranslate2.build_model_specification` supports.
 SUPPORTED_MODEL_TYPES = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
 # {activation of Transformers: activation of CTranslate2}. Most names differ only in the case of the letters.
 ACTIVATIONS = {
@@ -46,23 +46,23 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
     Raises:
         ValueError: If the class, a field or an activation is not supported.
     """
-    name, model_type = upstream_architecture(model_class), config.transformers_model_types[0]
+    name, model_type = upstream_class_name(model_class), config.transformers_model_types[0]
     if (
         model_type not in SUPPORTED_MODEL_TYPES
         or get_decoder_input(model_class, config) is not DecoderInput.OWN_TARGETS
     ):
         raise ValueError(
-            f"{name} cannot be exported to CTranslate2. Supported are encoder-decoders that generate, of the types "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}."
+            f"{name} cannot be exported to CTranslate2. Only encoder-decoders that generate text are supported, with "
+            f"one of the model types {', '.join(SUPPORTED_MODEL_TYPES)}."
         )
     for field in get_effective_fields(config):
         if "not_in_transformers" in get_field_row(field)[1].facts:
             raise ValueError(
-                f"`{field}` is {getattr(config, field)!r}, but CTranslate2 supports only grouped heads. "
-                "Use `--to onnx`."
+                f"`{field}` {getattr(config, field)!r} is not supported because CTranslate2 only supports grouped "
+                "heads. Use `--to onnx`."
             )
     activation = config.dense_act_fn if model_type in ("t5", "umt5") else config.activation_function
-    # The Whisper encoder of CTranslate2 always has the activation GELU.
+    # CTranslate2's Whisper encoder always uses the GELU activation.
     supported = [name for name, form in ACTIVATIONS.items() if model_type != "whisper" or form == "GELU"]
     if activation not in supported:
         raise ValueError(
@@ -70,23 +70,23 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
         )
     if not getattr(config, "share_encoder_decoder_embeddings", True):
         raise ValueError(
-            "`share_encoder_decoder_embeddings` must be True, because two vocabularies are not supported in an export."
+            "`share_encoder_decoder_embeddings` must be True because two vocabularies are not supported in an export."
         )
 
 
-# The special tokens of Whisper, and the distance of its timestamp tokens.
+# Whisper's special tokens, and the distance between its timestamp tokens.
 TRANSCRIPT, NO_TIMES = "<|startoftranscript|>", "<|notimestamps|>"
 TIMESTAMP_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The vocabulary of a model and its special tokens.
+    """A model's vocabulary and special tokens.
 
     Args:
         vocabulary: The text of each token id. All texts are different.
         prompt: The ids that the decoder reads first: the start token and the forced first tokens.
-        end: The id of the end token.
+        end: The id of the end-of-sequence token.
         unknown: The text of the unknown token.
         never: The ids that are never generated.
         never_first: The ids that are not generated as the first token.
@@ -104,7 +104,7 @@ class Tokens:
         return [self.vocabulary[token] for token in ids]
 
 
-def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig) -> Tokens:
+def read_model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: GenerationConfig) -> Tokens:
     """Return the vocabulary and the special tokens of an encoder-decoder.
 
     Args:
@@ -113,23 +113,23 @@ def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Ge
         generation: The generation config of the model.
 
     Raises:
-        ValueError: If there is no start token or not exactly one end token, or the tokenizer of a Whisper model has
-            not the tokens of its prompt.
+        ValueError: If there is no start token, there is not exactly one end-of-sequence token, or a Whisper model's
+            tokenizer does not contain the prompt tokens.
     """
-    start, ends = (_setting(name, config, generation) for name in ("decoder_start_token_id", "eos_token_id"))
+    start, ends = (_get_setting(name, config, generation) for name in ("decoder_start_token_id", "eos_token_id"))
     ends = ends if isinstance(ends, list) else [ends]
     for name, value in (("decoder_start_token_id", start), ("eos_token_id", ends[0])):
         if value is None or value >= config.vocab_size:
             raise ValueError(
                 f"`{name}` must be one of the {config.vocab_size} token ids, got {value}. Set it in "
-                "generation_config.json. (In multilingual models, it selects the language.)"
+                "generation_config.json. In multilingual models, it selects the language."
             )
     if len(ends) > 1:
         raise ValueError(
             f"`eos_token_id` must be a single token for CTranslate2, got {ends}. Change generation_config.json."
         )
     is_whisper = config.transformers_model_types[0] == "whisper"
-    vocabulary = _vocabulary(tokenizer, config.vocab_size, is_whisper)
+    vocabulary = _build_vocabulary(tokenizer, config.vocab_size, is_whisper)
     prompt, never = [start], sorted(generation.suppress_tokens or [])
     never_first = sorted(generation.begin_suppress_tokens or []) if is_whisper else []
     if is_whisper:
@@ -139,7 +139,7 @@ def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Ge
             )
         prompt = [vocabulary.index(TRANSCRIPT), vocabulary.index(NO_TIMES)]
     else:
-        # `generate` ignores the end token among the bad words too.
+        # `generate` also ignores the end-of-sequence token in the bad words.
         single_words = {words[0] for words in generation.bad_words_ids or [] if len(words) == 1} - set(ends)
         never = sorted({*never, *single_words})
         if generation.forced_bos_token_id is not None:
@@ -148,18 +148,18 @@ def model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generation: Ge
     return Tokens(vocabulary, prompt, ends[0], unknown, never, never_first)
 
 
-def _setting(name: str, config: Any, generation: GenerationConfig) -> Any:
-    """Return a value of the generation config, or of the configuration if the former does not have it."""
+def _get_setting(name: str, config: Any, generation: GenerationConfig) -> Any:
+    """Return a value from the generation config, or from the model configuration if it is not set there."""
     value = getattr(generation, name, None)
     return getattr(config, name, None) if value is None else value
 
 
-def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool) -> list[str]:
-    """Return `size` different texts by token id. Ids that the tokenizer does not use get an artificial text."""
+def _build_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool) -> list[str]:
+    """Return `size` different texts by token id. Ids that the tokenizer does not use get a placeholder text."""
     ids = sorted({*tokenizer.get_vocab().values()})
     if surplus := [token for token in ids if token >= size]:
         logger.warning(
-            "The vocabulary of the model has %d tokens. %d further tokens of the tokenizer are not exported.",
+            "The model's vocabulary has %d tokens. %d additional tokens in the tokenizer are not exported.",
             size,
             len(surplus),
         )
@@ -183,8 +183,8 @@ def _vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool)
     return [texts[token] for token in range(size)]
 
 
-# Generation settings that need no option of `translate_batch`, because they are in the exported files or do not change
-# the output. CTranslate2 has its own rule for the end of a beam search (docs/export.md).
+# Generation settings that need no `translate_batch` option because they are in the exported files or do not change the
+# output. CTranslate2 has its own rule for ending a beam search (docs/export.md).
 SETTINGS_WITHOUT_OPTION = {
     "_from_model_config",
     "bad_words_ids",
@@ -210,9 +210,9 @@ TRANSLATOR_OPTIONS = {
     "min_length": "min_decoding_length",
     "min_new_tokens": "min_decoding_length",
 }
-# The lengths that include the start token.
+# Length settings that include the start token.
 LENGTHS_WITH_START = ("max_length", "min_length")
-# Generation settings that need no option of `Whisper.generate`: those of the prompt and of the exported files.
+# Generation settings that need no `Whisper.generate` option because they are in the prompt or the exported files.
 WHISPER_SETTINGS_WITHOUT_OPTION = {
     "alignment_heads",
     "begin_suppress_tokens",
@@ -240,7 +240,7 @@ DEFAULT_MAX_LENGTH = 256
 MULTILINGUAL_MODEL_TYPES = ("m2m_100", "mbart")
 
 
-def translator_usage(
+def describe_translator_usage(
     folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None, model_type: str
 ) -> str:
     """Return Python code that generates text with an exported model.
@@ -252,7 +252,7 @@ def translator_usage(
         num_positions: The number of positions of the decoder, or None if it is not limited.
         model_type: The Transformers model type.
     """
-    get_call_options = _translator_options(tokens, generation)
+    get_call_options = _make_translator_options(tokens, generation)
     if num_positions is not None and num_positions <= DEFAULT_MAX_LENGTH:
         get_call_options.setdefault("max_decoding_length", num_positions - 1)
     options = "".join(f", {name}={value!r}" for name, value in get_call_options.items())
@@ -269,10 +269,15 @@ source = tokenizer.convert_ids_to_tokens(tokenizer("A text.").input_ids)
 print(tokenizer.decode(tokenizer.convert_tokens_to_ids(result.hypotheses[0]), skip_special_tokens=True))"""
 
 
-def whisper_usage(folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None) -> str:
-    """Return Python code that transcribes audio with an exported Whisper model (see `translator_usage`)."""
-    prompt, has_language = _whisper_prompt(tokens, generation)
-    get_call_options: dict[str, Any] = {"beam_size": 1} | _call_options(WHISPER_OPTIONS, generation)
+def describe_whisper_usage(
+    folder: str, tokens: Tokens, generation: GenerationConfig, num_positions: int | None
+) -> str:
+    """Return Python code that transcribes audio with an exported Whisper model.
+
+    Takes the same arguments as `describe_translator_usage`, except `model_type`.
+    """
+    prompt, has_language = _make_whisper_prompt(tokens, generation)
+    get_call_options: dict[str, Any] = {"beam_size": 1} | _make_call_options(WHISPER_OPTIONS, generation)
     lengths = [length - len(prompt) for length in (generation.max_length, num_positions) if length]
     if max_tokens := min(filter(None, [generation.max_new_tokens, *lengths]), default=None):
         get_call_options["max_length"] = 2 * max(1, max_tokens)  # CTranslate2 generates half of `max_length`
@@ -289,17 +294,17 @@ prompt = processor.tokenizer.convert_tokens_to_ids({prompt!r}){language}
 print(processor.decode(result.sequences_ids[0]))"""
 
 
-def _whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[str], bool]:
-    """Return the prompt of a Whisper model, and whether its language is set or the model has only English.
+def _make_whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[str], bool]:
+    """Return a Whisper model's prompt, and whether its language is set or the model only supports English.
 
-    If the language is not set, the prompt has English, or the first language of a model without English.
+    If the language is not set, the prompt selects English, or the first language if English is not supported.
     """
     languages = list(getattr(generation, "lang_to_id", None) or {})
     if not languages:
         return [TRANSCRIPT, NO_TIMES], True
     setting, task = (getattr(generation, name, None) for name in ("language", "task"))
     setting = str(setting or "").lower()
-    # `generate` reads the older setting only if neither of the newer ones is set.
+    # `generate` only reads the older setting if neither of the newer ones is set.
     forced_ids = [] if setting or task else getattr(generation, "forced_decoder_ids", None) or []
     forced = [tokens.vocabulary[token] for _, token in forced_ids if token is not None]
     candidates = [setting, f"<|{TO_LANGUAGE_CODE.get(setting, setting)}|>", *forced]
@@ -310,9 +315,9 @@ def _whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[
     return prompt, language is not None or middle[0] not in tokens.vocabulary
 
 
-def _translator_options(tokens: Tokens, generation: GenerationConfig) -> dict[str, Any]:
+def _make_translator_options(tokens: Tokens, generation: GenerationConfig) -> dict[str, Any]:
     """Return the options of `Translator.translate_batch` for one text that correspond to a generation config."""
-    options: dict[str, Any] = {"beam_size": 1} | _call_options(TRANSLATOR_OPTIONS, generation)
+    options: dict[str, Any] = {"beam_size": 1} | _make_call_options(TRANSLATOR_OPTIONS, generation)
     if sequences := [words for words in generation.bad_words_ids or [] if len(words) > 1]:
         options["suppress_sequences"] = [tokens.texts(words) for words in sequences]
     if forced := tokens.prompt[1:]:
@@ -320,11 +325,11 @@ def _translator_options(tokens: Tokens, generation: GenerationConfig) -> dict[st
     return options
 
 
-def _call_options(option_names: Mapping[str, str], generation: GenerationConfig) -> dict[str, Any]:
-    """Return the options of a call for the settings of a generation config.
+def _make_call_options(option_names: Mapping[str, str], generation: GenerationConfig) -> dict[str, Any]:
+    """Convert the settings in a generation config to options for a call.
 
     Args:
-        option_names: {generation setting: option of the call}.
+        option_names: {generation setting: call option}.
         generation: The generation config.
     """
     settings = generation.to_diff_dict()
@@ -336,7 +341,7 @@ def _call_options(option_names: Mapping[str, str], generation: GenerationConfig)
 
 
 def unsupported_settings(generation: GenerationConfig, is_whisper: bool) -> dict[str, Any]:
-    """Return the generation settings that are neither in the exported files nor options of a CTranslate2 call."""
+    """Return the generation settings that are neither in the exported files nor CTranslate2 call options."""
     known = {*SETTINGS_WITHOUT_OPTION, *TRANSLATOR_OPTIONS}
     if is_whisper:
         known = {*SETTINGS_WITHOUT_OPTION, *WHISPER_SETTINGS_WITHOUT_OPTION, *WHISPER_OPTIONS}
@@ -344,9 +349,9 @@ def unsupported_settings(generation: GenerationConfig, is_whisper: bool) -> dict
     return {name: value for name, value in generation.to_diff_dict().items() if value and name not in known}
 
 
-# The number of tokens of each random text, the largest number of generated tokens, and the number of noise windows.
+# The number of tokens in each random text, the maximum number of generated tokens, and the number of noise windows.
 TEXT_LENGTHS, MAX_NEW_TOKENS, NUM_WINDOWS = (3, 17, 9, 6), 24, 2
-# Two tokens whose logits differ by less than this are a tie, which another order of summation may decide differently.
+# Tokens whose logits differ by less than this are a tie, which may be decided by the order of summation.
 TIE = 1e-3
 
 
@@ -355,9 +360,9 @@ class GreedyOutput:
     """The greedy output of a model.
 
     Args:
-        tokens: The token ids of each input, up to the end token if there is one.
+        tokens: The generated token ids for each input, up to the end-of-sequence token if there is one.
         second: The second most likely token id at each position.
-        margins: The difference of the logits of the most likely and the second most likely token.
+        margins: The logit difference between the most likely and the second most likely token.
     """
 
     tokens: list[list[int]]
@@ -367,15 +372,15 @@ class GreedyOutput:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement of the greedy outputs of CTranslate2 and of the model.
+    """The agreement between the greedy outputs of CTranslate2 and the model.
 
     Args:
         inputs: The number of inputs.
-        same: The number of inputs whose tokens are all the same, or whose first difference is a tie.
+        same: The number of inputs for which all tokens are identical, or the first difference is a tie.
         tokens: The number of tokens that the model generates.
-        same_tokens: The number of these tokens before the first difference of each input.
-        first: The first difference that is not a tie, or None: the index of the input, the position, the token id of
-            the model and that of CTranslate2.
+        same_tokens: The number of these tokens before the first difference in each output.
+        first: The first difference that is not a tie, as the input index, the position, the model's token id and
+            CTranslate2's token id. None if there is no such difference.
     """
 
     inputs: int
@@ -386,7 +391,7 @@ class Agreement:
 
     @staticmethod
     def compare(expected: GreedyOutput, actual: list[list[int]]) -> "Agreement":
-        """Compare the output of the model with the token ids of CTranslate2."""
+        """Compare the model's output with the token ids from CTranslate2."""
         same = same_tokens = 0
         first = None
         for number, (row, other) in enumerate(zip(expected.tokens, actual, strict=True)):
@@ -409,7 +414,7 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
     if model.main_input_name == "input_features":
         shape = (NUM_WINDOWS, config.num_mel_bins, 2 * config.max_source_positions)
         return {"input_features": torch.randn(shape, generator=generator)}
-    learned: Any = tokenizer.convert_tokens_to_ids(sorted(learned_tokens(tokenizer)))
+    learned: Any = tokenizer.convert_tokens_to_ids(sorted(list_learned_tokens(tokenizer)))
     learned = [token for token in learned if token < config.vocab_size]
     drawn = [torch.randint(len(learned), (length,), generator=generator).tolist() for length in TEXT_LENGTHS]
     texts: Any = [tokenizer.decode([learned[index] for index in indices]) for indices in drawn]
@@ -423,14 +428,14 @@ def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokeni
 
 
 def max_generated_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
-    """Return the largest number of tokens to generate, which the positions of the decoder limit."""
+    """Return the maximum number of tokens to generate, which is limited by the decoder's number of positions."""
     limit = max_input_length(model.config)
     return MAX_NEW_TOKENS if limit is None else min(MAX_NEW_TOKENS, limit - len(tokens.prompt))
 
 
 @torch.no_grad()
 def generate_greedily(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens: Tokens) -> GreedyOutput:
-    """Return the greedy output of a model with at most `max_generated_tokens` tokens."""
+    """Return a model's greedy output with at most `max_generated_tokens` tokens."""
     callable_model: Any = model
     states = callable_model.get_encoder()(**inputs)
     generated = read = torch.tensor([tokens.prompt] * len(states[0]))
@@ -458,9 +463,9 @@ def generate_greedily(model: AttnVariantModelMixin, inputs: dict[str, torch.Tens
 def generate_with_ctranslate2(
     folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, max_tokens: int, quantization: str
 ) -> list[list[int]]:
-    """Return the greedy outputs of an exported model on the CPU, with the end tokens.
+    """Return an exported model's greedy outputs on the CPU, including end-of-sequence tokens.
 
-    Integer weights are computed without conversion if the processor supports it, and all others in float32.
+    Integer weights are used directly if the processor supports this. All other weights are computed in float32.
 
     Args:
         folder: The folder of the exported model.
@@ -472,7 +477,7 @@ def generate_with_ctranslate2(
     Returns:
         The token ids of each input.
     """
-    import ctranslate2  # here, because the other functions do not need it
+    import ctranslate2  # imported here because the other functions do not need it
 
     weight_type = {"int16": "int16"}.get(
         quantization, "int8_float32" if quantization.startswith("int8") else "float32"
@@ -500,7 +505,7 @@ def generate_with_ctranslate2(
 
 
 def _transcribe(whisper: Any, features: torch.Tensor, tokens: Tokens, max_tokens: int) -> list[list[int]]:
-    """Return the greedy outputs of a Whisper model, with the end tokens."""
+    """Return a Whisper model's greedy outputs, including end-of-sequence tokens."""
     import ctranslate2
 
     results = whisper.generate(

@@ -1,13 +1,13 @@
-"""Export of a checkpoint to ONNX graphs, which ONNX Runtime runs without torch, Transformers or this package.
+"""Exports checkpoints to ONNX graphs, which ONNX Runtime runs without PyTorch, Transformers or this package.
 
-An encoder is exported as one graph. An encoder-decoder is exported as three graphs: the encoder, the first call of the
-decoder, which fills both caches, and a decoding step, which reads the caches and one token. File names and input names
-are those of optimum.
+An encoder is exported as one graph. An encoder-decoder is exported as three graphs: the encoder, the first decoder
+call, which fills both caches, and a decoding step, which reads the caches and one token. File and input names follow
+Optimum.
 
 A cache consists of tensors per layer. The inputs `past_key_values.N.decoder.key` [b, k, n, d] and the outputs
-`present.N.decoder.key` belong to the keys of the self-attention of layer N. `value` instead of `key` is for values,
-and `encoder` instead of `decoder` is for cross-attention, whose cache a step only reads. With latents, `key` holds the
-latents [b, 1, n, r], and there is no `value`. Latents that all layers share are those of layer 0.
+`present.N.decoder.key` contain the self-attention keys of layer N. Values are named `value` instead of `key`.
+Cross-attention, whose cache is only read in a step, is named `encoder` instead of `decoder`. With latents, `key`
+contains the latents [b, 1, n, r], and there is no `value`. Latents that all layers share are stored for layer 0.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from torch.export import Dim
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from ..conversion.checkpoint.source import copy_side_files, read_config, resolve_source, side_files
+from ..conversion.checkpoint.source import copy_side_files, list_side_files, read_config, resolve_source
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import check_disk_space, check_output_dir, staged_folder
 from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -37,10 +37,10 @@ from ..modeling.mechanisms.talking_heads import get_dynamic_terms, supports_cach
 from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..progress import progress_bar
 from ..registration import max_input_length
-from .plain import is_independent_of_code, source_model, upstream_architecture, upstream_config
+from .plain import is_independent_of_code, source_model, upstream_class_name, upstream_config
 
 TensorDict = dict[str, torch.Tensor]
-# The names of the dimensions with variable sizes.
+# The names of dimensions with variable sizes.
 BATCH, SOURCE, TARGET, PAST = "batch_size", "encoder_sequence_length", "decoder_sequence_length", "past_length"
 SEQUENCE, CHOICES = "sequence_length", "num_choices"
 
@@ -57,14 +57,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Graph:
-    """One graph of a model.
+    """A graph to export.
 
     Args:
         name: The name of the file without extension.
         module: A module that computes a dictionary of outputs from a dictionary of inputs.
-        inputs: A function that makes example inputs of some sizes, {name: tensor}.
+        inputs: A function that creates example inputs of the given sizes, {name: tensor}.
         axes: The variable dimensions, {input: {dimension: name}}.
-        longest: The largest size of a dimension, {name: size}. Other dimensions are not limited.
+        longest: The maximum sizes of dimensions, {name: size}. Other dimensions are not limited.
     """
 
     name: str
@@ -74,47 +74,47 @@ class Graph:
     longest: dict[str, int]
 
 
-def model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
-    """Return the graphs of a model of this package.
+def build_model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
+    """Return the graphs for a model from this package.
 
     Raises:
-        ValueError: If the model is neither an encoder nor an encoder-decoder that generates, or its decoder has no
-            cache of keys and values.
+        ValueError: If the model is neither an encoder nor an encoder-decoder that generates text, or its decoder has
+            no key/value cache.
     """
     config, stacks = model.config, {site.get_stack_name(model.config) for site, _, _ in model.named_attentions()}
     longest = max_input_length(config)
     limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
     if stacks == {"encoder"}:
-        return [_encoder_graph(model, limits)]
-    name = upstream_architecture(type(model))
+        return [_build_encoder_graph(model, limits)]
+    name = upstream_class_name(type(model))
     if stacks == {"decoder"} or not model.can_generate():
         raise ValueError(
-            f"{name} cannot be exported to ONNX. Supported are encoders with any head, and encoder-decoders that "
-            "generate."
+            f"{name} cannot be exported to ONNX. Only encoders with any head and encoder-decoders that generate text "
+            "are supported."
         )
     if not supports_decoder_cache(config) or not supports_cache(get_dynamic_terms(config, "cross_")):
         raise ValueError(
-            "`talking_heads_dynamic` of a decoder must not have m2l or m2w in an ONNX export, got "
-            f"{sorted({*get_dynamic_terms(config), *get_dynamic_terms(config, 'cross_')})}. They need inputs that the "
-            "cache does not hold."
+            "`talking_heads_dynamic` must not contain m2l or m2w for the decoder in an ONNX export, got "
+            f"{sorted({*get_dynamic_terms(config), *get_dynamic_terms(config, 'cross_')})}. They require inputs that "
+            "are not in the cache."
         )
     if has_kernel(config, is_causal=True):
         raise ValueError(
-            f"`attention_kernel` of a decoder is not supported in an ONNX export, got {config.attention_kernel!r}. "
-            "Kernels of encoders and of cross-attention are supported."
+            f"`attention_kernel` is not supported for the decoder in an ONNX export, got {config.attention_kernel!r}. "
+            "Kernels are supported for encoders and cross-attention."
         )
-    return [_encoder_stack_graph(model, limits), *_decoder_graphs(model, limits)]
+    return [_build_encoder_stack_graph(model, limits), *_build_decoder_graphs(model, limits)]
 
 
 class _Encoder(nn.Module):
-    """A module that runs a model or an encoder with a dictionary of inputs."""
+    """Runs a model or an encoder with a dictionary of inputs."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
     def forward(self, inputs: TensorDict) -> TensorDict:
-        """Return all output tensors of the model, with the names of Transformers."""
+        """Return all output tensors of the model under their Transformers names."""
         outputs = self.model(**inputs, return_dict=True)
         return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
 
@@ -127,14 +127,14 @@ class _Decoder(nn.Module):
         self.model, self.is_step = model, is_step
 
     def forward(self, inputs: TensorDict) -> TensorDict:
-        """Return the logits [b, n, vocabulary] and the cache tensors. A step returns only those of self-attention."""
+        """Return the logits [b, n, vocabulary] and the cache tensors. A step only returns those for self-attention."""
         states: Any = inputs.get("encoder_hidden_states")
         cache = None
         if self.is_step:
-            caches = (_filled_cache(self.model.config, part, inputs) for part in ("decoder", "encoder"))
+            caches = (_make_cache(self.model.config, part, inputs) for part in ("decoder", "encoder"))
             cache = EncoderDecoderCache(*caches)
             batch, _, length, _ = inputs["past_key_values.0.encoder.key"].shape
-            # The cross-attention reads the cache, so that only the length of the encoder outputs matters.
+            # Cross-attention reads the cache, so only the length of the encoder outputs matters.
             states = torch.zeros(batch, length, self.model.config.d_model)
         output = self.model(
             encoder_outputs=BaseModelOutput(states),
@@ -144,11 +144,11 @@ class _Decoder(nn.Module):
             **{get_cache_name(): cache},
         )
         parts = ("decoder",) if self.is_step else ("decoder", "encoder")
-        return {"logits": output.logits} | _cache_tensors(self.model.config, parts, get_cache(output))
+        return {"logits": output.logits} | _collect_cache_tensors(self.model.config, parts, get_cache(output))
 
 
-def _encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
-    """Return the graph of an encoder-only model."""
+def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
+    """Return the graph for an encoder-only model."""
     reads_audio = model.main_input_name == "input_features"
     has_choices = type(model).__name__.endswith("MultipleChoice")
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
@@ -161,27 +161,29 @@ def _encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
 
     def inputs(sizes: Sizes) -> TensorDict:
         shape = (sizes.batch, *([sizes.choices] if has_choices else []), sizes.source)
-        example = _features(model, sizes) if reads_audio else _text(model, *shape)
+        example = _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, *shape)
         return {name: example[name] for name in names}
 
     return Graph("model", _Encoder(model), inputs, dict.fromkeys(names, axes), limits)
 
 
-def _encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
-    """Return the graph of the encoder of an encoder-decoder."""
+def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
+    """Return the graph for the encoder of an encoder-decoder."""
     reads_audio = model.main_input_name == "input_features"
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
     axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
 
     def inputs(sizes: Sizes) -> TensorDict:
-        example = _features(model, sizes) if reads_audio else _text(model, sizes.batch, sizes.source)
+        example = (
+            _make_audio_inputs(model, sizes) if reads_audio else _make_text_inputs(model, sizes.batch, sizes.source)
+        )
         return {name: example[name] for name in names}
 
     return Graph("encoder_model", _Encoder(model.get_encoder()), inputs, dict.fromkeys(names, axes), limits)
 
 
-def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Graph]:
-    """Return the graphs of the first call of a decoder and of a step."""
+def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Graph]:
+    """Return the graphs for a decoder's first call and for a decoding step."""
     reads_audio = model.main_input_name == "input_features"
     first, step = _Decoder(model, False), _Decoder(model, True)
     source = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
@@ -189,8 +191,11 @@ def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Grap
 
     def first_inputs(sizes: Sizes) -> TensorDict:
         length = model.config.max_source_positions if reads_audio else sizes.source
-        source_text, target_text = _text(model, sizes.batch, length), _text(model, sizes.batch, sizes.target)
-        states = torch.randn(sizes.batch, length, model.config.d_model, generator=_generator())
+        source_text, target_text = (
+            _make_text_inputs(model, sizes.batch, length),
+            _make_text_inputs(model, sizes.batch, sizes.target),
+        )
+        states = torch.randn(sizes.batch, length, model.config.d_model, generator=_make_generator())
         inputs = {"input_ids": target_text["input_ids"], "encoder_hidden_states": states}
         return ({} if reads_audio else {"encoder_attention_mask": source_text["attention_mask"]}) | inputs
 
@@ -202,8 +207,8 @@ def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Grap
 
     axes = mask | {"input_ids": {0: BATCH, 1: TARGET}, "encoder_hidden_states": source}
     self_axes, cross_axes = {0: BATCH, 2: PAST}, ({0: BATCH} if reads_audio else {0: BATCH, 2: SOURCE})
-    names_by_layer = (_cache_names(model.config, part, "past_key_values") for part in ("decoder", "encoder"))
-    # The order is that of the outputs, because optimum passes cache inputs by position instead of by name.
+    names_by_layer = (_list_cache_names(model.config, part, "past_key_values") for part in ("decoder", "encoder"))
+    # The inputs are in the order of the outputs because Optimum passes cache inputs by position instead of by name.
     cache_axes: dict[str, Any] = {}
     for self_names, cross_names in zip(*names_by_layer, strict=True):
         cache_axes |= dict.fromkeys(self_names, self_axes) | dict.fromkeys(cross_names, cross_axes)
@@ -213,7 +218,7 @@ def _decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Grap
     ]
 
 
-def _cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
+def _list_cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
     """Return the names of the cache tensors of each layer.
 
     Args:
@@ -232,17 +237,19 @@ def _cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
     return [[f"{prefix}.{layer}.{part}.{kind}" for kind in layer_kinds] for layer, layer_kinds in enumerate(kinds)]
 
 
-def _filled_cache(config: Any, part: str, inputs: TensorDict) -> DynamicCache:
-    """Return a Transformers cache with the cache tensors of the inputs (see `_cache_names`)."""
-    layers = [[inputs[name] for name in names] for names in _cache_names(config, part, "past_key_values") if names]
+def _make_cache(config: Any, part: str, inputs: TensorDict) -> DynamicCache:
+    """Create a Transformers cache from the cache tensors in the inputs (see `_list_cache_names`)."""
+    layers = [
+        [inputs[name] for name in names] for names in _list_cache_names(config, part, "past_key_values") if names
+    ]
     # A cache of latents has values of width 0.
     return DynamicCache([(layer[0], layer[1] if len(layer) > 1 else layer[0][..., :0]) for layer in layers])
 
 
-def _cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCache) -> TensorDict:
-    """Return {name: tensor} for a Transformers cache."""
+def _collect_cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCache) -> TensorDict:
+    """Return the tensors in a Transformers cache, {name: tensor}."""
     caches = {"decoder": cache.self_attention_cache, "encoder": cache.cross_attention_cache}
-    names = [_cache_names(config, part, "present") for part in parts]
+    names = [_list_cache_names(config, part, "present") for part in parts]
     tensors = {}
     for layer, names_by_part in enumerate(zip(*names, strict=True)):
         for part, part_names in zip(parts, names_by_part, strict=True):
@@ -251,22 +258,22 @@ def _cache_tensors(config: Any, parts: tuple[str, ...], cache: EncoderDecoderCac
     return tensors
 
 
-def _generator() -> torch.Generator:
+def _make_generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _text(model: PreTrainedModel, *shape: int) -> TensorDict:
+def _make_text_inputs(model: PreTrainedModel, *shape: int) -> TensorDict:
     """Return random text inputs. The last token of the first text is padding."""
-    tokens = torch.randint(0, model.config.vocab_size, shape, generator=_generator())
+    tokens = torch.randint(0, model.config.vocab_size, shape, generator=_make_generator())
     mask = torch.ones(shape, dtype=torch.long)
     mask.view(-1, shape[-1])[0, 1:][-1:] = 0
     return {"input_ids": tokens, "attention_mask": mask, "token_type_ids": torch.zeros_like(tokens)}
 
 
-def _features(model: PreTrainedModel, sizes: Sizes) -> TensorDict:
+def _make_audio_inputs(model: PreTrainedModel, sizes: Sizes) -> TensorDict:
     """Return random audio inputs."""
     shape = (sizes.batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-    return {"input_features": torch.randn(shape, generator=_generator())}
+    return {"input_features": torch.randn(shape, generator=_make_generator())}
 
 
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -274,7 +281,7 @@ REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 MIN_TORCH_VERSION = "2.10"
 # Opset 23 has an attention operator, and 18 is the oldest one that the exporter of torch supports.
 OPSETS = (18, 20, 23)
-# The example sizes for the export and for the comparison.
+# The example sizes for the export and the comparison.
 EXPORT_SIZES, CHECK_SIZES = Sizes(), Sizes(batch=3, choices=3, source=9, target=5)
 # The largest difference relative to the largest output. Typical differences are about 1e-6.
 MAX_RELATIVE_DIFFERENCE = 1e-3
@@ -298,7 +305,7 @@ class OnnxExport:
 
     def summary(self) -> str:
         """Return a printable summary."""
-        lines = [f"Wrote {self.output_dir}: a {self.architecture} as ONNX graphs, opset {self.opset}"]
+        lines = [f"Wrote {self.output_dir}: {self.architecture} as ONNX graphs, opset {self.opset}"]
         for name, (error, inputs) in self.graphs.items():
             shown = ", ".join(inputs[:3]) + (f", ... ({len(inputs)} inputs)" if len(inputs) > 3 else "")
             lines.append(f"  {name:<29} within {error:.0e} of torch; inputs: {shown}")
@@ -315,10 +322,10 @@ def export_onnx(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> OnnxExport:
-    """Export a checkpoint of this package or of Transformers to float32 ONNX graphs, with the names of optimum.
+    """Export a checkpoint from this package or Transformers to float32 ONNX graphs with Optimum's names.
 
-    Before the output folder appears, each graph is compared with the model in ONNX Runtime, with inputs of other sizes
-    than those of the export.
+    Before the output folder is created, each graph's outputs in ONNX Runtime are compared with the model's outputs,
+    for inputs of different sizes than in the export.
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
@@ -334,10 +341,10 @@ def export_onnx(
         >>> print(export_onnx("bert-gqa4", "bert-onnx").summary())
     """
     if missing := [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"An export to ONNX requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
+        raise ValueError(f"Export to ONNX requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
     if torch.__version__ < MIN_TORCH_VERSION:
         raise ValueError(
-            f"An export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
+            f"Export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
         )
     if opset not in OPSETS:
         raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}, got {opset}.")
@@ -346,10 +353,10 @@ def export_onnx(
     output = check_output_dir(output_dir, source=folder)
     model_class, model_config = source_model(read_config(folder))
     with open_checkpoint(folder, allow_pickle) as reader:
-        names, _ = side_files(folder, reader.files)
+        names, _ = list_side_files(folder, reader.files)
     copied = [name for name in names if is_independent_of_code(folder, name)]
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    graphs = model_graphs(model)
+    graphs = build_model_graphs(model)
     if (
         len(graphs) == 1
     ):  # opset 23 has one operator for the attention of an encoder, but not for a decoder with a cache
@@ -365,7 +372,7 @@ def export_onnx(
             file = f"{graph.name}.onnx"
             _write_graph(graph, opset, stage / file)
             written[file] = _largest_difference(graph, stage / file), list(graph.axes)
-    return OnnxExport(os.fspath(output_dir), upstream_architecture(model_class), opset, written)
+    return OnnxExport(os.fspath(output_dir), upstream_class_name(model_class), opset, written)
 
 
 def _write_graph(graph: Graph, opset: int, path: Path) -> None:
@@ -393,7 +400,7 @@ def _write_graph(graph: Graph, opset: int, path: Path) -> None:
 def _largest_difference(graph: Graph, path: Path) -> float:
     """Return the largest difference between the outputs of ONNX Runtime and torch.
 
-    The inputs have other sizes than those of the export.
+    The inputs have different sizes than in the export.
 
     Raises:
         ValueError: If the difference is too large.
@@ -411,7 +418,7 @@ def _largest_difference(graph: Graph, path: Path) -> float:
     for name, (difference, largest) in zip(expected, differences, strict=True):
         if not difference <= MAX_RELATIVE_DIFFERENCE * max(1.0, float(largest)):
             raise ValueError(
-                f"`{name}` of {path.name} must be the same in ONNX Runtime and torch, but differs by "
+                f"`{name}` in {path.name} must be the same in ONNX Runtime and PyTorch, but differs by "
                 f"{float(difference):.1e}."
             )
     return max(float(difference) for difference, _ in differences)
@@ -419,7 +426,7 @@ def _largest_difference(graph: Graph, path: Path) -> float:
 
 @contextmanager
 def _suppress_export_warnings() -> Iterator[None]:
-    """Suppress the log messages and warnings of the exporter, which users cannot act on."""
+    """Suppress log messages and warnings from the exporter that users cannot act on."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,7 @@
-"""Export of a variant checkpoint to a plain Transformers checkpoint, which loads without remote code.
+"""Exports variant checkpoints to plain Transformers checkpoints, which load without remote code.
 
-Grouped heads are repeated, and latent projections are multiplied into the key and value projections, so that the
-outputs stay the same. Variants that the Transformers classes cannot compute (talking heads, for example) are not
-supported.
+Grouped heads are repeated, and latent projections are multiplied into the key and value projections, so the outputs
+stay the same. Variants that Transformers classes cannot compute, such as talking heads, are not supported.
 """
 
 import logging
@@ -23,7 +22,7 @@ from ..conversion.conversions import resolve_dtype
 from ..conversion.plan import ConversionPlan, make_plan
 from ..conversion.writing import plan_folder
 from ..files import CARD_NAME, CONFIG_NAME, check_output_dir, is_generated_card
-from ..inspection.costs import used_fields, variant_config
+from ..inspection.costs import list_used_fields, variant_config
 from ..model_folder import read_history, write_history
 from ..modeling.code_builder import get_file_names
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMOTE_CODE_FILES = get_file_names()
-# The fields of a variant configuration that are left out of the Transformers one, in addition to the variant fields.
+# The fields that are omitted from the Transformers configuration in addition to the variant fields.
 OMITTED_FIELDS = ("auto_map", "model_type", "transformers_version")
 
 
 def source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin], Any]":
-    """Return the model class and the configuration of this package for a `config.json`.
+    """Return this package's model class and configuration for a `config.json`.
 
     Raises:
         ValueError: If the architecture is not supported.
@@ -51,15 +50,15 @@ def source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin
     return variant_model_class(architecture or model_config.auto_classes["AutoModel"]), model_config
 
 
-def upstream_architecture(model_class: type) -> str:
+def upstream_class_name(model_class: type) -> str:
     """Return the name of the Transformers class that corresponds to a model class of this package."""
     return model_class.__name__.removeprefix(PREFIX)
 
 
 def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
-    """Return the Transformers configuration of a model, which has no variant fields.
+    """Return a model's Transformers configuration, which has no variant fields.
 
-    mT5 gets the model type of T5, and XLM-RoBERTa and CamemBERT get that of RoBERTa, because the code is the same.
+    mT5 is given the T5 model type, and XLM-RoBERTa and CamemBERT the RoBERTa model type, because they share the code.
 
     Args:
         config: The variant configuration.
@@ -68,12 +67,12 @@ def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
     omitted = {*config.variant_fields(), *OMITTED_FIELDS}
     values = {name: value for name, value in config.to_dict().items() if name not in omitted}
     plain_config = CONFIG_MAPPING[config.transformers_model_types[0]](**values)
-    plain_config.architectures = [upstream_architecture(model_class)]
+    plain_config.architectures = [upstream_class_name(model_class)]
     return plain_config
 
 
 def is_independent_of_code(folder: Path, name: str) -> bool:
-    """Return whether a file of a checkpoint is neither remote code nor a generated card, so that it is exported.
+    """Return whether a file in a checkpoint is neither remote code nor a generated card, and is therefore exported.
 
     Args:
         folder: The folder of the checkpoint.
@@ -101,9 +100,9 @@ class PlainExport:
     Args:
         output_dir: The output folder.
         architecture: The name of the Transformers class of the model.
-        heads: The changed fields, {field: (before, after)}. A rank becomes None, because there is no latent.
-        parameters: The number of elements of all tensors, before and after.
-        files_left_out: The files of the checkpoint that were not copied.
+        heads: The changed fields, {field: (before, after)}. Ranks become None because there are no latents.
+        parameters: The total number of tensor elements before and after the export.
+        files_left_out: The files in the checkpoint that were not copied.
     """
 
     output_dir: str
@@ -115,7 +114,7 @@ class PlainExport:
     def summary(self) -> str:
         """Return a printable summary."""
         before, after = self.parameters
-        lines = [f"Wrote {self.output_dir}: a {self.architecture} that does not need remote code"]
+        lines = [f"Wrote {self.output_dir}: {self.architecture} without remote code"]
         lines += [f"  {name:<27} {old} -> {new or 'none'}" for name, (old, new) in self.heads.items()]
         lines.append(f"  {'parameters':<27} {before:,} -> {after:,} ({(after - before) / max(before, 1):+.1%})")
         if left_out := [name for name in self.files_left_out if name not in REMOTE_CODE_FILES]:
@@ -134,14 +133,14 @@ def export_transformers(
 ) -> PlainExport:
     """Export a variant checkpoint to a plain Transformers checkpoint.
 
-    Repeating heads does not change the outputs. Multiplying latent projections changes them by the rounding of a
-    matrix product. Tensors are written one after the other, so that only one layer of attention is in memory. The
-    output folder appears when it is complete.
+    Repeating heads does not change the outputs. Multiplying latent projections only changes them by rounding errors.
+    Tensors are written one at a time, so only one attention layer is in memory. The output folder is created only
+    when it is complete.
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
         output_dir: A new or empty folder.
-        dtype: The dtype of the floating-point tensors. None keeps the dtype of each tensor.
+        dtype: The dtype of the floating-point tensors. If None, the dtypes do not change.
         allow_pickle, revision, token: See `convert_checkpoint`.
 
     Returns:
@@ -161,7 +160,7 @@ def export_transformers(
     output = check_output_dir(output_dir, source=folder)
     config, history = read_config(folder), read_history(folder)
     with open_checkpoint(folder, allow_pickle) as reader:
-        plan = _plain_plan(config, reader.entries, dtype, folder / CONFIG_NAME)
+        plan = _plan_plain_conversion(config, reader.entries, dtype, folder / CONFIG_NAME)
         output_folder = plan_folder(
             plan, reader, folder, config, output, allow_pickle, partial(is_independent_of_code, folder)
         )
@@ -176,35 +175,35 @@ def export_transformers(
     changed = {name: pair for name, pair in changed.items() if pair[0] != pair[1]}
     return PlainExport(
         os.fspath(output_dir),
-        upstream_architecture(plan.model_class),
+        upstream_class_name(plan.model_class),
         changed,
         (before, after),
         output_folder.left_out,
     )
 
 
-def _plain_plan(
+def _plan_plain_conversion(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, config_file: Path
 ) -> ConversionPlan:
-    """Return the plan of the conversion to multi-head attention without latents.
+    """Return a plan for the conversion to multi-head attention without latents.
 
     Raises:
-        ValueError: If the checkpoint is a Transformers checkpoint or cannot be computed by a Transformers class.
+        ValueError: If the checkpoint is a Transformers checkpoint, or Transformers has no class that can compute it.
     """
     model_class, source = source_model(config)
     if config["model_type"] != type(source).model_type:
         raise ValueError(
-            f"`model_type` in {os.fspath(config_file)} must be that of a variant, got {config['model_type']!r}, which "
-            "is a Transformers checkpoint. It does not need this export."
+            f"`model_type` in {os.fspath(config_file)} must belong to a variant, got {config['model_type']!r}. "
+            "Transformers checkpoints do not need this export."
         )
     for field, feature in NO_PLAIN_FORM.items():
         if (value := getattr(source, field, None)) not in (None, NONE, "absolute"):
             raise ValueError(
-                f"`{field}` is {value!r}, but {upstream_architecture(model_class)} of Transformers does not support "
-                f"{feature}. Use `--to onnx`."
+                f"`{field}` {value!r} is not supported because {upstream_class_name(model_class)} in Transformers "
+                f"does not support {feature}. Use `--to onnx`."
             )
     fields = {}
-    for name in used_fields(model_class, source):
+    for name in list_used_fields(model_class, source):
         if name in source.kv_heads_fields():
             fields[name] = source.query_heads(name)
         elif getattr(source, name) is not None:

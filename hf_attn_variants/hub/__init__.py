@@ -1,7 +1,7 @@
-"""Sharing of checkpoints on the Hugging Face Hub.
+"""Shares checkpoints on the Hugging Face Hub.
 
-`model_card` generates the model card from the reports of conversions and trainings. `plan_push` lists the files of a
-push, and `push_checkpoint` pushes them in one commit.
+`model_card` generates a model card from conversion and training reports. `plan_push` lists the files to push, and
+`push_checkpoint` pushes them in a single commit.
 
 Example:
     >>> plan = plan_push("bert-gqa4", "user/bert-gqa4", CardOptions(license="apache-2.0"))
@@ -10,15 +10,15 @@ Example:
 """
 
 from .card import CardOptions, model_card
-from .push import PushPlan, PushResult, check_visibility, full_repo_id, plan_push, push_checkpoint
+from .push import PushPlan, PushResult, check_visibility, plan_push, push_checkpoint, resolve_repo_id
 
 __all__ = [
     "CardOptions",
     "PushPlan",
     "PushResult",
     "check_visibility",
-    "full_repo_id",
     "model_card",
     "plan_push",
     "push_checkpoint",
+    "resolve_repo_id",
 ]

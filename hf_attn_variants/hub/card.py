@@ -1,4 +1,4 @@
-"""Model cards, generated from `templates/model_card.md` and the files in the folder of a checkpoint.
+"""Generates model cards from `templates/model_card.md` and the files in a checkpoint folder.
 
 `config.json` describes the variant. `conversion_report.json`, `all_results.json` and, for earlier steps,
 `model_history.json` describe how the model was made. The README.md of the original model contains the license, the
@@ -22,8 +22,15 @@ from ..conversion.report import Quality
 from ..errors import as_value_error
 from ..files import CARD_NAME, GENERATED_CARD, REPORT_NAME, atomic_write, load_json
 from ..glue_tasks import TASKS
-from ..inspection.costs import CostTable, cost_table, score_parts, used_fields, values_by_layer, variant_config
-from ..inspection.tables import talking_by_place, talking_parts
+from ..inspection.costs import (
+    CostTable,
+    cost_table,
+    describe_scores,
+    list_used_fields,
+    values_by_layer,
+    variant_config,
+)
+from ..inspection.tables import describe_talking_projections, talking_heads_by_place
 from ..model_folder import ModelHistory, read_front_matter, read_history
 from ..modeling.fields.field_table import FIELD_TEXTS, FIELDS, PLACES, describe_value_on_card, get_field_row
 from ..modeling.mechanisms.head_sharing import (
@@ -56,9 +63,9 @@ PATH_IN_TEXT = re.compile(
     rf"(?<![\w/.~])(?:file:/{{0,2}})?(?:~[\w.-]*/(?:{PART}+/)*|\.{{0,2}}/(?:{PART}+/)+){PART}*"
     rf"|(?<!\w)[A-Za-z]:[/\\]+(?:{PART}+[/\\]+)*{PART}*|(?<![\w\\])\\\\{PART}+(?:\\+{PART}+)+"
 )
-# Home folders on any system. Their names contain the name of a user, so that they are removed.
+# Home folders on any system, which are removed because they contain a user name.
 HOME = re.compile(r"(file:/*)?/(home|Users)/[^/]+/?|~[^/]*/?|/root/?|[A-Za-z]:[/\\]+Users[/\\]+[^/\\]+[/\\]*")
-# Users and passwords in addresses, tokens of the Hub, and the signatures at the end of signed addresses.
+# Users and passwords in URLs, Hub tokens, and the signatures at the end of signed URLs.
 SECRETS = (
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s]*@", re.IGNORECASE), r"\1"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_..."),
@@ -70,7 +77,7 @@ SECRETS = (
         r"\1...",
     ),
 )
-# Fields and files in which texts are words of a vocabulary or labels. They can look like paths and are not changed.
+# Fields and files that contain vocabulary words or labels, which can look like paths and are not changed.
 VOCABULARY_FIELDS = re.compile(
     r"id2label|label2id|.*_tokens?|added_tokens_decoder|chat_template|prompts|prefix|weight_map"
 )
@@ -91,8 +98,8 @@ def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> An
     """Return JSON values in which each path is shortened to its last part, and passwords and tokens are removed.
 
     Args:
-        value: the values.
-        name: the name of the field that contains them.
+        value: the JSON values.
+        name: the name of the field that contains the values.
         is_report: whether the values are from a report of this package. In a report, every text that begins like a
             path, and every text in a field "..._file" or "..._dir", is shortened. In a configuration of another
             program, a text must meet both conditions, the field may also be called "...path", and words are not
@@ -113,7 +120,7 @@ def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> An
 
 
 def make_shareable(path: Path, is_report: bool) -> bytes | None:
-    """Return the content of a JSON file without local paths and secrets, or None if the file can be shared unchanged.
+    """Return a JSON file's content without local paths and secrets, or None if the file can be shared unchanged.
 
     Args:
         path: the file.
@@ -147,7 +154,7 @@ def _get_last_part(path: str) -> str:
 
 
 Step = Mapping[str, Any]
-# The arguments that cards show for a training and for an evaluation.
+# The arguments that cards show for a training run and for an evaluation.
 TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epochs max_train_steps pretraining_steps
 alpha class_weights per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type
 num_warmup_steps warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
@@ -156,15 +163,15 @@ EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_l
 
 
 def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
-    """Return the steps with further values for the template.
+    """Return the steps with additional values for the template.
 
     Args:
-        steps: the steps of a `ModelHistory`, without local paths.
-        base_model: the Hub id of the model that the first step started from.
+        steps: the steps in a `ModelHistory`, without local paths.
+        base_model: the Hub id of the model from which the first step started.
 
     Returns:
-        The fields of each step, "verb" and "title". For a conversion also "origin" and "quality", and "heads" contains
-        only changed values. For a training also "data", "no_gain" and "rows".
+        The fields of each step, plus "verb" and "title". Conversions also have "origin" and "quality", and "heads"
+        only contains changed values. Training steps also have "data", "no_gain" and "rows".
     """
     all_facts = []
     for index, step in enumerate(steps):
@@ -174,18 +181,18 @@ def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[di
             heads = step.get("heads", {})
             facts["heads"] = {name: pair for name, pair in heads.items() if pair[0] != pair[1]} or heads
             facts["origin"] = base_model if index == 0 and base_model else step.get("source", "a checkpoint")
-            facts["quality"] = Quality.of(step.get("quality", {}))
+            facts["quality"] = Quality.from_dict(step.get("quality", {}))
         else:
             before, after = step.get("initial_eval_loss"), step.get("eval_loss")
             facts["no_gain"] = bool(step.get("steps")) and before is not None and after is not None and after >= before
-            facts["data"] = (data_name(step, ("train_file", "source_file")) or {}).get("dataset_name")
+            facts["data"] = (describe_dataset(step, ("train_file", "source_file")) or {}).get("dataset_name")
             facts["rows"] = _list_arguments(step["arguments"], verb == "evaluated")
         all_facts.append(facts)
     return all_facts
 
 
-def last_training(steps: Sequence[Step]) -> Step | None:
-    """Return the last training, whose scores apply to the model, or None if a conversion followed it."""
+def find_last_training(steps: Sequence[Step]) -> Step | None:
+    """Return the last training step, whose scores apply to the model, or None if a conversion followed it."""
     return steps[-1] if steps and steps[-1]["kind"] == "training" else None
 
 
@@ -194,8 +201,8 @@ def starts_from_model(step: Step) -> bool:
     return step["kind"] == "conversion" or step["arguments"].get("model_name_or_path") is not None
 
 
-def latest_hub_id(steps: Sequence[Step]) -> str | None:
-    """Return the Hub id in the latest step that has one. Names of local folders are ignored."""
+def find_latest_hub_id(steps: Sequence[Step]) -> str | None:
+    """Return the Hub id from the latest step that has one. Names of local folders are ignored."""
     for step in reversed(steps):
         name = step["arguments"].get("model_name_or_path") if step["kind"] == "training" else None
         if step["kind"] == "conversion" and step.get("source_revision"):
@@ -205,8 +212,8 @@ def latest_hub_id(steps: Sequence[Step]) -> str | None:
     return None
 
 
-def trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
-    """Return the text columns of the last training, or an empty sequence if no step has them."""
+def get_trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
+    """Return the text columns from the last training step, or an empty sequence if no step has any."""
     for step in reversed(steps):
         if step["kind"] == "training" and ("problem_type" in step or _get_glue_task(step) in TASKS):
             task = TASKS.get(_get_glue_task(step) or "")
@@ -214,11 +221,11 @@ def trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
     return ()
 
 
-def data_name(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the name of the data of a training, as fields of `huggingface_hub.EvalResult`.
+def describe_dataset(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
+    """Return the name of a training step's dataset, as fields of `huggingface_hub.EvalResult`.
 
     Args:
-        training: the step.
+        training: the training step.
         file_arguments: the arguments that contain the files of the split.
     """
     arguments, task = training["arguments"], _get_task_name(training)
@@ -248,7 +255,7 @@ def _get_verb_and_title(step: Step) -> tuple[str, str]:
     arguments = step["arguments"]
     if step.get("steps") == 0:
         return "evaluated", "Evaluation"
-    # The arguments of a pretraining contain an objective, too.
+    # Pretraining arguments also contain an objective.
     if "objective" in step or ("objective" in arguments and "whole_word_mask" not in arguments):
         return "distilled" if arguments.get("teacher") else "uptrained", "Uptraining"
     is_pretraining = "mlm_probability" in arguments or "noise_density" in arguments
@@ -260,7 +267,7 @@ def _get_glue_task(training: Step) -> str | None:
 
 
 def _get_task_name(training: Step) -> str | None:
-    # The argument can have another spelling ("STS-B") than the results.
+    # The argument can be spelled differently ("STS-B") than in the results.
     return training.get("task_name") or training["arguments"].get("task_name")
 
 
@@ -292,16 +299,19 @@ def code(value: Any) -> str:
 
 
 def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict[str, Any]:
-    """Return the values of a variant for the template, including its "tags" on the Hub and its "papers".
+    """Return a variant's values for the template, including its "tags" on the Hub and its "papers".
 
     Args:
         variant: the variant configuration.
-        fields: the fields of key/value heads and ranks that apply to attentions of the model, the decoder's first.
+        fields: the key/value head and rank fields that apply to the model's attention modules, the decoder's first.
         table: the costs of the variant.
     """
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
     names = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
-    latents, talking = [_describe_latent(variant, name) for name in names], talking_parts(variant, fields)
+    latents, talking = (
+        [_describe_latent(variant, name) for name in names],
+        describe_talking_projections(variant, fields),
+    )
     patterns, kernels = (_list_field_facts(variant, fields, fact) for fact in ("pattern", "kernel"))
     shared = {
         count for name in kv_fields for count in values_by_layer(variant, name) if count != variant.query_heads(name)
@@ -323,7 +333,7 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "stacks": [_describe_heads(variant, name) for name in kv_fields],
         "value_head_dim": variant.value_head_dim,
         "latents": latents,
-        "scores": score_parts(variant, kv_fields),
+        "scores": describe_scores(variant, kv_fields),
         "talking": talking,
         "patterns": patterns,
         "kernels": kernels,
@@ -346,9 +356,9 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
 
 
 def leaves_outputs_unchanged(variant: Any, steps: Sequence[Step]) -> bool:
-    """Return whether the last conversion changed no output, because it only cached encoder outputs or inputs.
+    """Return whether the last conversion did not change any outputs because it only cached encoder outputs or inputs.
 
-    The result is False for a variant with a pattern or a kernel, because the steps do not contain these fields.
+    The result is False for variants with a pattern or a kernel because the steps do not contain these fields.
     """
     conversion = [step for step in steps if step["kind"] == "conversion"][-1:]
     changes = [pair for step in conversion for pair in step.get("heads", {}).values() if pair[0] != pair[1]]
@@ -358,11 +368,11 @@ def leaves_outputs_unchanged(variant: Any, steps: Sequence[Step]) -> bool:
 
 
 def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
-    """Return the name of the Auto class of Transformers that loads a model."""
+    """Return the name of the Transformers Auto class that loads a model."""
     name = f"AttnVariant{architecture.removeprefix('AttnVariant')}"
     if config["model_type"] in supported_model_types():
         auto_classes = variant_config_class(config["model_type"]).auto_classes
-        # Some classes belong to several Auto classes. These Auto classes are used only if there is no other one.
+        # Some classes belong to several Auto classes. These Auto classes are only used if there is no other one.
         unusual = ("AutoModelForMaskedLM", "AutoModelForTextEncoding", "AutoModelForPreTraining")
         candidates = [auto_name for auto_name, model in auto_classes.items() if model == name]
         if candidates:
@@ -373,7 +383,7 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
 
 
 def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
-    """Return `_describe_field` of all fields with a fact that are set in the encoder or decoder of `fields`."""
+    """Describe all fields with the given fact that are set in the encoder or decoder of `fields`."""
     prefixes = [prefix for heads, stack_prefixes in OF_STACKS.items() if heads in fields for prefix in stack_prefixes]
     rows = [row for row in FIELDS if fact in row.facts and FIELD_TEXTS[row.name].card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
@@ -395,7 +405,7 @@ def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
 
 
 def _describe_field(variant: Any, name: str) -> dict[str, Any]:
-    """Return the value and description of a field, and the layers that have a value. A kernel has a name."""
+    """Return a field's value, its description, the layers that have a value, and a kernel's name."""
     layers = values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
     facts = {"value": _get_value(variant, name), "words": describe_value_on_card(name), "layers": len(layers)}
@@ -403,7 +413,7 @@ def _describe_field(variant: Any, name: str) -> dict[str, Any]:
 
 
 def _get_value(variant: Any, name: str) -> Any:
-    """Return the value of a field, or the list of its per-layer values."""
+    """Return a field's value, or the list of its per-layer values."""
     values = (variant.per_layer_values or {}).get(name)
     return getattr(variant, name) if values is None else values
 
@@ -427,12 +437,12 @@ SCORE_SPLITS = (
 )
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 HELD_OUT_DATASET = {"dataset_type": "held-out-text", "dataset_name": "held-out text"}
-# Tags of an original model that do not apply to a variant: file formats and services of the Hub.
+# Tags from the original model that do not apply to a variant: file formats and Hub services.
 FORMAT_TAGS = re.compile(
     r"onnx|openvino|pytorch|tf|tflite|keras|jax|flax|rust|coreml|gguf|safetensors|transformers|mteb|"
     r".*_compatible|text-(embeddings|generation)-inference|(deploy|region|license|arxiv|dataset|doi):.*"
 )
-# The task on the Hub for each head. For an encoder-decoder, the task depends on the training.
+# The Hub task for each model head. For an encoder-decoder, the task depends on the training.
 PIPELINE_TAGS = {
     "ForMaskedLM": "fill-mask",
     "ForMultipleChoice": "multiple-choice",
@@ -460,7 +470,7 @@ class CardOptions:
         pipeline_tag: task on the Hub. None means the task of the architecture.
         title: title of the card. None means the name of the repository.
         notes: Markdown text for the section "Notes".
-        evaluations: further scores, each with the fields of `huggingface_hub.EvalResult`.
+        evaluations: additional scores, each with the fields of `huggingface_hub.EvalResult`.
     """
 
     base_model: str | None = None
@@ -476,13 +486,13 @@ class CardOptions:
 def model_card(
     folder: Path, repo_id: str, options: CardOptions | None = None, history: ModelHistory | None = None
 ) -> ModelCard:
-    """Return the model card of a checkpoint.
+    """Generate the model card for a checkpoint.
 
     Args:
-        folder: the folder of the checkpoint.
-        repo_id: the repository that the example on the card loads.
+        folder: the checkpoint folder.
+        repo_id: the repository loaded in the example on the card.
         options: values that are not in the files of the folder.
-        history: the history of the model, if it was already read.
+        history: the model's history, if it was already read.
 
     Raises:
         OSError: if there is no config.json.
@@ -491,7 +501,7 @@ def model_card(
     options = options or CardOptions()
     config = read_config(folder)
     if options.license is None:
-        read_front_matter(folder / CARD_NAME)  # raises an error, because a license must not be lost silently
+        read_front_matter(folder / CARD_NAME)  # raises an error because a license must not be lost silently
     history = history or read_history(folder)
     architecture = (config.get("architectures") or [""])[0]
     variant, facts = _load_variant(config)
@@ -502,8 +512,8 @@ def model_card(
     with as_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
         steps = remove_local_paths(history.steps)
         # Only the first step counts, because a later one may have started from an earlier push of this model.
-        origin = options.base_model or latest_hub_id(history.steps[:1])
-        scores = eval_results(last_training(steps), task) + evaluations
+        origin = options.base_model or find_latest_hub_id(history.steps[:1])
+        scores = build_eval_results(find_last_training(steps), task) + evaluations
         options = replace(options, title=options.title or repo_id.split("/")[-1])
         data = _build_metadata(
             options, history, task, is_sentence_model, facts["tags"] if facts else OWN_TAGS[:1], scores
@@ -524,7 +534,7 @@ def model_card(
             license=data.license,
             terms=history.metadata if options.license is None else {},
             auto_class=loader,
-            columns=trained_text_columns(steps),
+            columns=get_trained_text_columns(steps),
             config=config,
             is_sentence_model=is_sentence_model,
             oldest_run=OLDEST_TESTED,
@@ -532,7 +542,7 @@ def model_card(
             plain=plain,
             code=code,
         )
-    return ModelCard(_sign(card.content))
+    return ModelCard(_add_digest_mark(card.content))
 
 
 def _build_metadata(
@@ -551,7 +561,7 @@ def _build_metadata(
         tags=[*own_tags, *_select_tags(source.get("tags"), task, is_sentence_model)],
         eval_results=scores or None,
         model_name=options.title if scores else None,
-        base_model=options.base_model or latest_hub_id(history.steps) or source.get("base_model"),
+        base_model=options.base_model or find_latest_hub_id(history.steps) or source.get("base_model"),
         datasets=options.datasets or _list_datasets(history.steps),
         language=options.language or source.get("language"),
         license=options.license or terms.get("license"),
@@ -562,9 +572,9 @@ def _build_metadata(
 
 
 def write_card(folder: Path) -> bool:
-    """Write the model card of a checkpoint into its folder, unless the folder has a README.md.
+    """Write a checkpoint's model card to its folder, unless the folder already has a README.md.
 
-    The example on the card loads a repository with the name of the folder.
+    The example on the card loads a repository with the same name as the folder.
 
     Returns:
         True if the card was written, False if the folder has a README.md.
@@ -592,12 +602,12 @@ def _select_hub_ids(names: Any) -> list[str] | str | None:
     return names if isinstance(names, str) and HUB_ID.fullmatch(names) else None
 
 
-def _sign(text: str) -> str:
+def _add_digest_mark(text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
     return f"{text}\n{MARK.format(version=ATTN_VARIANTS_VERSION, digest=_compute_digest(text))}\n"
 
 
-def is_untouched(text: str) -> bool:
+def is_unedited_card(text: str) -> bool:
     """Return whether a card was generated by `model_card` and was not edited later."""
     match = MARK_PATTERN.search(text)
     return match is not None and _compute_digest(text[: match.start()].rstrip() + "\n") == match[1]
@@ -605,23 +615,23 @@ def is_untouched(text: str) -> bool:
 
 def refresh_card(text: str) -> str | None:
     """Return a card with the current paragraph about the code, or None for a card that was edited by hand."""
-    if not is_untouched(text):
+    if not is_unedited_card(text):
         return None
-    mark: Any = MARK_PATTERN.search(text)  # it exists, because `is_untouched` found it
+    mark: Any = MARK_PATTERN.search(text)  # it exists, because `is_unedited_card` found it
     repo_id, body = REPO_ID_PATTERN.search(text), text[: mark.start()]
     if repo_id is None or CODE_PATTERN.search(body) is None:
         return text
     paragraph: Any = CODE_PATTERN.search(TEMPLATE.read_text(encoding="utf-8"))
     values = {"repo_id": repo_id[1], "oldest_run": OLDEST_TESTED, "newest_run": NEWEST_TESTED}
     refreshed = CODE_PATTERN.sub(lambda _: jinja2.Template(paragraph[0]).render(values), body, count=1)
-    return text if refreshed == body else _sign(refreshed)
+    return text if refreshed == body else _add_digest_mark(refreshed)
 
 
-def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
-    """Return the scores of a training for the model-index of a card. Losses are included only without other scores.
+def build_eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
+    """Return the scores for the model index of a card. Losses are only included if there are no other scores.
 
     Args:
-        training: the training, or None for a model without scores.
+        training: the training step, or None for a model without scores.
         task: the pipeline tag.
     """
     results = []
@@ -631,7 +641,7 @@ def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
         }
         names = [name for name in scores if not NO_SCORE.fullmatch(name)]
         names = [name for name in names if not name.startswith("loss")] or names
-        data: Any = (data_name(training, files) if training and names else None) or HELD_OUT_DATASET
+        data: Any = (describe_dataset(training, files) if training and names else None) or HELD_OUT_DATASET
         for name in names:
             row = {"metric_type": name, "metric_name": name, "metric_value": round(scores[name], 4)}
             results.append(EvalResult(task_type=task or "other", dataset_split=split, **row, **data))
@@ -639,12 +649,12 @@ def eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
 
 
 def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Return the variant configuration of a model and its `collect_variant_facts`, or None for other architectures."""
+    """Return a model's variant configuration and `collect_variant_facts`, or None for other architectures."""
     if config["model_type"] not in supported_model_types():
         return None, None
     variant, table = variant_config(config), cost_table(config)
     return variant, collect_variant_facts(
-        variant, used_fields(variant_model_class(table.architecture), variant), table
+        variant, list_used_fields(variant_model_class(table.architecture), variant), table
     )
 
 
@@ -656,7 +666,7 @@ def _list_datasets(steps: Sequence[Step]) -> list[str] | None:
     datasets = []
     for step in steps:
         if step["kind"] == "training":
-            data = data_name(step, ())
+            data = describe_dataset(step, ())
             is_benchmark = data is not None and ("dataset" in step or data["dataset_type"] == "nyu-mll/glue")
             name = data["dataset_type"] if data and is_benchmark else step["arguments"].get("dataset_name")
             if isinstance(name, str) and HUB_ID.fullmatch(name) and not Path(name).exists():
@@ -665,7 +675,7 @@ def _list_datasets(steps: Sequence[Step]) -> list[str] | None:
 
 
 def _select_tags(tags: Any, task: str | None, is_sentence_model: bool) -> list[str]:
-    """Return the tags of the original model that also apply to this model: no file formats and no other tasks."""
+    """Return the original model's tags that also apply to this model, without file formats and other tasks."""
     removed = TASK_TAGS - {task} | (set() if is_sentence_model else {"sentence-transformers"}) | set(OWN_TAGS)
     unique_tags = dict.fromkeys(tags if isinstance(tags, list) else ())
     return [tag for tag in unique_tags if tag not in removed and not FORMAT_TAGS.fullmatch(tag.lower())]
@@ -676,12 +686,12 @@ HEADS_TITLES = {"num_key_value_heads": "decoder, self- and cross-attention", "en
 
 
 def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
-    """Return a diagram of the heads of a variant: the groups in columns, and the talking-heads projections in a line.
+    """Return a diagram of a variant's heads, with groups in columns and the talking-heads projections on one line.
 
     Args:
         config: a variant configuration.
-        fields: the fields of key/value heads and ranks that apply to attentions of the model. Each field of heads has
-            a diagram, so that T5 has two. None means all fields.
+        fields: the key/value head and rank fields that apply to the model's attention modules. Each head field has its
+            own diagram, so T5 has two. None means all fields.
 
     Example:
         For 4 query heads and 2 key/value heads::
@@ -696,7 +706,7 @@ def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
         counts = values_by_layer(config, name) or [getattr(config, name)]
         for count in dict.fromkeys(counts):
             title = [HEADS_TITLES[name]] if len(kv_fields) > 1 else []
-            title += [layers_text(counts, count)] if len(set(counts)) > 1 else []
+            title += [format_layers(counts, count)] if len(set(counts)) > 1 else []
             head = [f"{', '.join(title)}:"] if title else []
             blocks.append("\n".join([*head, *_draw_groups(config.query_heads(name), count)]))
     latents = [_draw_latent(config, name, len(kv_fields) > 1) for name in config.rank_fields() if name in fields]
@@ -707,18 +717,18 @@ def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
     return "\n\n".join(blocks)
 
 
-def layers_text(values: Sequence[Any], value: Any) -> str:
+def format_layers(values: Sequence[Any], value: Any) -> str:
     """Return the layers that have a value, counted from 0: "layers 0, 2"."""
     layers = [str(layer) for layer, layer_value in enumerate(values) if layer_value == value]
     return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
 
 
 def _draw_latent(config: Any, field: str, is_t5: bool) -> str:
-    """Return the sentence about a latent, or an empty text if the attention has no latent."""
+    """Return the sentence about a latent, or an empty string if there is no latent."""
     ranks, parts = values_by_layer(config, field), []
     for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
-        parts.append(numbers + (f" ({layers_text(ranks, rank)})" if len(set(ranks)) > 1 else ""))
+        parts.append(numbers + (f" ({format_layers(ranks, rank)})" if len(set(ranks)) > 1 else ""))
     prefix, _ = get_field_row(field)
     owner = ("the decoder's " if is_t5 and not prefix else "") + PLACES[prefix].whose
     text = f"Keys and values of {owner} are computed from {', '.join(parts)} for each {PLACES[prefix].token}."
@@ -748,20 +758,20 @@ def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
     """Return the talking-heads projections: one line if they are the same in all places, otherwise one per place."""
     by_place = {
         prefix: [_draw_chain(get_query_heads(config, prefix), talking) for talking in layers]
-        for prefix, layers in talking_by_place(config, kv_fields).items()
+        for prefix, layers in talking_heads_by_place(config, kv_fields).items()
     }
     if len({chain for chains in by_place.values() for chain in chains}) == 1:
         return next(chain for chains in by_place.values() for chain in chains)
     lines = []
     for prefix, chains in by_place.items():
         for chain in dict.fromkeys(filter(None, chains)):
-            where = f", {layers_text(chains, chain)}" if len({*chains}) > 1 else ""
+            where = f", {format_layers(chains, chain)}" if len({*chains}) > 1 else ""
             lines.append(f"{PLACES[prefix].here}{where}: {chain}")
     return "\n".join(lines)
 
 
 def _draw_chain(heads: int, talking: TalkingHeadsSettings) -> str:
-    """Return the talking-heads projections of one attention module, or an empty text if it has none."""
+    """Return the talking-heads projections of an attention module, or an empty string if it has none."""
     if talking.kind is None:
         return ""
     first = f"--P_l [{heads} x {talking.softmax}]" if talking.kind in (LOGITS, BOTH) else ""

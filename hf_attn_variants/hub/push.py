@@ -1,4 +1,4 @@
-"""Pushing of a checkpoint to the Hub in one commit, by itself or at the end of a training."""
+"""Pushes a checkpoint to the Hub in a single commit, either on its own or after training."""
 
 import re
 import tempfile
@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..conversion.checkpoint.source import check_files, check_whole_model, explain_unsafe_path, read_config
+from ..conversion.checkpoint.source import check_complete_model, check_files, explain_unsafe_path, read_config
 from ..conversion.checkpoint.tensor_files import open_checkpoint
 from ..files import (
     BEST_MODEL_FILE,
@@ -32,7 +32,7 @@ from .card import (
     CardOptions,
     contains_local_path,
     contains_secret,
-    is_untouched,
+    is_unedited_card,
     make_shareable,
     model_card,
     starts_from_model,
@@ -43,36 +43,36 @@ __all__ = [
     "PushResult",
     "check_hub_access",
     "check_visibility",
-    "explain_hub_errors",
-    "full_repo_id",
+    "convert_hub_errors",
     "list_folder_files",
     "plan_push",
     "push_checkpoint",
-    "push_trained",
+    "push_trained_model",
+    "resolve_repo_id",
 ]
 
-# Files of a training, by name or by the first folder of the path.
+# Training files, by name or by the first folder in the path.
 TRAINING_FILES = ("checkpoint-*", BEST_MODEL_FILE, *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # Reports that contain local paths, which are removed before a push.
 WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
-# Text files, which are pushed unchanged. Short ones are checked for local paths, because they can be private notes.
+# Text files, which are pushed unchanged. Short ones are checked for local paths because they can be private notes.
 NOTES = (".txt", ".md", ".rst", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".sh", ".jsonl", ".csv", ".tsv")
 MOST_NOTES_BYTES = 2**20
 WEIGHT_FILE = re.compile(r"[^/]*\.safetensors(\.index\.json)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
-# Advice for statuses of the Hub whose messages contain none.
+# Advice for Hub status codes whose messages contain no advice.
 STATUS_ADVICE = {
-    401: "Run `hf auth login` with a token that has write access, or give --token.",
-    403: "Give a token with write access, or another --repo_id.",
-    409: "Another process pushes to the repository at the same time. Check its content.",
-    412: "Another process pushes to the repository at the same time. Check its content.",
+    401: "Run `hf auth login` with a token that has write access, or pass --token.",
+    403: "Use a token with write access, or a different --repo_id.",
+    409: "Another process is pushing to the repository at the same time. Check the repository's content.",
+    412: "Another process is pushing to the repository at the same time. Check the repository's content.",
 }
-AGAIN = "Then repeat the command. It sends only missing files and makes only one commit."
+AGAIN = "Then run the command again. It only uploads missing files and creates a single commit."
 
 
 @dataclass(frozen=True)
 class PushPlan:
-    """Files and model card of a push.
+    """The files and the model card to push.
 
     Args:
         folder: the folder of the checkpoint.
@@ -91,7 +91,7 @@ class PushPlan:
     warnings: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """Return a readable list of the files and warnings."""
+        """Return a human-readable list of files and warnings."""
         total = sum(self.files.values()) + len(self.card.encode())
         lines = [f"{self.folder} -> {self.repo_id}: {len(self.files) + 1} files, {total:,} bytes"]
         lines += [f"  {size:>15,}  {name}" for name, size in self.files.items()]
@@ -102,14 +102,14 @@ class PushPlan:
 
 @dataclass(frozen=True)
 class PushResult:
-    """Result of a push.
+    """The result of a push.
 
     Args:
         repo_id: the repository with its namespace.
         url: the address of the repository.
         commit: the id of the commit, for `revision=`.
         changed: whether the push changed the repository.
-        removed: files of an earlier push that the commit removed.
+        removed: files from an earlier push that the commit removed.
     """
 
     repo_id: str
@@ -126,7 +126,7 @@ def plan_push(
     card: str | None = None,
     allow_pickle: bool = False,
 ) -> PushPlan:
-    """Check a checkpoint folder and return the files that a push would send. Nothing is sent.
+    """Check a checkpoint folder and return the files to push, without pushing anything.
 
     Args:
         folder: the folder with config.json, safetensors weights, the code files that config.json names, and further
@@ -148,9 +148,9 @@ def plan_push(
     if not folder.is_dir():
         raise FileNotFoundError(f"The checkpoint folder {str(folder)!r} does not exist.")
     check_files(folder)
-    check_whole_model(folder, allow_pickle)
+    check_complete_model(folder, allow_pickle)
     with open_checkpoint(folder, allow_pickle):
-        pass  # opening checks the headers and sizes of all weight files
+        pass  # opening the checkpoint checks the headers and sizes of all weight files
     _check_code(folder, read_config(folder).get("auto_map"))
     files, left_out = list_folder_files(folder, allow_pickle)
     if (folder / CARD_NAME).is_file():
@@ -168,16 +168,16 @@ def plan_push(
         card, data = str(generated), generated.data.to_dict()
         warnings += [f"{problem} The card does not contain it." for problem in history.problems]
         if data.get("base_model") is None and any(starts_from_model(step) for step in history.steps):
-            warnings.append("The card has no base model. Give --base_model.")
+            warnings.append("The card has no base model. Set --base_model.")
         if data.get("license") is None:
-            warnings.append("The card has no license. Give --license.")
+            warnings.append("The card has no license. Set --license.")
         if "/" not in repo_id:
-            warnings.append(f"The example on the card loads {repo_id!r} without a user name. Give user/{repo_id}.")
+            warnings.append(f"The example on the card loads {repo_id!r} without a user name. Pass user/{repo_id}.")
     return PushPlan(folder, repo_id, files, left_out, card, warnings)
 
 
 def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the files of a folder to push with their sizes in bytes, and the other files with the reasons."""
+    """Return the files to push with their sizes in bytes, and the files to leave out with the reasons."""
     files: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
@@ -202,20 +202,20 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
             try:
                 content = make_shareable(path, name in WITHOUT_PATHS)
                 files[name] = path.stat().st_size if content is None else len(content)
-            except (ValueError, OSError, RecursionError):  # local paths in it cannot be removed
+            except (ValueError, OSError, RecursionError):  # local paths cannot be removed from it
                 left_out[name] = "cannot be read"
     return files, left_out
 
 
-def full_repo_id(repo_id: str, api: HfApi) -> str:
-    """Return "user/name". A name without a user gets the user of the client's token.
+def resolve_repo_id(repo_id: str, api: HfApi) -> str:
+    """Return "user/name". If the name has no user, the user of the client's token is added.
 
     Raises:
         OSError: if the user must be requested, and the Hub rejects the token or cannot be reached.
     """
     if "/" in repo_id:
         return repo_id
-    with explain_hub_errors(repo_id):
+    with convert_hub_errors(repo_id):
         return f"{api.whoami()['name']}/{repo_id}"
 
 
@@ -229,14 +229,14 @@ def push_checkpoint(
 ) -> PushResult:
     """Push the files of a plan in one commit. The repository and the branch are created if they do not exist.
 
-    The commit also removes weight files and reports of an earlier push that the plan does not contain. Otherwise the
-    repository would contain two models, or an old report would count as a further step.
+    The commit also removes weight files and reports from an earlier push that are not in the plan. Otherwise, the
+    repository would contain two models, or an old report would count as an additional step.
 
     Args:
         plan: the result of `plan_push`.
         private: whether a new repository is private. If it is not None, an existing repository must match.
         revision: a branch. None means main.
-        commit_message: the message of the commit.
+        commit_message: the commit message.
         overwrite_card: whether to replace a README.md that was edited on the Hub.
         api: the client with its endpoint and token. None means the stored login.
 
@@ -244,12 +244,13 @@ def push_checkpoint(
         The repository and the commit.
 
     Raises:
-        OSError: if the push fails. No file of the repository has changed then, and the message says what to do.
+        OSError: if the push fails. In this case, no file in the repository has changed, and the message explains what
+            to do.
         ValueError: if the visibility of the repository does not match `private`, or its README.md was edited by hand.
     """
     api = api or HfApi()
-    with explain_hub_errors(plan.repo_id):
-        repo_id = full_repo_id(plan.repo_id, api)
+    with convert_hub_errors(plan.repo_id):
+        repo_id = resolve_repo_id(plan.repo_id, api)
         if not check_visibility(api, repo_id, private):
             api.create_repo(repo_id, private=private)
         if revision not in (None, "main"):
@@ -283,7 +284,7 @@ def _check_code(folder: Path, auto_map: Any) -> None:
 
 
 def check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
-    """Return whether a repository exists, after a check of its visibility.
+    """Return whether a repository exists, after checking its visibility.
 
     Raises:
         ValueError: if the repository is public and `private` is true, or private and `private` is false.
@@ -295,7 +296,7 @@ def check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
     if private is not None and is_private is not None and private != is_private:
         current, requested = ("private", "public") if is_private else ("public", "private")
         raise ValueError(
-            f"{repo_id} must be {requested}, but it exists and is {current}. Change its settings on the Hub, or name "
+            f"{repo_id} must be {requested}, but it exists and is {current}. Change its settings on the Hub, or use "
             "another repository."
         )
     return True
@@ -305,9 +306,9 @@ def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None
     with tempfile.TemporaryDirectory() as folder:  # the cache may be read-only
         path = api.hf_hub_download(repo_id, CARD_NAME, revision=commit, local_dir=folder)
         text = Path(path).read_text(encoding="utf-8")
-    if text != card and not is_untouched(text):
+    if text != card and not is_unedited_card(text):
         raise ValueError(
-            f"{repo_id} has a README.md that was edited by hand. Give a copy of it as --card to keep it, or "
+            f"{repo_id} has a README.md that was edited by hand. Pass a copy of it as --card to keep it, or "
             "--overwrite_card to replace it."
         )
 
@@ -317,15 +318,15 @@ def _get_payload(folder: Path, name: str) -> str | bytes:
 
 
 def _read_note(path: Path) -> str:
-    """Return the content of a short text file, or an empty text for other files."""
+    """Return the content of a short text file, or an empty string for other files."""
     if path.suffix.lower() not in NOTES or path.stat().st_size > MOST_NOTES_BYTES:
         return ""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager
-def explain_hub_errors(repo_id: str) -> Iterator[None]:
-    """Convert errors of the Hub client into an OSError that says what to do. Other ValueErrors are not changed."""
+def convert_hub_errors(repo_id: str) -> Iterator[None]:
+    """Convert Hub client errors to an OSError that explains what to do. Other ValueErrors are not changed."""
     try:
         yield
     except Exception as error:  # connection errors have different types in different HTTP libraries
@@ -340,13 +341,13 @@ def explain_hub_errors(repo_id: str) -> Iterator[None]:
 
 
 def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> None:
-    """Check before a training that its model can be pushed afterwards.
+    """Check before training that the model can be pushed afterwards.
 
     Args:
         output_dir: the folder of the model. Its name is the default name of the repository.
         hub_model_id: the repository, as user/name.
         private: whether the repository must be private.
-        token: a token. None means the stored login.
+        token: an access token. None means the stored login.
 
     Raises:
         ValueError: if the name of the repository is not valid, or the repository is public and `private` is true.
@@ -354,33 +355,33 @@ def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, t
     """
     repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
     validate_repo_id(repo_id)
-    with explain_hub_errors(repo_id):
+    with convert_hub_errors(repo_id):
         api.whoami()
-        check_visibility(api, full_repo_id(repo_id, api), private or None)
+        check_visibility(api, resolve_repo_id(repo_id, api), private or None)
 
 
-def push_trained(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> str:
+def push_trained_model(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> str:
     """Push a trained model with a generated model card in one commit. Training checkpoints are left out.
 
     Args:
         output_dir: the folder of the model. Its name is the default name of the repository.
         hub_model_id: the repository, as user/name.
         private: whether the repository must be private.
-        token: a token. None means the stored login.
+        token: an access token. None means the stored login.
 
     Returns:
         The address of the repository.
 
     Raises:
-        OSError: if the push fails. The model is in the folder, and the message says what to do.
+        OSError: if the push fails. The model stays in the folder, and the message explains what to do.
     """
     repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
     try:
-        plan = plan_push(output_dir, full_repo_id(repo_id, api))
+        plan = plan_push(output_dir, resolve_repo_id(repo_id, api))
         return push_checkpoint(plan, private=private or None, commit_message="Fine-tuned model", api=api).url
     except (ValueError, OSError) as error:
         raise OSError(
-            f"{error} The trained model is in {output_dir}. Push it without a new training: `attn-variants push "
+            f"{error} The trained model is in {output_dir}. Push it without retraining: `attn-variants push "
             f"--model_name_or_path {output_dir} --repo_id {repo_id}`."
         ) from error
 

@@ -1,10 +1,10 @@
-"""Tools that inspect a model: cost, speed, quality without training, and attention maps."""
+"""Tools for inspecting a model: cost, speed, quality without training, and attention maps."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The submodule of each public name. A submodule is imported at the first use of its names, because sentence
-# embeddings need scipy and counting does not.
+# The submodule that defines each public name. Submodules are imported when they are first used because only sentence
+# embeddings require scipy.
 _SUBMODULES = {
     "attention_projection_flops": "costs",
     "cosine_similarities": "scores",
@@ -22,7 +22,7 @@ def _import_attribute(name: str) -> Any:
     return getattr(importlib.import_module(f".{_SUBMODULES[name]}", __name__), name)
 
 
-# A type checker that saw `__getattr__` would accept any attribute of this package.
+# If type checkers saw `__getattr__`, they would accept any attribute of this package.
 if TYPE_CHECKING:
     from .costs import attention_projection_flops as attention_projection_flops
     from .scores import cosine_similarities as cosine_similarities

@@ -1,7 +1,7 @@
-"""Attention maps of a model on one text, before and after the talking-heads projections.
+"""Computes a model's attention maps for one text, before and after the talking-heads projections.
 
-The maps are tensors or an HTML page, which needs neither a network connection nor other files. The letters of the
-shapes are those of `modeling.ops.softmax_attention`.
+The maps are returned as tensors, or as an HTML page that requires neither a network connection nor other files. Shapes
+use the same letters as `modeling.ops.softmax_attention`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ATTENTION_NAMES = {  # (the name on the page, the field of the model outputs tha
 
 @dataclass(frozen=True)
 class Stage:
-    """One map per head at one stage of the attention computation."""
+    """The maps of all heads at one stage of the attention computation."""
 
     name: str  # "logits_before", "logits_after", "weights_before", "weights_after"; "weights" without talking heads
     title: str  # the name on the page
-    head: str  # the kind of the heads: "query head", "softmax head", "value head" or "head"
-    # [heads, n, m]. Each row of logits has mean 0, because the softmax ignores a constant. Masked entries are NaN.
+    head: str  # the type of head: "query head", "softmax head", "value head" or "head"
+    # [heads, n, m]. Each row of logits has mean 0 because the softmax ignores a constant. Masked entries are NaN.
     maps: torch.Tensor
     kv_heads: tuple[int, ...] = ()  # the key/value head that each head reads; () if no heads share one
 
@@ -63,7 +63,7 @@ class HeadProjection:
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """The maps of one attention of one layer for one text."""
+    """The maps of one attention module for one text."""
 
     site: str  # "self", "encoder", "decoder" or "cross"
     layer: int  # the index of the layer, from 0
@@ -82,7 +82,7 @@ class AttentionMaps:
 
 @dataclass(frozen=True)
 class TextMaps:
-    """The maps of all attentions of a model for one text, in the order of the forward pass."""
+    """The maps of all attention modules in a model for one text, in the order of the forward pass."""
 
     text: str
     target_text: str | None  # the text that the decoder reads
@@ -99,47 +99,51 @@ def attention_maps(
     target_text: str | None = None,
     max_length: int = 32,
 ) -> TextMaps:
-    """Run a model on one text and return the maps of every attention and head.
+    """Run a model on one text and return the attention maps of every module and head.
 
     Args:
-        model: A model of this package. Its training mode is restored afterwards.
-        tokenizer: The tokenizer of the model.
+        model: A model from this package. Its training mode is restored afterwards.
+        tokenizer: The model's tokenizer.
         text: The input text.
         target_text: The text that the decoder of an encoder-decoder reads (teacher forcing). By default, the decoder
             reads its own greedy output. Row i of a decoder map reads token i-1 and predicts token i. The first row
             reads the start token.
-        max_length: The number of tokens, with special tokens, at which the text and the target are truncated.
+        max_length: The maximum number of tokens, including special tokens, in the text and in the target.
 
     Example:
         >>> maps = attention_maps(model, tokenizer, "The cat sat on the mat.")
         >>> Path("maps.html").write_text(attention_page(maps, "my-model"), encoding="utf-8")
     """
     if not isinstance(model, AttnVariantModelMixin):
-        raise ValueError(f"`model` must be a model of this package, got {type(model).__name__}. Use `convert`.")
+        raise ValueError(
+            f"`model` must be a model from this package, got {type(model).__name__}. Convert it with `convert` first."
+        )
     has_decoder = hasattr(model.base_model, "decoder")
     if target_text is not None and not has_decoder:
-        raise ValueError(f"`target_text` requires a decoder, which {type(model).__name__} does not have. Omit it.")
+        raise ValueError(
+            f"`target_text` is not supported for {type(model).__name__}, which has no decoder. Remove it."
+        )
     was_training, implementation = model.training, model.config._attn_implementation
     model.eval()
     try:
-        inputs, target_text_read, is_cut = _model_inputs(model, tokenizer, text, target_text, max_length)
+        inputs, target_text_read, is_cut = _prepare_model_inputs(model, tokenizer, text, target_text, max_length)
         model.set_attn_implementation("eager")
-        with _recorded_calls(model) as calls:
+        with _record_attention_calls(model) as calls:
             outputs = model.base_model(**inputs, **{"use_cache": False} if has_decoder else {}, output_attentions=True)
     finally:
         model.set_attn_implementation(implementation)
         model.train(was_training)
     tokens = {"text": inputs["input_ids"][0].tolist()}
     tokens["target"] = inputs["decoder_input_ids"][0].tolist() if has_decoder else []
-    labels = {name: tuple(_label(tokenizer, token) for token in ids) for name, ids in tokens.items()}
+    labels = {name: tuple(_format_token(tokenizer, token) for token in ids) for name, ids in tokens.items()}
     weights = {
         name: iter(enumerate(getattr(outputs, output, None) or ())) for name, (_, output) in ATTENTION_NAMES.items()
     }
-    attentions = tuple(_maps_of_call(*call, labels, *next(weights[call[0].name])) for call in calls)
+    attentions = tuple(_attention_maps_for_call(*call, labels, *next(weights[call[0].name])) for call in calls)
     return TextMaps(text, target_text_read, has_decoder and target_text is None, is_cut, attentions)
 
 
-def _model_inputs(
+def _prepare_model_inputs(
     model: Any, tokenizer: PreTrainedTokenizerBase, text: str, target_text: str | None, max_length: int
 ) -> tuple[dict[str, torch.Tensor], str | None, bool]:
     """Return the model inputs, the text that the decoder reads, and whether a text was truncated."""
@@ -162,23 +166,23 @@ def _model_inputs(
         is_cut |= target.shape[1] == max_length and int(target[0, -1]) != tokenizer.eos_token_id
         target_text = str(tokenizer.decode(target[0], skip_special_tokens=True))
     else:
-        raise ValueError(f"`target_text` is required, because {type(model).__name__} cannot generate. Pass it.")
+        raise ValueError(f"`target_text` is required because {type(model).__name__} cannot generate text.")
     start = torch.full_like(target[:, :1], model.config.decoder_start_token_id)
     return inputs | {"decoder_input_ids": torch.cat([start, target[:, :-1]], dim=1)}, target_text, is_cut
 
 
-def _label(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def _format_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Return the text of a token, or its vocabulary entry if the text is empty or not valid Unicode."""
     text = str(tokenizer.decode([token])).strip()
     return str(tokenizer.convert_ids_to_tokens(token)) if not text or "\N{REPLACEMENT CHARACTER}" in text else text
 
 
 @contextmanager
-def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[AttentionSite, Any, list[Stage]]]]:
-    """Record the attention calls of a model.
+def _record_attention_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[AttentionSite, Any, list[Stage]]]]:
+    """Record a model's attention calls within this context.
 
-    The context manager yields a list. Each call appends the description of the attention, its core module, and its
-    stages except the last one, whose weights the model returns.
+    The context manager yields a list, to which each call appends the attention type, its core module, and all stages
+    except the last one, whose weights the model returns.
     """
     calls: list[tuple[AttentionSite, Any, list[Stage]]] = []
     hooks = [
@@ -189,10 +193,10 @@ def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[Attenti
     ]
 
     def attend(*args: Any, **options: Any) -> Any:
-        calls[-1][-1].extend(_mixing_stages(*args, **options))
+        calls[-1][-1].extend(_iterate_mixing_stages(*args, **options))
         return attention_with_weights(*args, **options)
 
-    # The remote code of a checkpoint has its own copies of these functions.
+    # A checkpoint's remote code contains its own copies of these functions.
     registered = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation].__globals__
     modules = (vars(attention_interface), vars(mechanism_attention), registered)
     namespaces = {id(names): names for names in modules}.values()
@@ -208,12 +212,12 @@ def _recorded_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[Attenti
             hook.remove()
 
 
-def _mixing_stages(
+def _iterate_mixing_stages(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, position_bias: Any, **options: Any
 ) -> Iterator[Stage]:
     """Yield the stages of a call with talking-heads projections, except the weights that the model returns."""
     logits_proj, score, heads = options.get("logits_proj"), options.get("score"), query.shape[1]
-    reads_keys = _kv_heads_read(heads, key.shape[1])
+    reads_keys = _kv_head_indices(heads, key.shape[1])
     without_weights_proj = options | dict.fromkeys(("weights_proj", X2W, M2W))
     no_values = key.new_zeros(1, 1, key.shape[2], 1)
     weights = attention_with_weights(query, key, no_values, mask, position_bias, **without_weights_proj)[1]
@@ -227,14 +231,14 @@ def _mixing_stages(
             maps = maps[0].float().masked_fill(forbidden, torch.nan)
             maps = maps - maps.nanmean(-1, keepdim=True)
             kind, reads = ("query head", reads_keys) if name == "before" else ("softmax head", ())
-            yield Stage(f"logits_{name}", f"logits of the {kind}s, {name} P_l", kind, _cpu(maps), reads)
+            yield Stage(f"logits_{name}", f"logits of the {kind}s, {name} P_l", kind, _to_cpu(maps), reads)
     if options.get("weights_proj") is not None:
         reads = reads_keys if logits_proj is None else ()  # without P_l the softmax heads are the query heads
         title = "weights after the softmax, before P_w"
-        yield Stage("weights_before", title, "softmax head", _cpu(weights[0]), reads)
+        yield Stage("weights_before", title, "softmax head", _to_cpu(weights[0]), reads)
 
 
-def _maps_of_call(
+def _attention_maps_for_call(
     site: AttentionSite,
     core: VariantAttention,
     mixed: list[Stage],
@@ -242,7 +246,7 @@ def _maps_of_call(
     layer: int,
     weights: torch.Tensor,
 ) -> AttentionMaps:
-    """Return the maps of one call. The last stage holds the weights [1, h_v, n, m] that the model returns."""
+    """Return the maps for one call. The last stage contains the weights [1, h_v, n, m] that the model returns."""
     decodes, heads = site.stack == "decoder", core.heads
     logits_proj, weights_proj = (getattr(core, name, None) for name in HEAD_PROJECTIONS)
     if not core.projection_names:
@@ -251,10 +255,10 @@ def _maps_of_call(
         last = ("weights_before", "weights after the softmax", "softmax head", heads.value)
     else:
         last = ("weights_after", "weights of the value heads, after P_w", "value head", heads.value)
-    stage = Stage(*last[:3], _cpu(weights[0]), _kv_heads_read(heads.output, last[3]))
+    stage = Stage(*last[:3], _to_cpu(weights[0]), _kv_head_indices(heads.output, last[3]))
     kinds = (("P_l", "query head", "softmax head"), ("P_w", "softmax head", "value head"))
     matrices = zip(kinds, (logits_proj, weights_proj), strict=True)
-    projections = tuple(HeadProjection(*kind, _cpu(matrix)) for kind, matrix in matrices if matrix is not None)
+    projections = tuple(HeadProjection(*kind, _to_cpu(matrix)) for kind, matrix in matrices if matrix is not None)
     rows = labels["target" if decodes else "text"]
     columns = _key_labels(core, labels["target" if decodes and not site.is_cross_attention else "text"])
     maps = (rows, columns, (*mixed, stage), projections)
@@ -272,18 +276,18 @@ def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, .
     return tokens
 
 
-def _kv_heads_read(heads: int, kv_heads: int) -> tuple[int, ...]:
+def _kv_head_indices(heads: int, kv_heads: int) -> tuple[int, ...]:
     """Return the key/value head that each head reads, or () if no heads share one."""
     return tuple(head * kv_heads // heads for head in range(heads)) if kv_heads < heads else ()
 
 
-def _cpu(tensor: torch.Tensor) -> torch.Tensor:
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached float32 copy of a tensor on the CPU."""
     return tensor.detach().float().cpu()
 
 
 def attention_page(maps: TextMaps, model_name: str) -> str:
-    """Return an HTML page that shows attention maps.
+    """Render attention maps as an HTML page.
 
     Args:
         maps: The result of `attention_maps`.
@@ -299,7 +303,7 @@ def attention_page(maps: TextMaps, model_name: str) -> str:
             "stages": [_encode_stage(stage) for stage in attention.stages],
             "projections": [
                 vars(projection) | {"matrix": projection.matrix.round(decimals=4).tolist()}
-                for projection in _with_changes(attention.projections)
+                for projection in _add_difference_matrices(attention.projections)
             ],
         }
         for attention in maps.attentions
@@ -316,7 +320,7 @@ def attention_page(maps: TextMaps, model_name: str) -> str:
 
 
 def _encode_stage(stage: Stage) -> dict[str, Any]:
-    """Return the JSON values of a stage, with its maps as 16-bit numbers in base64."""
+    """Return a stage as JSON values, with its maps as base64-encoded 16-bit numbers."""
     is_logits, known = stage.name.startswith("logits"), stage.maps[~stage.maps.isnan()]
     lowest, highest, strongest = float(known.min()), float(known.max()), float(known.abs().max())
     # Each value becomes a 16-bit number: 0 for NaN, and 1 to 65535 for the range from the lowest to the highest value.
@@ -328,7 +332,7 @@ def _encode_stage(stage: Stage) -> dict[str, Any]:
         "kv": stage.kv_heads,
         "isLogits": is_logits,
         "signed": is_logits or lowest < -0.02 * strongest,  # a color scale for both signs
-        # The value of the strongest color. Larger logits get the same color.
+        # The value with the strongest color. Larger logits are shown in the same color.
         "limit": max(1e-6, float(known.abs().quantile(0.99)) if is_logits and len(known) < 2**24 else strongest),
         "heads": len(stage.maps),
         "lowest": lowest,
@@ -337,10 +341,10 @@ def _encode_stage(stage: Stage) -> dict[str, Any]:
     }
 
 
-def _with_changes(projections: tuple[HeadProjection, ...]) -> Iterator[HeadProjection]:
-    """Yield the projections, and after each one that is near the identity its difference from it, times 100.
+def _add_difference_matrices(projections: tuple[HeadProjection, ...]) -> Iterator[HeadProjection]:
+    """Yield the projections, each followed by 100 times its difference from the identity if it is close to it.
 
-    Training starts at the identity, so the difference shows what was learned.
+    The difference shows what was learned because training starts from the identity.
     """
     for projection in projections:
         yield projection

@@ -1,9 +1,9 @@
-"""Costs of a checkpoint and of the variants that it can become, computed from its `config.json`.
+"""Computes the costs of a checkpoint and its possible variants from its `config.json`.
 
-The variants have each possible number of key/value heads, latents of a few ranks, or talking heads. Neither weights
-nor other files of the checkpoint are read. Parameters, FLOPs and cache sizes are counted on a model, which may be on
-the meta device. A multiplication with an addition counts as two FLOPs. Only matrix products are counted: softmax,
-norms and biases are not.
+The variants have each possible number of key/value heads, latents of a few ranks, or talking heads. Neither the
+weights nor other files in the checkpoint are read. Parameters, FLOPs and cache sizes are counted for a model that may
+be on the meta device. A multiplication and an addition count as two FLOPs. Only matrix products are counted, without
+softmax, norms and biases.
 """
 
 import re
@@ -18,8 +18,8 @@ from torch import nn
 from transformers.utils import cached_file
 
 from ..conversion.attention_tensors import rank_relation, relation
-from ..conversion.checkpoint.source import check_whole_model, local_folder, read_config
-from ..conversion.layer_choice import cache_bytes_per_token, cached_numbers
+from ..conversion.checkpoint.source import check_complete_model, find_local_folder, read_config
+from ..conversion.layer_choice import cache_bytes_per_token, num_cached_values
 from ..errors import as_value_error
 from ..files import CONFIG_NAME
 from ..modeling.attention.attention_sites import AttentionSite
@@ -44,7 +44,7 @@ from ..modeling.mechanisms.talking_heads import (
 )
 from ..modeling.ops.variant_attention import VariantAttention
 from ..registration import variant_config_class, variant_model_class
-from .tables import places_of_stacks, talking_parts
+from .tables import describe_talking_projections, select_place_prefixes
 
 if TYPE_CHECKING:
     from ..modeling.attention.variant_mixins import AttnVariantModelMixin
@@ -60,11 +60,11 @@ class CacheSizes(NamedTuple):
 
 
 def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: str | None = None) -> dict[str, Any]:
-    """Return the `config.json` of a checkpoint. Nothing else is downloaded from the Hub.
+    """Read a checkpoint's `config.json`. No other file is downloaded from the Hub.
 
     Args:
         checkpoint: A folder or a Hub id.
-        revision: A branch, tag or commit of the Hub repository.
+        revision: A branch, tag or commit in the Hub repository.
         token: The access token for the Hub.
 
     Returns:
@@ -74,7 +74,7 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
         OSError: If the checkpoint has no `config.json`.
         ValueError: If the file is not a Transformers configuration, or `revision` is given for a folder.
     """
-    folder = local_folder(checkpoint)
+    folder = find_local_folder(checkpoint)
     if folder is None:
         try:
             file: Any = cached_file(checkpoint, CONFIG_NAME, revision=revision, token=token)
@@ -82,30 +82,30 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
         except OSError as error:
             raise OSError(f"There is no folder {checkpoint!r}, and it cannot be read as a Hub id: {error}") from error
     elif revision is not None:
-        raise ValueError(f"`revision` is supported only for Hub ids, but {checkpoint!r} is a folder. Omit it.")
-    check_whole_model(folder, allow_pickle=True)
+        raise ValueError(f"`revision` is only supported for Hub ids, but {checkpoint!r} is a folder. Remove it.")
+    check_complete_model(folder, allow_pickle=True)
     return read_config(folder)
 
 
-WRONG_CONFIGURATION = "The configuration is wrong"
+WRONG_CONFIGURATION = "The configuration is invalid"
 
 
 @dataclass(frozen=True)
 class VariantCost:
-    """The costs of one variant, which is one row of a `CostTable`.
+    """The costs of one variant, which form one row in a `CostTable`.
 
     Args:
         name: The name of the variant, for example "GQA-4".
-        fields: The configuration fields that make the variant.
+        fields: The configuration fields that define the variant.
         current: Whether the variant is the unchanged checkpoint.
         convertible: Whether the checkpoint can be converted to the variant.
         parameters: The number of parameters. Tied parameters count once.
-        attention_parameters: The number of parameters of the attention modules.
-        flops_per_token: The result of `flops_per_token`. For a decoder, the token is the next one of a generation.
+        attention_parameters: The number of parameters in the attention modules.
+        flops_per_token: The result of `flops_per_token`. For a decoder, the token is the next generated token.
         kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token`.
-        kv_cache_bytes: The bytes of the cache of the whole batch, or None if the model has no cache.
+        kv_cache_bytes: The cache size in bytes for the whole batch, or None if the model has no cache.
         largest_batch: The number of sequences whose caches fit into `memory` together with the weights. None if
-            the model has no cache or no memory was given.
+            the model has no cache or `memory` is not set.
     """
 
     name: str
@@ -122,7 +122,7 @@ class VariantCost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """The costs of a checkpoint and its variants, with the sizes that they hold for.
+    """The costs of a checkpoint and its variants, with the sizes for which they were computed.
 
     Args:
         checkpoint: The name of the checkpoint.
@@ -135,9 +135,9 @@ class CostTable:
         rows: The variants.
         num_beams: The number of beams per sequence.
         memory: The bytes available for weights and cache, or None if they are not limited.
-        upstream_kv_cache_bytes: The bytes of the cache with the Transformers class, which repeats the encoder keys and
-            values for each beam. None if the cache is not larger there.
-        upstream_largest_batch: The `largest_batch` of the Transformers class.
+        upstream_kv_cache_bytes: The cache size in bytes with the Transformers class, which repeats the encoder keys
+            and values for each beam. None if this cache is not larger.
+        upstream_largest_batch: The `largest_batch` for the Transformers class.
     """
 
     checkpoint: str
@@ -154,20 +154,20 @@ class CostTable:
 
     @property
     def current(self) -> VariantCost:
-        """The row of the unchanged checkpoint."""
+        """The row for the unchanged checkpoint."""
         return next(row for row in self.rows if row.current)
 
     @property
     def current_kv_cache_bytes(self) -> int | None:
-        """The bytes of the cache of the checkpoint in its current class, which may be a Transformers class."""
+        """The cache size of the checkpoint in bytes with its current class, which may be a Transformers class."""
         return self.upstream_kv_cache_bytes or self.current.kv_cache_bytes
 
     def weight_bytes(self, row: VariantCost) -> int:
-        """Return the bytes of the parameters of a row."""
-        return row.parameters * itemsize_of(self.dtype)
+        """Return the size of a variant's parameters in bytes."""
+        return row.parameters * bytes_per_element(self.dtype)
 
     def savings(self, row: VariantCost) -> dict[str, int | None]:
-        """Return what a row saves compared with the unchanged checkpoint. A negative number is an additional cost."""
+        """Return a variant's savings over the unchanged checkpoint. Negative numbers are additional costs."""
         current, caches = self.current, (self.current_kv_cache_bytes, row.kv_cache_bytes)
         cache = None if caches[0] is None or caches[1] is None else caches[0] - caches[1]
         saved = {"weight_bytes": self.weight_bytes(current) - self.weight_bytes(row), "kv_cache_bytes": cache}
@@ -177,7 +177,7 @@ class CostTable:
         return saved | flops
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table as JSON values, with the `savings` of each row."""
+        """Return the table as JSON values, including the `savings` of each row."""
         values = asdict(self)
         values["rows"] = [asdict(row) | {"savings": self.savings(row)} for row in self.rows]
         return values
@@ -188,15 +188,17 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
 
     Args:
         config: The content of the `config.json`.
-        **fields: Fields that override those of the file.
+        **fields: Fields that override those in the file.
 
     Raises:
-        ValueError: If the architecture is not supported, a value is wrong, or a Transformers checkpoint has layers of
-            different sizes (`per_layer_config`).
+        ValueError: If the architecture is not supported, a value is invalid, or a Transformers checkpoint has layers
+            of different sizes (`per_layer_config`).
     """
     config_class = variant_config_class(config.get("model_type", ""))
     if config.get("per_layer_config") and config["model_type"] != config_class.model_type:
-        raise ValueError("`per_layer_config` (unequal layers) is supported only for checkpoints of this package.")
+        raise ValueError(
+            "`per_layer_config` (layers of different sizes) is only supported for checkpoints from this package."
+        )
     with as_value_error(WRONG_CONFIGURATION):
         return config_class.from_upstream(dict(config), **fields)
 
@@ -207,10 +209,10 @@ def values_by_layer(config: Any, field: str) -> list[Any]:
 
 
 def variant_name(config: Any, field: str = HeadSharing.field) -> str:
-    """Return the name of the attention of a variant configuration.
+    """Return the name of the attention variant in a configuration.
 
     Examples are "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads" and "MHA + cross latent 128 + latent 64".
-    The addition "(exact)" means that the latents are cached encoder outputs, which do not change the output.
+    The suffix "(exact)" means that the latents are cached encoder outputs, which do not change the output.
 
     Args:
         config: The variant configuration.
@@ -220,18 +222,18 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     sharing = get_head_sharing(counts, config.query_heads(field))
     number = str(max(counts)) if len(counts) == 1 else f"{min(counts)}..{max(counts)} by layer"
     parts = [f"{sharing.label}-{number}" if sharing is GroupedQuery else sharing.label]
-    for name in _rank_fields(config, field):
+    for name in _list_rank_fields(config, field):
         ranks = values_by_layer(config, name)
         if known := {rank for rank in ranks if rank is not None}:
             text = "..".join(map(str, sorted({min(known), max(known)})))
             text += " (exact)" if known == {config.hidden_size} else ""
-            parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{_in_layers(ranks)}")
+            parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{_describe_layers(ranks)}")
     if config.value_head_dim is not None:
         parts.append(f"values of {config.value_head_dim}")
-    parts += score_parts(config, (field,))
+    parts += describe_scores(config, (field,))
     parts += [
         "talking heads" + ("" if kind == BOTH else f" ({kind})") + where
-        for kind, where in talking_parts(config, (field,))
+        for kind, where in describe_talking_projections(config, (field,))
     ]
     prefix = "encoder_" if field.startswith("encoder_") else ""
     pattern = getattr(config, f"{prefix}attention_pattern")
@@ -243,32 +245,32 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     for place in [prefix] if prefix else ["", "cross_"]:
         if (kernel := getattr(config, f"{place}attention_kernel", None)) is not None:
             window = f" {getattr(config, f'{place}attention_window')}" if get_kernel_class(kernel).needs_window else ""
-            layers = _in_layers(values_by_layer(config, f"{place}attention_kernel"))
+            layers = _describe_layers(values_by_layer(config, f"{place}attention_kernel"))
             parts.append(f"{'cross ' if place == 'cross_' else ''}{kernel}{window}{layers}")
     return " + ".join(parts)
 
 
-def score_parts(config: Any, fields: Sequence[str]) -> list[str]:
-    """Return descriptions of the scores that are not dot products, for example "additive scores in cross-attention".
+def describe_scores(config: Any, fields: Sequence[str]) -> list[str]:
+    """Return descriptions of scores other than dot products, such as "additive scores in cross-attention".
 
-    The place is omitted if it is every place of the encoder or decoder.
+    The place is omitted if the scores are used in all places of the encoder or decoder.
 
     Args:
         config: A variant configuration.
         fields: The key/value head fields of the encoder or decoder to describe.
     """
-    names = {prefix: score_name(config, prefix) for prefix in places_of_stacks(config, fields)}
+    names = {prefix: score_name(config, prefix) for prefix in select_place_prefixes(config, fields)}
     if len({*names.values()}) == 1:
         return [f"{score} scores" for score in {*names.values()} - {None}]
     return [f"{score} scores in {PLACES[prefix].here}" for prefix, score in names.items() if score is not None]
 
 
-def _in_layers(values: list[LayerValue]) -> str:
+def _describe_layers(values: list[LayerValue]) -> str:
     """Return " in <n> of <m> layers" if some layers have no value, and "" otherwise."""
     return f" in {len(values) - values.count(None)} of {len(values)} layers" if None in values else ""
 
 
-def _rank_fields(config: Any, field: str) -> list[str]:
+def _list_rank_fields(config: Any, field: str) -> list[str]:
     """Return the rank fields of the encoder or decoder of a key/value head field, with cross-attention first."""
     names = [name for name in config.rank_fields() if name.startswith("encoder_") == field.startswith("encoder_")]
     return sorted(names, key=lambda name: not name.startswith("cross_"))
@@ -284,21 +286,21 @@ def cost_table(
     num_beams: int = 1,
     memory: int | None = None,
 ) -> CostTable:
-    """Compute the costs of a checkpoint and of each variant that it can become, without reading weights.
+    """Compute the costs of a checkpoint and its possible variants without reading weights.
 
     Args:
-        config: The `config.json` of the checkpoint.
+        config: The checkpoint's `config.json`.
         checkpoint: The name of the checkpoint, for the table.
         batch_size: The number of sequences per batch.
         length: The number of tokens attended to (see `CostTable`).
-        source_length: The number of tokens that the encoder reads. By default, it is `length`, or the number of
-            positions of an audio encoder.
-        dtype: The dtype of weights and cache. By default, it is that of the configuration, or float32.
-        num_beams: The number of beams per sequence. The beams of a sequence share the encoder keys and values.
-        memory: The bytes available for weights and cache. Activations are not counted.
+        source_length: The number of tokens that the encoder reads. Defaults to `length`, or to the number of positions
+            in an audio encoder.
+        dtype: The dtype of weights and cache. Defaults to the dtype in the configuration, or float32.
+        num_beams: The number of beams per sequence. All beams of a sequence share the encoder keys and values.
+        memory: The number of bytes available for weights and cache. Activations are not counted.
 
     Raises:
-        ValueError: If the configuration is wrong or not supported, a size is below 1, or beams or memory are given for
+        ValueError: If the configuration is invalid or not supported, a size is below 1, or beams or memory are set for
             a model without a cache.
 
     Example:
@@ -311,13 +313,13 @@ def cost_table(
     dtype = dtype or str(current.dtype or "float32").removeprefix("torch.")
     model_class = variant_model_class((config.get("architectures") or [current.auto_classes["AutoModel"]])[0])
     field = kv_heads_field(model_class, current)
-    sizes = CacheSizes(itemsize_of(dtype), length, source_length, num_beams)
+    sizes = CacheSizes(bytes_per_element(dtype), length, source_length, num_beams)
     rows, upstream_bytes = [], None
-    for fields in variant_rows(current, field, kv_head_counts(current, field)):
+    for fields in iterate_variants(current, field, kv_head_counts(current, field)):
         variant = variant_config(config, **fields)
         with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
             model = untie_head(model_class(variant), config)
-        is_current = _variant_values(variant) == _variant_values(current)
+        is_current = _get_variant_values(variant) == _get_variant_values(current)
         description = (variant_name(variant, field), fields, is_current, _is_convertible(current, variant))
         rows.append(VariantCost(*description, **_count_costs(model, sizes, batch_size, memory)))
         if is_current and config["model_type"] != type(current).model_type:
@@ -326,7 +328,7 @@ def cost_table(
     table = CostTable(checkpoint, architecture, batch_size, length, source_length, dtype, rows, num_beams, memory)
     if table.current.kv_cache_bytes is None and (num_beams > 1 or memory is not None):
         argument = "memory" if num_beams == 1 else "num_beams"
-        raise ValueError(f"`{argument}` requires a key/value cache, which {architecture} does not have. Omit it.")
+        raise ValueError(f"`{argument}` is not supported for {architecture}, which has no key/value cache. Remove it.")
     if upstream_bytes is None or batch_size * upstream_bytes == table.current.kv_cache_bytes:
         return table
     largest = largest_batch(memory, sizes.itemsize * table.current.parameters, upstream_bytes)
@@ -354,7 +356,7 @@ def source_window(config: Any) -> int | None:
     return getattr(config, "max_source_positions", None)
 
 
-def variant_rows(
+def iterate_variants(
     current: Any, field: str, counts: Iterable[int], talking_heads: bool = True, latents: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of each variant, with multi-head attention first.
@@ -368,18 +370,20 @@ def variant_rows(
         counts: The numbers of key/value heads.
         talking_heads, latents: Whether to include these variants.
     """
-    ranks = _rank_fields(current, field)
+    ranks = _list_rank_fields(current, field)
     if has_latents(current, field):
         yield {field: current.query_heads(field)} | dict.fromkeys(ranks)
     yield from ({field: count} for count in counts)
     if field in (current.per_layer_values or {}):
         yield {"per_layer_values": current.per_layer_values}
-    if has_kernel(current) or _has_fixed_form(current):  # not compatible with kernels, or not convertible
+    if has_kernel(current) or _has_unconvertible_attention(
+        current
+    ):  # variants are not compatible with kernels, or conversion is not possible
         return
     # Dynamic terms that read the encoder outputs would be computed from the latents.
     keeps_cross_cache = supports_cache(get_dynamic_terms(current, "cross_"))
     if latents and supports_decoder_cache(current) and keeps_cross_cache and not has_latents(current, field):
-        yield from latent_rows(current, ranks)
+        yield from iterate_latent_variants(current, ranks)
     # Talking heads need the same number of heads in encoder and decoder.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
     if talking_heads and not has_talking_heads(current) and is_even:
@@ -387,12 +391,12 @@ def variant_rows(
 
 
 def has_latents(config: Any, field: str | None = None) -> bool:
-    """Return whether a configuration has latents in the encoder or decoder of `field` (None: in either of them)."""
-    names = config.rank_fields() if field is None else _rank_fields(config, field)
+    """Return whether a configuration has latents in the encoder or decoder of `field`, or in either if it is None."""
+    names = config.rank_fields() if field is None else _list_rank_fields(config, field)
     return any(getattr(config, name) is not None for name in names)
 
 
-def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
+def iterate_latent_variants(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the fields of a few latent variants.
 
     With cross-attention, these are cached encoder outputs, a latent of a quarter of the width, and this latent
@@ -409,7 +413,7 @@ def latent_rows(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
         yield from ({name: quarter} for name in ranks)
 
 
-def used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tuple[str, ...]:
+def list_used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tuple[str, ...]:
     """Return the key/value head fields and rank fields that the attention modules of a model class use."""
     with as_value_error(WRONG_CONFIGURATION), torch.device("meta"):
         sites = [site for site, _, _ in model_class(config).named_attentions()]
@@ -418,33 +422,33 @@ def used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) -> tupl
 
 
 def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
-    """Return the key/value head field to vary: that of the decoder, or of the encoder if there is no decoder."""
-    return next(iter(used_fields(model_class, config)), HeadSharing.field)
+    """Return the key/value head field to vary, which is the decoder's, or the encoder's if there is no decoder."""
+    return next(iter(list_used_fields(model_class, config)), HeadSharing.field)
 
 
 def kv_head_counts(config: Any, field: str) -> list[int]:
     """Return the possible numbers of key/value heads, in descending order.
 
-    They are the divisors of the number of query heads. Numbers below it must also divide the number of value heads.
+    These are the divisors of the number of query heads. Smaller numbers must also divide the number of value heads.
     """
     heads = config.query_heads(field)
     value_heads = {
         config.get_talking_heads(prefix, layer).output
-        for prefix in places_of_stacks(config, (field,))
+        for prefix in select_place_prefixes(config, (field,))
         for layer in range(config.layer_count(prefix + KIND))
     }
     divisors = (k for k in range(heads, 0, -1) if heads % k == 0)
     return [k for k in divisors if k == heads or not any(count % k for count in value_heads)]
 
 
-def _variant_values(config: Any) -> dict[str, Any]:
-    """Return the values of the variant fields of a configuration."""
+def _get_variant_values(config: Any) -> dict[str, Any]:
+    """Return the values of a configuration's variant fields."""
     return {name: getattr(config, name) for name in config.variant_fields()}
 
 
 def _is_convertible(source: Any, target: Any) -> bool:
-    """Return whether a model of one configuration can be converted to another configuration."""
-    if _variant_values(source) != _variant_values(target) and _has_fixed_form(source):
+    """Return whether a model with one configuration can be converted to another configuration."""
+    if _get_variant_values(source) != _get_variant_values(target) and _has_unconvertible_attention(source):
         return False
     width = source.hidden_size
     try:
@@ -461,8 +465,8 @@ def _is_convertible(source: Any, target: Any) -> bool:
     return True
 
 
-def _has_fixed_form(config: Any) -> bool:
-    """Return whether a configuration cannot be converted, because its attention has parameters of another form."""
+def _has_unconvertible_attention(config: Any) -> bool:
+    """Return whether a configuration's attention has parameters that cannot be converted."""
     values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
     by_head = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
     by_head += [name for name in PATTERNS if get_pattern_class(name).learned]
@@ -471,21 +475,21 @@ def _has_fixed_form(config: Any) -> bool:
 
 
 def score_name(config: Any, prefix: str) -> str | None:
-    """Return the name of the score function of a place, or None for the dot product."""
+    """Return the name of the score function used in a place, or None for the dot product."""
     requested = AdditiveScore.requested_in(config, prefix)
     return None if requested is None else requested[1]
 
 
 def has_scores(config: Any) -> bool:
-    """Return whether any attention of a configuration has scores other than the dot product."""
+    """Return whether a configuration uses scores other than the dot product anywhere."""
     field = AdditiveScore.field
     prefixes = [prefix for prefix in get_field_row(field)[1].prefixes if hasattr(config, prefix + field)]
     return any(score_name(config, prefix) is not None for prefix in prefixes)
 
 
-# The least number of bytes per number of a kernel's state, because sums are float32 in half precision too.
+# The minimum number of bytes per value in a kernel's state, because sums are float32 even in half precision.
 STATE_ITEMSIZE = 4
-# The names of linear layers that run once per sequence, whatever its length.
+# The names of linear layers that run once per sequence, regardless of its length.
 ONCE_PER_SEQUENCE = re.compile(
     r"(.*\.)?pooler(\..*)?|cls\.seq_relationship|sop_classifier\..*|classification_head\..*|pre_classifier|"
     r"sequence_summary\..*"
@@ -518,8 +522,8 @@ def untie_head(model: AttnVariantModelMixin, config: Mapping[str, Any]) -> AttnV
     return model
 
 
-def itemsize_of(dtype: str) -> int:
-    """Return the bytes per number of a floating-point dtype.
+def bytes_per_element(dtype: str) -> int:
+    """Return the number of bytes per element for a floating-point dtype.
 
     Args:
         dtype: The name of the dtype, for example "float32".
@@ -534,11 +538,11 @@ def itemsize_of(dtype: str) -> int:
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
-    """Return the `cache_bytes_per_token` of a variant model, with `itemsize` bytes per number."""
+    """Return the `cache_bytes_per_token` of a variant model, with `itemsize` bytes per value."""
     sizes = []
     for site, path, module in model.named_attentions():
-        numbers = cached_numbers(site.get_heads(model.config, path), model.config.hidden_size)
-        sizes.append((site, 0 if _keeps_state(module, site) else itemsize * numbers))
+        numbers = num_cached_values(site.get_heads(model.config, path), model.config.hidden_size)
+        sizes.append((site, 0 if _caches_kernel_state(module, site) else itemsize * numbers))
     return cache_bytes_per_token(model.config, sizes)
 
 
@@ -550,13 +554,14 @@ def kv_cache_bytes(
     num_beams: int = 1,
     repeats_source: bool = False,
 ) -> int | None:
-    """Return the bytes of the whole cache of a sequence, or None if the model has no cache.
+    """Return the total cache size of a sequence in bytes, or None if the model has no cache.
 
-    The cache of a window holds at most the window. The cache of a kernel holds its state too.
+    With a window, the cache contains at most as many tokens as the window. With a kernel, it also contains the
+    kernel's state.
 
     Args:
         model: A variant model.
-        itemsize: The number of bytes per number.
+        itemsize: The number of bytes per value.
         length: The number of tokens that the decoder has read or generated.
         source_length: The number of tokens that the encoder has read.
         num_beams: The number of beams. Each beam has its own generated tokens, and all beams share the source.
@@ -567,10 +572,10 @@ def kv_cache_bytes(
     )
     sizes = []
     for site, path, module in model.named_attentions():
-        core, heads = _core(module, site), site.get_heads(model.config, path)
+        core, heads = _get_core_module(module, site), site.get_heads(model.config, path)
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
-        size = itemsize * tokens * cached_numbers(heads, model.config.hidden_size)
+        size = itemsize * tokens * num_cached_values(heads, model.config.hidden_size)
         if core.kernel is not None:  # cross-attention caches the keys and values of the state too
             state = max(itemsize, STATE_ITEMSIZE) * core.kernel.num_state_values(heads)
             size = state + (0 if core.kernel.is_causal else size)
@@ -580,47 +585,47 @@ def kv_cache_bytes(
 
 
 def largest_batch(memory: int | None, weights: int, cache: int | None) -> int | None:
-    """Return how many caches fit into the memory together with the weights, or 0 if the weights do not fit.
+    """Return the number of caches that fit into memory together with the weights, or 0 if the weights do not fit.
 
     Args:
-        memory: The available bytes, or None.
-        weights: The bytes of the weights.
-        cache: The bytes of the cache of one sequence, or None.
+        memory: The available number of bytes, or None if it is not limited.
+        weights: The size of the weights in bytes.
+        cache: The cache size of one sequence in bytes, or None if the model has no cache.
     """
     return None if memory is None or not cache else max(0, (memory - weights) // cache)
 
 
-def _core(module: Any, site: AttentionSite) -> VariantAttention:
-    """Return the submodule of an attention module that calls the attention function."""
+def _get_core_module(module: Any, site: AttentionSite) -> VariantAttention:
+    """Return the submodule that calls the attention function."""
     return module.get_submodule(site.core)
 
 
-def _keeps_state(module: nn.Module, site: AttentionSite) -> bool:
-    """Return whether the cache holds the state of a causal kernel instead of keys and values."""
-    kernel = _core(module, site).kernel
+def _caches_kernel_state(module: nn.Module, site: AttentionSite) -> bool:
+    """Return whether the cache contains a causal kernel's state instead of keys and values."""
+    kernel = _get_core_module(module, site).kernel
     return kernel is not None and kernel.is_causal
 
 
 def flops_per_token(
     model: AttnVariantModelMixin, length: int, source_length: int, decodes: bool = False, batch_size: int = 1
 ) -> dict[str, int]:
-    """Return the floating-point operations per token of the forward pass.
+    """Return the number of floating-point operations per token in a forward pass.
 
-    With latents, the operations depend on how many tokens a call reads. A call on a whole text computes the keys and
-    values of each latent once (expanded form). A call on a single token may use multi-query attention on the latents
-    instead (absorbed form) if that is cheaper.
+    With latents, this number depends on how many tokens are processed at once. For a whole text, the keys and values
+    are computed once from each latent (expanded form). For a single token, multi-query attention on the latents
+    (absorbed form) is used if it is cheaper.
 
     Args:
         model: A variant model.
         length: The number of tokens that a token attends to in an encoder-only model or in a decoder.
         source_length: The same number for the encoder of an encoder-decoder and for cross-attention.
-        decodes: Whether a token of the decoder is the next one of a generation. Latents are then counted in the form
-            that the model uses (`latent_attention.absorbs`, `is_short`), and otherwise in the expanded form.
-        batch_size: The number of sequences per batch, which the form of short latents depends on (`is_short`).
+        decodes: Whether the decoder generates one token at a time. If so, latents are counted in the form that the
+            model uses (`latent_attention.absorbs`, `is_short`), and otherwise in the expanded form.
+        batch_size: The number of sequences per batch, which determines the form used for short latents (`is_short`).
 
     Returns:
-        {"encoder": ..., "decoder": ...} for the parts that the model has. The encoder includes the keys, values and
-        latents of cross-attention. Heads that run once per sequence are not counted.
+        {"encoder": ..., "decoder": ...}, limited to the parts that the model has. The encoder includes the keys,
+        values and latents for cross-attention. Heads that run once per sequence are not counted.
     """
     config = model.config
     flops: Counter[str] = Counter()
@@ -642,7 +647,7 @@ def flops_per_token(
         latent = linears.pop(site.get_latent_path(path), None)  # layers may share a latent, which counts once
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
-        core = _core(module, site)
+        core = _get_core_module(module, site)
         attended = attended if core.key_range is None else core.key_range.num_attended_keys(attended)
         if core.compression is not None:
             attended = core.compression.num_attended_keys(attended)
@@ -670,7 +675,8 @@ def flops_per_token(
 def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Linear], attended: int) -> tuple[int, int]:
     """Return the FLOPs per key token and per query token.
 
-    A key token costs its key and value projections. A query token costs its scores and weighted sums.
+    The key token count includes the key and value projections. The query token count includes the scores and weighted
+    sums.
 
     Args:
         core: The attention.
@@ -685,7 +691,7 @@ def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Line
 
 
 def attention_projection_flops(model: AttnVariantModelMixin) -> int:
-    """Return the floating-point operations per token of the linear layers of all attention modules.
+    """Return the floating-point operations per token in the linear layers of all attention modules.
 
     Operations that depend on the sequence length are not counted. With latents, the keys and values of each token are
     counted once (expanded form).
@@ -699,26 +705,28 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
     flops: dict[int, int] = {}
     for site, path, module in model.named_attentions():
         runs = model.count_module_runs(model.config, path)
-        flops |= {id(linear): 2 * runs * linear.weight.numel() for linear in _linear_layers(model, site, path, module)}
+        flops |= {
+            id(linear): 2 * runs * linear.weight.numel() for linear in _list_linear_layers(model, site, path, module)
+        }
     return sum(flops.values())
 
 
 def attention_parameters(model: AttnVariantModelMixin) -> int:
-    """Return the number of parameters of all attention modules.
+    """Return the number of parameters in all attention modules.
 
-    These are the linear layers, the latent projections (shared ones count once) and the talking-heads projections.
+    Linear layers, latent projections (shared ones are counted once) and talking-heads projections are included.
     """
     sizes: dict[int, int] = {}
     for site, path, module in model.named_attentions():
-        linears = _linear_layers(model, site, path, module)
+        linears = _list_linear_layers(model, site, path, module)
         parameters = [parameter for linear in linears for parameter in linear.parameters()]
         parameters += module.get_submodule(site.core).parameters(recurse=False)
         sizes |= {id(parameter): parameter.numel() for parameter in parameters}
     return sum(sizes.values())
 
 
-def _linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
-    """Return the linear layers of an attention module, with its latent projection."""
+def _list_linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str, module: nn.Module) -> list[Any]:
+    """Return the linear layers of an attention module, including its latent projection."""
     parent, _, name = site.get_latent_path(path).rpartition(".")
     latent = getattr(model.base_model.get_submodule(parent), name, None) if name else None
     linears = [module.get_submodule(name) for name in site.projections.values()]
@@ -726,7 +734,7 @@ def _linear_layers(model: AttnVariantModelMixin, site: AttentionSite, path: str,
 
 
 def runs_once_per_sequence(model: nn.Module, name: str) -> bool:
-    """Return whether the linear layer of this name runs once per sequence instead of once per token."""
+    """Return whether the linear layer with this name runs once per sequence instead of once per token."""
     if name.split(".")[0] == "classifier":
         return not type(model).__name__.endswith("ForTokenClassification")
     return ONCE_PER_SEQUENCE.fullmatch(name) is not None

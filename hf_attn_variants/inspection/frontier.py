@@ -1,11 +1,11 @@
-"""The frontier of a checkpoint: the cache size, the speed and the loss of its variants.
+"""Measures the frontier of a checkpoint: the cache size, speed and loss of its variants.
 
 `measure_frontier` converts the checkpoint in memory to each variant: fewer key/value heads, latents, or combinations
 of latents. No model is written.
 
-A calibrated conversion computes each attention only from the same attention of the base model (attentions that share
-a latent are one unit). Therefore `ConvertedAttentions` stores the attentions of each conversion, and combines those of
-several conversions into the model that a single conversion would make.
+A calibrated conversion computes each attention module only from the corresponding module in the base model (modules
+that share a latent are one unit). `ConvertedAttentions` therefore stores the modules from each conversion, and
+combines modules from several conversions into the model that a single conversion would produce.
 
 `SavedFrontier` writes the rows to a file as they are measured, so that an interrupted call can be resumed.
 """
@@ -29,13 +29,13 @@ import torch
 from ..conversion.calibration.batches import add_text_lengths
 from ..conversion.calibration.calibrate import calibrate
 from ..conversion.calibration.methods import Calibrated
-from ..conversion.calibration.source_outputs import load_processor, source_in_memory
+from ..conversion.calibration.source_outputs import load_processor, source_loader_for_model
 from ..conversion.calibration_settings import Calibration
-from ..conversion.checkpoint.models import ModelReader, assemble, reading_checkpoint
+from ..conversion.checkpoint.models import ModelReader, assemble_model, convert_loading_errors
 from ..conversion.checkpoint.source import read_config, resolve_source
-from ..conversion.checkpoint.tensor_files import require_finite
-from ..conversion.plan import explain_not_fittable, make_plan, seeded_generator
-from ..conversion.writing import converted_tensors
+from ..conversion.checkpoint.tensor_files import check_finite
+from ..conversion.plan import explain_not_fittable, make_plan, make_seeded_generator
+from ..conversion.writing import compute_converted_tensors
 from ..errors import as_value_error
 from ..files import atomic_write, check_output_dir, load_json, make_folders
 from ..modeling.attention.attention_sites import AttentionSite
@@ -52,8 +52,8 @@ from .costs import (
     variant_config,
     variant_name,
 )
-from .held_out import MEASURES, held_out_text
-from .speed import decoding_or_pass, run_times
+from .held_out import MEASURES, make_held_out_text
+from .speed import make_timed_function, time_run
 
 __all__ = [
     "ConvertedAttentions",
@@ -65,21 +65,21 @@ __all__ = [
     "load_source",
     "measure_frontier",
     "requested_options",
-    "split_text",
-    "variants_to_try",
+    "select_held_out_examples",
+    "select_variants",
 ]
 
 Fields = dict[str, Any]
-# The largest number of key/value head counts that are tried by default.
+# The maximum number of key/value head counts to try by default.
 MAX_COUNTS = 4
 
 
 def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
-    """Return the fields of the variants to try by default.
+    """Return the configuration fields of the variants to try by default.
 
-    For an encoder-decoder, they are latents of the cross-attention, starting with cached encoder outputs, combined
-    with latents of the self-attention of the decoder. For other models, they are latents of the self-attention.
-    Variants with fewer key/value heads follow.
+    For an encoder-decoder, these are cross-attention latents, starting with cached encoder outputs, combined with
+    latents in the decoder's self-attention. For other models, these are self-attention latents. Variants with fewer
+    key/value heads follow.
 
     Args:
         config: The variant configuration of the base model.
@@ -87,8 +87,8 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
         decodes: Whether the attention of these heads has a cache.
     """
     width, current_counts = config.hidden_size, values_by_layer(config, field) or [config.query_heads(field)]
-    multi_query = 2 * config.attention_head_dim()  # numbers per token and layer
-    # A conversion merges whole groups of heads, in each layer.
+    multi_query = 2 * config.attention_head_dim()  # values per token and layer
+    # In each layer, a conversion merges whole groups of heads.
     counts = [count for count in kv_head_counts(config, field) if count < max(current_counts)]
     counts = [count for count in counts if all(old % count == 0 or count % old == 0 for old in current_counts)]
 
@@ -97,7 +97,7 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
 
     options: list[Fields] = []
     if has_latents(config, field):
-        pass  # the original projections are lost, so that smaller latents are tried only on request
+        pass  # the original projections are lost, so smaller latents are only tried on request
     elif "cross_kv_lora_rank" in config.rank_fields() and decodes:
         cross_ranks = [width, width // 2, 3 * width // 8, width // 4]
         self_ranks = [None, 2 * multi_query, multi_query, multi_query // 2]
@@ -105,17 +105,17 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
         options += [{"cross_kv_lora_rank": cross_ranks[i], "kv_lora_rank": self_ranks[j]} for i, j in pairs]
     else:
         name = "encoder_kv_lora_rank" if field.startswith("encoder_") else "kv_lora_rank"
-        # A latent of the full width makes an encoder only slower.
+        # A latent of the full width would only make an encoder slower.
         full_rank = [width] if decodes else []
         options += [{name: rank} for rank in (*full_rank, width // 2, 3 * width // 8, width // 4, width // 8)]
-    options += [{field: count} for count in _spread(counts)]
-    return _distinct(option for option in options if all(fits(value) for value in option.values()))
+    options += [{field: count} for count in _select_spread_counts(counts)]
+    return _remove_duplicates(option for option in options if all(fits(value) for value in option.values()))
 
 
 def requested_options(requested: Mapping[str, Sequence[int] | None]) -> list[Fields]:
-    """Return the fields of the variants with values that a user requests.
+    """Return the configuration fields of the variants with the requested values.
 
-    Numbers of heads are tried separately, and ranks in all combinations.
+    Head counts are tried separately, and ranks in all combinations.
 
     Args:
         requested: {field: values}. None means that the user did not set the field.
@@ -123,18 +123,18 @@ def requested_options(requested: Mapping[str, Sequence[int] | None]) -> list[Fie
     heads = [(name, values) for name, values in requested.items() if "heads" in name and values]
     ranks = {name: values for name, values in requested.items() if "rank" in name and values}
     options = [dict(zip(ranks, values, strict=True)) for values in itertools.product(*ranks.values())] if ranks else []
-    return _distinct([*options, *({name: value} for name, values in heads for value in values)])
+    return _remove_duplicates([*options, *({name: value} for name, values in heads for value in values)])
 
 
-def _spread(counts: Sequence[int]) -> list[int]:
-    """Return at most `MAX_COUNTS` of the counts, with the first and the last one."""
+def _select_spread_counts(counts: Sequence[int]) -> list[int]:
+    """Return at most `MAX_COUNTS` evenly spread counts, including the first and the last one."""
     if len(counts) <= MAX_COUNTS:
         return list(counts)
     step = (len(counts) - 1) / (MAX_COUNTS - 1)
     return [counts[round(i * step)] for i in range(MAX_COUNTS)]
 
 
-def _distinct(options: Iterable[Fields]) -> list[Fields]:
+def _remove_duplicates(options: Iterable[Fields]) -> list[Fields]:
     """Return the distinct options, without values that are None."""
     distinct: list[Fields] = []
     for option in options:
@@ -160,7 +160,7 @@ def load_source(
 
     Raises:
         OSError: If there is no checkpoint, or it has no tokenizer or feature extractor.
-        ValueError: If the architecture is not supported, or only one of model and calibration is for audio.
+        ValueError: If the architecture is not supported, or only one of the model and the calibration is for audio.
     """
     folder = resolve_source(checkpoint, revision, token, allow_pickle=False)
     raw = read_config(folder)
@@ -170,24 +170,24 @@ def load_source(
     if reads_audio is not (calibration.audio is not None):
         kind, option = ("audio", "calibration_audio_dir") if reads_audio else ("text", "calibration_file")
         raise ValueError(f"{os.fspath(checkpoint)} ({model_class.__name__}) reads {kind}. Pass --{option}.")
-    with reading_checkpoint(folder):
+    with convert_loading_errors(folder):
         model = model_class.from_pretrained(folder, config=config, dtype=torch.float32, use_safetensors=True).eval()
     for name, parameter in model.named_parameters():
-        require_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
+        check_finite(parameter, name, os.fspath(checkpoint))  # before anything is measured
     return model, load_processor(folder, calibration)
 
 
-def variants_to_try(
+def select_variants(
     model: AttnVariantModelMixin, requested: Mapping[str, Sequence[int] | None]
 ) -> list[dict[str, Any]]:
-    """Return the fields of the variants that a frontier measures: the requested ones, or the default ones.
+    """Return the configuration fields of the requested variants, or of the default variants if there are none.
 
     Args:
         model: The base model.
         requested: {field: values}. None or an empty sequence means that the user did not set the field.
 
     Raises:
-        ValueError: If the model has no attention for a requested field, or there is no variant to try.
+        ValueError: If a requested field has no effect on the model, or there is no variant to try.
     """
     config = model.config
     sites = [site for site, _, _ in model.named_attentions()]
@@ -195,7 +195,7 @@ def variants_to_try(
     requested = {name: values for name, values in requested.items() if values}
     if unused := sorted(set(requested) - used):
         raise ValueError(
-            f"`{unused[0]}` has no effect on {type(model).__name__}, which has no such attention. Omit it."
+            f"`{unused[0]}` has no effect because {type(model).__name__} has no such attention modules. Remove it."
         )
     if requested:
         return requested_options(requested)
@@ -204,80 +204,82 @@ def variants_to_try(
     if options := default_options(config, field, decodes):
         return options
     raise ValueError(
-        "There is no variant to try, because the checkpoint has a single key/value head or latents. Pass ranks."
+        "There is no variant to try because the checkpoint has a single key/value head or latents. Pass ranks."
     )
 
 
-def split_text(calibration: Calibration, everything: Calibration, size: int, seed: int = 0) -> Calibration:
-    """Return the examples to measure the loss on.
+def select_held_out_examples(
+    calibration: Calibration, everything: Calibration, size: int, seed: int = 0
+) -> Calibration:
+    """Select the examples on which the loss is measured.
 
-    They are examples that are not in the calibration. If there are too few of these, they are the held-out examples of
-    the calibration.
+    These examples are not in the calibration. If there are too few of them, the held-out calibration examples are used
+    instead.
 
     Args:
         calibration: The examples that a conversion reads.
-        everything: All examples of the same text, or another text.
-        size: The largest number of examples.
-        seed: The seed of the calibration, which draws these examples too.
+        everything: All examples from the same source, or examples from another source.
+        size: The maximum number of examples.
+        seed: The calibration seed, which is also used to select these examples.
 
     Raises:
         ValueError: If `size` is less than 2.
     """
     if size < 2:
         raise ValueError(f"`held_out_size` must be at least 2, got {size}.")
-    used, examples = set(_examples(calibration)), list(dict.fromkeys(_examples(everything)))
+    used, examples = set(_pair_with_targets(calibration)), list(dict.fromkeys(_pair_with_targets(everything)))
     rest = [example for example in examples if example not in used]
     if len(rest) >= min(calibration.held_out_count, len(examples)):
         chosen = random.Random(seed).sample(rest, min(size, len(rest)))
     else:
-        # The same draw as in `calibration.batches`, so that these are the examples that nothing is fitted to.
-        count, generator = len(calibration.examples), seeded_generator(seed, "held-out texts")
+        # The same random selection as in `calibration.batches`, so that these examples are not used for fitting.
+        count, generator = len(calibration.examples), make_seeded_generator(seed, "held-out texts")
         drawn = torch.randperm(count, generator=generator).tolist()[: calibration.held_out_count]
-        chosen = [_examples(calibration)[i] for i in drawn[:size]]
+        chosen = [_pair_with_targets(calibration)[i] for i in drawn[:size]]
     inputs, targets = zip(*chosen, strict=True)
     if calibration.audio is not None:
         return replace(calibration, audio=inputs)
     return replace(calibration, texts=inputs, target_texts=None if targets[0] is None else list(targets))
 
 
-def _examples(calibration: Calibration) -> list[tuple[Any, str | None]]:
-    """Return the examples of a calibration, each with its target."""
+def _pair_with_targets(calibration: Calibration) -> list[tuple[Any, str | None]]:
+    """Return all calibration examples, each with its target."""
     targets: Sequence[str | None] = calibration.target_texts or [None] * len(calibration.examples)
     return list(zip(calibration.examples, targets, strict=True))
 
 
 NamedTensors = dict[str, torch.Tensor]
-# The path of an attention module and its heads. If layers share a latent, the heads are those of all these layers.
+# The path of an attention module and its heads. If layers share a latent, the heads of all these layers are included.
 Key = tuple[str, Any]
 
 
 class ConvertedAttentions:
-    """The attentions of several conversions of a base model, converted when they are first needed."""
+    """Attention modules from several conversions of a base model, converted when they are first needed."""
 
     def __init__(self, source: AttnVariantModelMixin, calibration: Calibration, seed: int = 0) -> None:
-        """Store the attentions of the base model.
+        """Store the attention modules of the base model.
 
         Args:
-            source: The base model, a float32 model of this package.
-            calibration: The text or audio that new attentions are fitted to, with its tokenizer or feature extractor.
-            seed: The seed of the conversions.
+            source: The base model, a float32 model from this package.
+            calibration: The text or audio used for fitting, with a tokenizer or feature extractor.
+            seed: The random seed for the conversions.
 
         Raises:
             ValueError: If the base model cannot be converted by calibration.
         """
         if (reason := explain_not_fittable(source.config)) is not None:
-            raise ValueError(f"The variants need a calibration, which cannot be used here: {reason}")
+            raise ValueError(f"The variants require calibration, which is not possible here because {reason}.")
         self.source, self.seed = source, seed
         self.calibration = add_text_lengths(calibration, calibration.processor, source.config)
         self._prefix = "" if source.base_model is source else f"{source.base_model_prefix}."
         self._tensors: dict[Key, NamedTensors] = {}
         self._errors: dict[Key, float | None] = {}
-        # The calibration batches of the first conversion. Later ones reuse them, with the targets that were generated.
+        # The calibration batches from the first conversion. Later conversions reuse them and their generated targets.
         self._batches: Any = None
-        self._store(source, {})
+        self._store_attentions(source, {})
 
     def config(self, fields: Mapping[str, Any]) -> Any:
-        """Return the configuration of the base model with some other fields.
+        """Return the base model's configuration with the given fields changed.
 
         Raises:
             ValueError: If the fields do not fit the model.
@@ -292,37 +294,39 @@ class ConvertedAttentions:
             ValueError: If the base model cannot be converted to the variant.
         """
         config = self.config(fields)
-        if missing := self._missing(config, fields):
+        if missing := self._unconverted_fields(config, fields):
             self._convert(missing)
         tensors = {
             name: parameter.detach() for name, parameter in self.source.named_parameters(remove_duplicate=False)
         }
-        for key, source_key in self._keys(config):
+        for key, source_key in self._attention_keys(config):
             for name in self._tensors[source_key] if key != source_key else ():
-                tensors.pop(f"{self._prefix}{name}", None)  # a shared latent is removed only once
-        for key, source_key in self._keys(config):
+                tensors.pop(f"{self._prefix}{name}", None)  # a shared latent is only removed once
+        for key, source_key in self._attention_keys(config):
             if key != source_key:
                 tensors |= {f"{self._prefix}{name}": tensor for name, tensor in self._tensors[key].items()}
-        return assemble(type(self.source), config, tensors, self.source)
+        return assemble_model(type(self.source), config, tensors, self.source)
 
     def _convert(self, fields: Mapping[str, Any]) -> None:
-        """Convert the base model to these fields, and store the attentions and their errors."""
+        """Convert the base model with these fields, and store the attention modules and their errors."""
         reader = ModelReader(self.source)
         config = self.source.config.to_dict() | {"architectures": [type(self.source).__name__]}
         plan = make_plan(config, reader.entries, Calibrated(), fields, self.seed)
-        source = source_in_memory(reader, self.source)
+        source = source_loader_for_model(reader, self.source)
         result = calibrate(plan, reader, source, self.calibration, with_source_outputs=False, batches=self._batches)
         fits, self._batches = result.attentions, result.batches or self._batches
-        tensors = converted_tensors(plan, reader, fits)
-        converted = assemble(plan.model_class, plan.config, tensors, self.source)
-        self._store(converted, {path: fit.details.get("output_relative_error") for path, fit in fits.items()})
+        tensors = compute_converted_tensors(plan, reader, fits)
+        converted = assemble_model(plan.model_class, plan.config, tensors, self.source)
+        self._store_attentions(
+            converted, {path: fit.details.get("output_relative_error") for path, fit in fits.items()}
+        )
 
     def attention_error(self, fields: Mapping[str, Any]) -> float | None:
-        """Return the mean relative error of the outputs of the attentions that differ from the base model.
+        """Return the mean relative output error of the attention modules that differ from the base model.
 
-        The errors were measured on the held-out examples of the calibration. The result is None if one is unknown.
+        The errors were measured on the held-out calibration examples. Returns None if any error is unknown.
         """
-        keys = self._keys(self.config(fields))
+        keys = self._attention_keys(self.config(fields))
         errors = [self._errors.get(key) for key, source_key in keys if key != source_key]
         known = [error for error in errors if error is not None]
         if len(known) < len(errors):
@@ -330,44 +334,45 @@ class ConvertedAttentions:
         return sum(known) / len(known) if known else 0.0
 
     def is_converted(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether all attentions of the variant are stored, so that `model` converts nothing."""
-        return not self._missing(self.config(fields), fields)
+        """Return whether all attention modules of the variant are stored, so that no conversion is needed."""
+        return not self._unconverted_fields(self.config(fields), fields)
 
-    def _missing(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the fields whose attentions are not stored yet."""
-        absent = {key[0] for key, _ in self._keys(config) if key not in self._tensors}
+    def _unconverted_fields(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields whose attention modules have not been stored yet."""
+        absent = {key[0] for key, _ in self._attention_keys(config) if key not in self._tensors}
         sites = [site for site, path, _ in self.source.named_attentions() if path in absent]
         names = {name for site in sites for name in (site.kv_heads_field, site.rank_field)}
         missing = {name: value for name, value in fields.items() if name in names}
         by_layer = {name: v for name, v in (fields.get("per_layer_values") or {}).items() if name in names}
         return missing | ({"per_layer_values": by_layer} if by_layer else {})
 
-    def _keys(self, config: Any) -> list[tuple[Key, Key]]:
-        """Return the key of each attention in the variant with this configuration and in the base model."""
+    def _attention_keys(self, config: Any) -> list[tuple[Key, Key]]:
+        """Return the keys of each attention module in the variant with this configuration and in the base model."""
         attentions = [(site, path) for site, path, _ in self.source.named_attentions()]
         return [
-            (self._key(config, site, path), self._key(self.source.config, site, path)) for site, path in attentions
+            (self._attention_key(config, site, path), self._attention_key(self.source.config, site, path))
+            for site, path in attentions
         ]
 
-    def _key(self, config: Any, site: AttentionSite, path: str) -> Key:
+    def _attention_key(self, config: Any, site: AttentionSite, path: str) -> Key:
         """Return the key of the attention module at a path in a model with this configuration."""
 
         def heads(path: str) -> Any:
             counts = site.get_heads(config, path)
-            # Cached encoder outputs have the same tensors as an attention without a latent.
+            # With cached encoder outputs, a module has the same tensors as without a latent.
             return counts._replace(rank=None) if counts.rank == config.hidden_size else counts
 
         if not site.shares_latent or heads(path).rank is None:
             return path, heads(path)
         return path, tuple(heads(sharing) for other, sharing, _ in self.source.named_attentions() if other is site)
 
-    def _store(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
-        """Store the attentions of a model that are not stored yet, with their errors {path: error}."""
+    def _store_attentions(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
+        """Store a model's attention modules that have not been stored yet, with their errors {path: error}."""
         parameters = {
             name: parameter.detach() for name, parameter in model.base_model.named_parameters(remove_duplicate=False)
         }
         for site, path, _ in model.named_attentions():
-            key, shared = self._key(model.config, site, path), f"{site.get_latent_path(path)}.weight"
+            key, shared = self._attention_key(model.config, site, path), f"{site.get_latent_path(path)}.weight"
             if key not in self._tensors:
                 tensors = {name: tensor for name, tensor in parameters.items() if name.startswith(f"{path}.")}
                 tensors |= {shared: parameters[shared]} if shared in parameters else {}
@@ -375,29 +380,29 @@ class ConvertedAttentions:
 
 
 FLOAT32_BYTES = 4
-# The sizes of the timing of a variant: sequences per batch, tokens to generate, and rounds.
+# The sizes for timing a variant: sequences per batch, tokens to generate, and rounds.
 TIMED_BATCH, TIMED_TOKENS, TIMED_ROUNDS = 8, 9, 3
 
 
 @dataclass(frozen=True)
 class FrontierRow:
-    """The size and the loss of one variant, which is one row of a `Frontier`.
+    """The size and loss of one variant, which form one row in a `Frontier`.
 
     Args:
         name: The name of the variant.
-        fields: The configuration fields, as `convert` takes them. The row of the base model has none.
+        fields: The configuration fields for `convert`. Empty for the base model.
         loss: The loss on the held-out examples (see `Frontier.measure`).
-        loss_above: The difference of the loss from that of the base model.
+        loss_above: The difference between the loss and the base model's loss.
         loss_above_error: The standard error of this difference over the examples.
-        attention_error: The mean relative error of the outputs of the changed attentions, on the held-out examples of
-            the calibration. 0 if the outputs do not change, None if the error is unknown.
+        attention_error: The mean relative output error of the changed attention modules on the held-out calibration
+            examples. 0 if the outputs do not change, None if the error is unknown.
         parameters: The number of parameters.
         kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token` for float32.
-        kv_cache_bytes: The bytes of the cache of a text with the lengths of the frontier, or None without a cache.
-        milliseconds: The estimated time per generated token with `TIMED_BATCH` texts, or of a forward pass for a model
-            that does not decode. It is the time of the base model multiplied by the ratio of both times, which are
-            measured in turn.
-        on_frontier: Whether no other variant is smaller and better.
+        kv_cache_bytes: The cache size in bytes for a text with the frontier's lengths, or None if there is no cache.
+        milliseconds: The estimated time per generated token with `TIMED_BATCH` texts, or per forward pass if the model
+            does not decode. It is the base model's time multiplied by the ratio of both times, which are measured
+            alternately.
+        on_frontier: Whether no other variant is both smaller and better.
     """
 
     name: str
@@ -414,20 +419,20 @@ class FrontierRow:
 
     @property
     def size(self) -> int:
-        """The bytes of the cache, or the number of parameters if the model has no cache."""
+        """The cache size in bytes, or the number of parameters if the model has no cache."""
         return self.parameters if self.kv_cache_bytes is None else self.kv_cache_bytes
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The variants of a checkpoint, with the settings that they were measured with.
+    """The variants of a checkpoint, with the settings used to measure them.
 
     Args:
         checkpoint: The name of the base model.
         architecture: The name of the model class.
         measure: The kind of loss, a key of `MEASURES`.
         held_out_texts: The number of held-out texts or recordings.
-        calibration: The settings of the calibration.
+        calibration: The calibration settings.
         length: The number of tokens in the cache of the decoder, or of the text of an encoder.
         source_length: The number of tokens that the encoder of an encoder-decoder reads.
         rows: The base model, followed by the variants from the largest to the smallest.
@@ -448,10 +453,10 @@ class Frontier:
         return self.rows[0]
 
     def cheapest(self, loss: float) -> FrontierRow | None:
-        """Return the smallest variant within a limit, or None if no variant is.
+        """Return the smallest variant whose additional loss is within a limit, or None if there is no such variant.
 
         Args:
-            loss: The largest `loss_above`.
+            loss: The maximum of `loss_above`.
         """
         within_limit = [row for row in self.rows[1:] if row.loss_above <= loss]
         return min(within_limit, key=lambda row: (row.size, row.loss_above), default=None)
@@ -476,61 +481,68 @@ def measure_frontier(
     """Convert a model in memory to several variants, and measure their sizes, losses and times.
 
     Args:
-        source: The base model, a float32 model of this package on the device to use.
-        options: The configuration fields of each variant, as `convert` takes them.
-        calibration: The text or audio that new attentions are fitted to, with the tokenizer or feature extractor.
-        held_out: Other examples of the same kind, on which the loss is measured.
+        source: The base model, a float32 model from this package on the device to use.
+        options: The configuration fields of each variant for `convert`.
+        calibration: The text or audio used for fitting, with the tokenizer or feature extractor.
+        held_out: Other examples of the same type, on which the loss is measured.
         checkpoint: The name of the base model, for the table.
         length: The number of tokens in the cache of a decoder, or of the text of an encoder.
-        source_length: The number of tokens that an encoder reads. By default, `length` or all positions of audio.
-        seed: The seed of the conversions.
-        known: Rows that an interrupted call with the same arguments has measured, with the base model first.
-        on_row: A function that is called after each row with the frontier so far and the number of variants left.
+        source_length: The number of tokens that an encoder reads. Defaults to `length`, or to all positions for audio.
+        seed: The random seed for the conversions.
+        known: Rows from an interrupted call with the same arguments, with the base model first.
+        on_row: A function that is called after each row with the current frontier and the number of remaining
+            variants.
 
     Raises:
-        ValueError: If a variant or the calibration does not fit the model, or the loss of the base model is wrong.
+        ValueError: If a variant or the calibration does not fit the model, or the base model's loss is invalid.
 
     Example:
         >>> model, tokenizer = load_source("google-t5/t5-small", calibration)
         >>> measure_frontier(model, [{"cross_kv_lora_rank": 128}], calibration, held_out).cheapest(loss=0.05)
     """
-    length, source_length = _lengths(source.config, calibration, length, source_length)
+    length, source_length = _limit_lengths(source.config, calibration, length, source_length)
     attentions, source = ConvertedAttentions(source.eval(), calibration, seed), source.eval()
     for fields in options:
         attentions.config(fields)
-    with as_value_error(f"{checkpoint or 'The base model'} cannot read the text, because its configuration is wrong"):
-        text = held_out_text(source, calibration.processor, held_out)
+    with as_value_error(f"{checkpoint or 'The base model'} cannot read the text because its configuration is invalid"):
+        text = make_held_out_text(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    header = (checkpoint, type(source).__name__, text.measure, len(losses), _settings(attentions.calibration, seed))
+    header = (
+        checkpoint,
+        type(source).__name__,
+        text.measure,
+        len(losses),
+        _describe_calibration(attentions.calibration, seed),
+    )
     _check_loss(losses, checkpoint, known)
-    measurer = _VariantMeasurer(text.losses, losses, _timer(source, length, source_length, known), lengths)
+    measurer = _VariantMeasurer(text.losses, losses, _make_timer(source, length, source_length, known), lengths)
     remaining = [fields for fields in options if all(dict(fields) != row.fields for row in known[1:])]
-    order = _conversion_order(remaining, source)
+    order = _sort_by_changes(remaining, source)
     conversions = 0
     rows = [*known] or [measurer.row(source, {}, 0.0)]
     report = on_row or (lambda frontier, left: None)
-    report(frontier := Frontier(*header, length, source_length, _sorted_rows(rows)), len(order))
+    report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order))
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:
         for number, fields in enumerate(order, start=1):
-            name = _name(type(source), attentions.config(fields), fields)
+            name = _format_variant_name(type(source), attentions.config(fields), fields)
             conversions += not attentions.is_converted(fields)
             bar.set_description(f"trying {name}", refresh=is_interactive())
             rows.append(measurer.row(attentions.model(fields), dict(fields), attentions.attention_error(fields)))
-            report(frontier := Frontier(*header, length, source_length, _sorted_rows(rows)), len(order) - number)
+            report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order) - number)
             bar.update()
             bar.set_postfix_str(f"{rows[-1].loss_above:+.3f} ({conversions} conversions)", refresh=is_interactive())
     return frontier
 
 
-def _conversion_order(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin) -> list[Mapping[str, Any]]:
-    """Return the options that change most attentions first, because later options can reuse these attentions."""
+def _sort_by_changes(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin) -> list[Mapping[str, Any]]:
+    """Sort options by decreasing number of changed modules because later options can reuse these modules."""
     width = source.config.hidden_size
     return sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
 
 
-def _settings(calibration: Calibration, seed: int) -> dict[str, Any]:
-    """Return the settings of a calibration for the report."""
+def _describe_calibration(calibration: Calibration, seed: int) -> dict[str, Any]:
+    """Return the calibration settings for the report."""
     settings = {"count": len(calibration.examples), "fit_steps": calibration.fit_option("fit_steps")}
     return settings | {
         "targets": calibration.target_texts is not None,
@@ -539,7 +551,7 @@ def _settings(calibration: Calibration, seed: int) -> dict[str, Any]:
     }
 
 
-def _lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
+def _limit_lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
     """Return `length` and `source_length`, limited to the number of positions of the model."""
     positions = max_input_length(config)
     limit = sys.maxsize if positions is None else positions
@@ -549,16 +561,16 @@ def _lengths(config: Any, calibration: Calibration, length: int, source_length: 
 
 
 def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:
-    """Check that the loss of the base model is finite and equals the known one.
+    """Check that the base model's loss is finite and matches the saved one.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If the loss is not finite or does not match.
     """
     name = checkpoint or "the base model"
     if not losses[:, 1].any():
         raise ValueError(
-            f"The held-out examples must have words to predict for {name}, got none. Use texts of its task, and for "
-            "a T5 their targets too (--calibration_target_file)."
+            f"The held-out examples contain no words to predict for {name}. Use texts from its task, and for a T5 "
+            "model also their targets (--calibration_target_file)."
         )
     mean = float(losses[:, 0].sum() / losses[:, 1].sum())
     if not math.isfinite(mean):
@@ -570,14 +582,14 @@ def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierR
         )
 
 
-def _sorted_rows(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
-    """Return the base model and the variants from the largest to the smallest, with those on the frontier marked."""
-    return _marked([rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))])
+def _sort_rows(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
+    """Mark the variants on the frontier, and sort all rows after the base model from the largest to the smallest."""
+    return _mark_frontier([rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))])
 
 
 @dataclass
 class _VariantMeasurer:
-    """The functions that measure a variant, and the losses of the base model."""
+    """Measures variants and compares them with the losses of the base model."""
 
     losses: Callable[[AttnVariantModelMixin], torch.Tensor]
     source: torch.Tensor  # the losses of the base model, [texts, 2]
@@ -585,12 +597,12 @@ class _VariantMeasurer:
     lengths: dict[str, int]
 
     def row(self, model: AttnVariantModelMixin, fields: dict[str, Any], attention_error: float | None) -> FrontierRow:
-        """Return the row of a variant."""
+        """Measure a variant and return its row."""
         losses = self.losses(model)
-        above, error = _difference(losses, self.source)
+        above, error = _mean_loss_difference(losses, self.source)
         cache = kv_cache_bytes_per_token(model, FLOAT32_BYTES)
         return FrontierRow(
-            name=_name(type(model), model.config, fields),
+            name=_format_variant_name(type(model), model.config, fields),
             fields=fields,
             loss=float(losses[:, 0].sum() / losses[:, 1].sum()),
             loss_above=above,
@@ -603,8 +615,8 @@ class _VariantMeasurer:
         )
 
 
-def _name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping[str, Any]) -> str:
-    """Return the name of a variant, which describes the decoder and, if it is changed, the encoder."""
+def _format_variant_name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping[str, Any]) -> str:
+    """Return the name of a variant, which describes the decoder and, if changed, the encoder."""
     field = kv_heads_field(model_class, config)
     name = variant_name(config, field)
     by_layer = fields.get("per_layer_values") or {}
@@ -613,10 +625,10 @@ def _name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping
     return f"{name} + encoder {variant_name(config, f'encoder_{field}')}"
 
 
-def _difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
+def _mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
     """Return the mean difference per word of two losses [texts, 2], and its standard error.
 
-    The standard error is that of a ratio of two sums over texts, because the texts are the independent samples.
+    The standard error is computed for a ratio of two sums over texts because the texts are the independent samples.
     """
     words = losses[:, 1].sum()
     mean = (losses[:, 0] - source[:, 0]).sum() / words
@@ -626,8 +638,8 @@ def _difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, floa
     return float(mean), float(error)
 
 
-def _marked(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
-    """Return the rows with `on_frontier` set. No other row is at most as large and at most as bad as these."""
+def _mark_frontier(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
+    """Return the rows with `on_frontier` set for those that no other row matches or improves in both size and loss."""
 
     def is_dominated(row: FrontierRow) -> bool:
         better = (other for other in rows if other.size <= row.size and other.loss_above <= row.loss_above)
@@ -636,12 +648,12 @@ def _marked(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
     return [FrontierRow(**vars(row) | {"on_frontier": not is_dominated(row)}) for row in rows]
 
 
-def _timer(
+def _make_timer(
     source: AttnVariantModelMixin, length: int, source_length: int, known: Sequence[FrontierRow]
 ) -> Callable[[AttnVariantModelMixin], float]:
     """Return a function that estimates the milliseconds of a model.
 
-    Each estimate times the model and the base model in turn, so that other work of the machine affects both.
+    Each estimate times the model and the base model alternately so that other load on the machine affects both.
     """
     decodes = source.can_generate() and source.config.is_encoder_decoder
     positions, read = max_input_length(source.config), source_length if decodes else length
@@ -649,10 +661,12 @@ def _timer(
     source_milliseconds = [row.milliseconds for row in known[:1]]
 
     def make_timer(model: AttnVariantModelMixin) -> Callable[[], float]:
-        work = decoding_or_pass(_never_stopping(model), TIMED_BATCH, read, (TIMED_TOKENS, 1) if decodes else None)
+        work = make_timed_function(
+            _disable_early_stopping(model), TIMED_BATCH, read, (TIMED_TOKENS, 1) if decodes else None
+        )
 
         def milliseconds() -> float:
-            first, end = run_times(work, str(model.device))
+            first, end = time_run(work, str(model.device))
             if first is None or not decodes:  # a forward pass has no first token
                 return end * 1e3
             return (end - first) * 1e3 / (TIMED_TOKENS - 1)
@@ -674,8 +688,8 @@ def _timer(
     return estimate
 
 
-def _never_stopping(model: AttnVariantModelMixin) -> AttnVariantModelMixin:
-    """Change the generation config of a model so that it always generates `max_new_tokens`, and return the model."""
+def _disable_early_stopping(model: AttnVariantModelMixin) -> AttnVariantModelMixin:
+    """Change a model's generation config so that it always generates `max_new_tokens` tokens, and return the model."""
     if model.can_generate():
         model.generation_config = copy.deepcopy(model.generation_config)
         model.generation_config.eos_token_id = None
@@ -687,7 +701,7 @@ UNFINISHED = "unfinished"
 
 
 def hash_examples(calibration: Calibration) -> str:
-    """Return a short hash of the texts and targets, or of the audio files.
+    """Return a short hash of the texts and targets or the audio files.
 
     Raises:
         OSError: If a file cannot be read.
@@ -701,15 +715,15 @@ def hash_examples(calibration: Calibration) -> str:
 
 
 class SavedFrontier:
-    """The JSON file of the rows of one call.
+    """A JSON file with the rows measured in one call.
 
-    The file of an interrupted call contains the arguments of the call, so that the same call can resume it.
+    The file also contains the arguments of the call so that the same call can be resumed if it is interrupted.
 
     Args:
-        path: The file. Its folder must be new or empty, or contain the file of an interrupted call.
+        path: The file. Its folder must be new or empty, or contain the file from an interrupted call.
 
     Raises:
-        ValueError: If the folder contains something else.
+        ValueError: If the folder contains other files.
         OSError: If the file cannot be read.
     """
 
@@ -726,7 +740,7 @@ class SavedFrontier:
         check_output_dir(path.parent)
 
     def rows(self, call: Mapping[str, Any]) -> list[FrontierRow]:
-        """Return the rows that an interrupted call with the same arguments has measured.
+        """Return the rows from an interrupted call with the same arguments.
 
         Args:
             call: The arguments of this call, as JSON values.
@@ -745,7 +759,7 @@ class SavedFrontier:
             raise ValueError(f"{self.path} is damaged ({error}). Delete it or use a new output folder.") from error
         if changed:
             raise ValueError(
-                f"{self.path} belongs to an interrupted call with another {', '.join(changed)}. Repeat that call to "
+                f"{self.path} belongs to an interrupted call with different {', '.join(changed)}. Repeat that call to "
                 "resume it, or use a new output folder."
             )
         return rows
@@ -755,10 +769,10 @@ class SavedFrontier:
 
         Args:
             frontier: The rows so far.
-            left: The number of variants that are left.
+            left: The number of remaining variants.
 
         Raises:
-            OSError: If the file cannot be written. The previous file is unchanged then.
+            OSError: If the file cannot be written. In this case, the previous file stays unchanged.
         """
         self._write(frontier.to_dict() | {UNFINISHED: {"variants_left": left, "call": self._call}})
 

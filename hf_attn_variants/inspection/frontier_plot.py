@@ -1,4 +1,4 @@
-"""A plot of the loss of variants against their size."""
+"""Plots the loss of variants against their size."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from .frontier import Frontier, FrontierRow
 from .held_out import MEASURES
 
-# {kind of variant: (color, marker)}. The colors are distinguishable for color-blind readers.
+# {type of variant: (color, marker)}. The colors are distinguishable for color-blind readers.
 KINDS = {
     "the checkpoint": ("black", "*"),
     "latents": ("#0072B2", "o"),
@@ -20,27 +20,27 @@ KINDS = {
 }
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 LABEL_SIZE = 8
-# The candidate offsets of a label from its point, in points, and the size of a letter as a fraction of the axes.
+# The candidate offsets between a label and its point, in points, and the letter size as a fraction of the axes.
 LABEL_OFFSETS = ((8, 5), (8, -11), (-8, 5), (-8, -11), (8, 16), (-8, 16), (8, -22), (-8, -22))
 LETTER_WIDTH, LINE_HEIGHT = 0.0088, 0.032
 
 
-def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
-    """Return a figure of a frontier.
+def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
+    """Plot a frontier and return the figure.
 
     Args:
         frontier: The result of `measure_frontier`.
-        loss: A limit of the additional loss to draw as a line, or None.
+        loss: A limit for the additional loss, shown as a line. If None, no line is shown.
 
     Example:
-        >>> draw_frontier(frontier, loss=0.05).savefig("frontier.png")
+        >>> plot_frontier(frontier, loss=0.05).savefig("frontier.png")
     """
     figure = Figure(figsize=(9.5, 6.0), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     rows = frontier.rows
     for kind, (color, marker) in KINDS.items():
-        members = [row for row in rows if _kind(row) == kind]
+        members = [row for row in rows if _variant_type(row) == kind]
         if members:
             axes.errorbar(
                 [row.size for row in members],
@@ -58,11 +58,11 @@ def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
     if loss is not None:
         axes.axhline(loss, color="0.3", linewidth=0.8, linestyle="--", label=f"--loss {loss:g}")
     has_cache = frontier.source.kv_cache_bytes is not None
-    if has_cache:  # numbers of parameters differ too little for a logarithmic axis
+    if has_cache:  # parameter counts differ too little for a logarithmic axis
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.set_yscale("symlog", linthresh=_linear_threshold(rows))
-    axes.set_xlabel(_size_label(frontier))
+    axes.set_xlabel(_format_size_label(frontier))
     axes.set_ylabel(f"loss above the {frontier.source.loss:.3f} of the checkpoint\n({MEASURES[frontier.measure]})")
     title = f"{Path(frontier.checkpoint).name}: loss on {frontier.held_out_texts} held-out examples"
     axes.set_title(title, parse_math=False)  # a name may contain $
@@ -76,7 +76,7 @@ def draw_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
     return figure
 
 
-def _kind(row: FrontierRow) -> str:
+def _variant_type(row: FrontierRow) -> str:
     """Return the key of `KINDS` for a row."""
     if not row.fields:
         return "the checkpoint"
@@ -85,7 +85,7 @@ def _kind(row: FrontierRow) -> str:
     return "both" if latents and heads else "latents" if latents else "fewer key/value heads"
 
 
-def _size_label(frontier: Frontier) -> str:
+def _format_size_label(frontier: Frontier) -> str:
     """Return the label of the size axis."""
     if frontier.source.kv_cache_bytes is None:
         return "parameters"
@@ -98,13 +98,13 @@ def _size_label(frontier: Frontier) -> str:
 
 
 def _linear_threshold(rows: Sequence[FrontierRow]) -> float:
-    """Return the loss up to which the axis is linear, so that losses near zero are not spread over decades."""
+    """Return the loss up to which the axis is linear so that losses near zero are not spread over decades."""
     known = sorted(abs(row.loss_above) for row in rows[1:] if row.loss_above)
     return max(known[len(known) // 4], known[-1] / 1000) if known else 1.0
 
 
 def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> None:
-    """Write the name of each variant where it covers the least of points, other names and the limit."""
+    """Place each variant's name where it overlaps least with points, other names and the limit."""
     transform = axes.transData + axes.transAxes.inverted()
     points = [tuple(transform.transform((row.size, row.loss_above))) for row in rows]
     width, height = axes.get_window_extent().width * 72 / axes.figure.dpi, axes.get_window_extent().height * 72 / 100
@@ -120,7 +120,7 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> 
             low = y + dy / height - LINE_HEIGHT / 4
             box = (left, low, left + len(name) * LETTER_WIDTH, low + LINE_HEIGHT)
             outside = max(0.0, -box[0]) + max(0.0, box[2] - 1) + max(0.0, -box[1]) + max(0.0, box[3] - 1)
-            covered = sum(_overlap(box, other) for other in occupied)
+            covered = sum(_overlap_area(box, other) for other in occupied)
             candidates.append((covered + 10 * outside, len(candidates), box, (dx, dy)))
         _, _, box, offset = min(candidates)
         occupied.append(box)
@@ -135,8 +135,8 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> 
         )
 
 
-def _overlap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the common area of two boxes (left, low, right, high), times 100."""
+def _overlap_area(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return 100 times the overlap area of two boxes (left, bottom, right, top)."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     return max(width, 0.0) * max(height, 0.0) * 100

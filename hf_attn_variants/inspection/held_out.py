@@ -1,11 +1,11 @@
-"""The loss of a variant on held-out text or audio, compared with its base model.
+"""Measures the loss of a variant on held-out text or audio, compared with its base model.
 
 The measure depends on the task of the model:
 
-- encoder-decoders: the cross-entropy of the targets, or of the transcripts of the base model;
+- encoder-decoders: the cross-entropy of the targets, or of the base model's transcripts;
 - language models: the cross-entropy of masked words, or of the next word;
-- classifiers: the divergence from the predictions of the base model;
-- regression models and rerankers: the error of the scores;
+- classifiers: the divergence from the base model's predictions;
+- regression models and rerankers: the error in the scores;
 - encoders without a head: one minus the cosine between the sentence embeddings (the means of the last hidden states)
   of the variant and those of the base model.
 """
@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..conversion.calibration.batches import (
     IGNORED,
     add_text_lengths,
-    drop_encoder_outputs,
     make_next_token_labels,
-    reuse_encoder_outputs,
+    with_known_encoder_outputs,
+    without_known_encoder_outputs,
 )
 from ..conversion.calibration.examples import make_audio_batch, read_features
 from ..conversion.calibration_settings import Calibration
@@ -43,7 +43,7 @@ MEASURES = {
     "scores": "error of the scores, relative to the variance of those of the base model",
     "embeddings": "1 - cosine to the sentence embeddings of the base model",
 }
-# The measures that compare the outputs of a variant with those of the base model.
+# The measures that compare a variant's outputs with those of the base model.
 COMPARED_MEASURES = ("predictions", "scores", "embeddings")
 LOGITS_FIELDS = ("logits", "prediction_logits", "start_logits", "end_logits")
 
@@ -52,14 +52,14 @@ ModelInputs = dict[str, torch.Tensor]
 
 @dataclass
 class HeldOutText:
-    """Batches of held-out examples, with the outputs of the base model if the measure compares them.
+    """Batches of held-out examples, with the base model's outputs if the measure compares them.
 
     Args:
         measure: A key of `MEASURES`.
-        batches: The arguments of the model for each batch, with "labels" if the measure has labels.
-        source: The outputs of the base model for each batch, if the measure is one of `COMPARED_MEASURES`.
-        encoder: For audio, the encoder of the base model. A variant with the same encoder reads its outputs.
-        gives_labels: Whether the predictions are independent labels (multi-label classification).
+        batches: The model inputs for each batch, with "labels" if the measure uses labels.
+        source: The base model's outputs for each batch, if the measure is one of `COMPARED_MEASURES`.
+        encoder: For audio, the base model's encoder. Variants with the same encoder reuse its outputs.
+        gives_labels: Whether the model predicts independent labels (multi-label classification).
     """
 
     measure: str
@@ -70,38 +70,38 @@ class HeldOutText:
 
     @torch.inference_mode()
     def losses(self, model: PreTrainedModel) -> torch.Tensor:
-        """Return the summed loss of each text and the number of words or predictions, float64 [texts, 2]."""
+        """Return each text's summed loss and number of words or predictions, float64 [texts, 2]."""
         losses, device = [], next(model.parameters()).device
-        arguments = reuse_encoder_outputs if self._is_encoder_of(model) else drop_encoder_outputs
+        arguments = with_known_encoder_outputs if self._is_encoder_of(model) else without_known_encoder_outputs
         for i, batch in enumerate(progress_bar(self.batches, desc="held-out examples", unit="batch", leave=False)):
             inputs = arguments({name: tensor.to(device) for name, tensor in batch.items()})
             labels = inputs.get("labels") if self.measure == "targets" else inputs.pop("labels", None)
-            output = model(**inputs)  # an encoder-decoder computes its decoder inputs from the labels
+            output = model(**inputs)  # encoder-decoders compute the decoder inputs from the labels
             if labels is not None:
-                losses.append(_cross_entropy(_logits(output)[0], labels, self.measure == "next words"))
+                losses.append(_cross_entropy(_get_logits(output)[0], labels, self.measure == "next words"))
             else:
                 source = [answer.to(device) for answer in self.source[i]]
-                losses.append(self._difference(self.answers(output, batch), source, batch))
+                losses.append(self._compute_difference(self.answers(output, batch), source, batch))
         return torch.cat(losses).double().cpu()
 
     def answers(self, output: Any, batch: ModelInputs) -> list[torch.Tensor]:
-        """Return the log-probabilities, the scores [b, scores], or the embeddings [b, D] of a model output."""
+        """Return the log-probabilities, scores [b, scores] or embeddings [b, D] from a model output."""
         if self.measure == "scores":
             return [output.logits.float()]
-        if self.gives_labels:  # [b, labels, 2]: the label applies, or it does not
+        if self.gives_labels:  # [b, labels, 2]: whether each label applies
             logits = output.logits.float()
             return [nn.functional.logsigmoid(torch.stack([logits, -logits], dim=-1))]
         if self.measure == "predictions":
-            return [logits.float().log_softmax(-1) for logits in _logits(output)]
+            return [logits.float().log_softmax(-1) for logits in _get_logits(output)]
         states = output.last_hidden_state.float()
         mask = batch.get("attention_mask")  # audio has no padding
         mask = torch.ones_like(states[..., 0]) if mask is None else mask.to(states.device)
         return [mean_pooled(states, mask)]
 
-    def _difference(
+    def _compute_difference(
         self, answers: Sequence[torch.Tensor], source: Sequence[torch.Tensor], batch: ModelInputs
     ) -> torch.Tensor:
-        """Return the summed difference from the base model and the number of predictions of each text, [b, 2]."""
+        """Return each text's summed difference from the base model and number of predictions, [b, 2]."""
         if self.measure == "embeddings":
             distance = 1 - nn.functional.cosine_similarity(answers[0], source[0])
             return torch.stack([distance, torch.ones_like(distance)], 1)
@@ -115,86 +115,88 @@ class HeldOutText:
                 divergence = divergence if divergence.ndim == 1 else divergence.mean(-1)
                 losses.append(torch.stack([divergence, torch.ones_like(divergence)], 1))
                 continue
-            mask = batch["attention_mask"].to(divergence)  # only text has predictions per token
+            mask = batch["attention_mask"].to(divergence)  # only text models make predictions per token
             losses.append(torch.stack([(divergence * mask).sum(1), mask.sum(1)], 1))
         return torch.stack(losses).sum(0)
 
     @cached_property
     def _variance(self) -> torch.Tensor:
-        """The variance of the scores of the base model over all texts, a scalar."""
+        """The variance of the base model's scores over all texts, a scalar."""
         scores = torch.cat([batch[0] for batch in self.source])
         variance = scores.var(0, correction=0).mean()
         if not variance > torch.finfo(variance.dtype).eps * scores.square().mean():
             raise ValueError(
-                "The base model gives the same score to all held-out texts, so that scores cannot be compared. Use "
-                "texts of the kind that it was trained on (pairs of texts if it reads pairs)."
+                "The base model gives the same score to all held-out texts, so scores cannot be compared. Use texts "
+                "of the type that it was trained on (pairs of texts if it reads pairs)."
             )
         return variance
 
     def _is_encoder_of(self, model: Any) -> bool:
-        """Return whether the encoder of a model has the same tensors and fields as that of the base model."""
+        """Return whether a model's encoder has the same tensors and fields as the base model's encoder."""
         if self.encoder is None:
             return False
         encoders = self.encoder, model.get_encoder()
         if encoders[0] is encoders[1]:
             return True
         addresses = [{name: tensor.data_ptr() for name, tensor in part.named_parameters()} for part in encoders]
-        fields = [_encoder_fields(encoder.config) for encoder in encoders]
+        fields = [_list_encoder_fields(encoder.config) for encoder in encoders]
         return addresses[0] == addresses[1] and fields[0] == fields[1]
 
 
-def _encoder_fields(config: Any) -> set[tuple[str, str]]:
-    """Return the names and values of the encoder fields of a configuration."""
+def _list_encoder_fields(config: Any) -> set[tuple[str, str]]:
+    """Return the names and values of a configuration's encoder fields."""
     return {(name, str(value)) for name, value in config.to_dict().items() if name.startswith("encoder_")}
 
 
-def held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> HeldOutText:
-    """Make batches of held-out text or audio, with the outputs of the base model if the measure compares them.
+def make_held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> HeldOutText:
+    """Make batches of held-out text or audio, with the base model's outputs if the measure compares them.
 
     Args:
-        model: The base model, in evaluation mode. It generates missing targets and transcripts greedily.
+        model: The base model in evaluation mode, which generates missing targets and transcripts greedily.
         processor: The tokenizer, or the feature extractor for audio.
         text: The texts with their targets and lengths, or the audio files.
 
     Returns:
-        The batches, from which `HeldOutText.losses` measures any variant.
+        The batches, on which `HeldOutText.losses` evaluates any variant.
 
     Raises:
         OSError: If an audio file cannot be read.
         ValueError: If the loss of the model cannot be measured on plain text (multiple choice, for example).
     """
-    measure = _measure(model)
+    measure = _select_measure(model)
     if text.audio is not None:
-        return _held_out_audio(model, processor, text, measure)
+        return _make_held_out_audio(model, processor, text, measure)
     tokenizer: PreTrainedTokenizerBase = processor
     text = add_text_lengths(text, tokenizer, model.config)
     if measure == "masked words" and tokenizer.mask_token_id is None:
         raise ValueError(
-            f"The tokenizer must have a `mask_token`, because the loss of {type(model).__name__} is measured on "
-            "masked words. Set it, or use a checkpoint with another head."
+            f"The tokenizer must have a `mask_token` because the loss of {type(model).__name__} is measured on masked "
+            "words. Set it, or use a checkpoint with another head."
         )
     order = sorted(range(len(text.texts)), key=lambda i: (len(str(text.texts[i])), i))
-    chunks: Any = [order[start : start + text.batch_rows] for start in range(0, len(order), text.batch_rows)]
+    chunks: Any = [
+        order[start : start + text.resolved_batch_size] for start in range(0, len(order), text.resolved_batch_size)
+    ]
     if measure == "targets" and text.target_texts is None:
         chunks = progress_bar(chunks, desc="generating held-out targets", unit="batch", leave=False)
     held = HeldOutText(
         measure,
-        [_batch(model, tokenizer, text, rows, measure) for rows in chunks],
+        [_make_batch(model, tokenizer, text, rows, measure) for rows in chunks],
         gives_labels=get_logits_kind(model) is LogitsKind.LABELS,
     )
     if measure in COMPARED_MEASURES:
-        held.source = list(_source_answers(model, held))
+        held.source = list(_compute_source_outputs(model, held))
     return held
 
 
 @torch.no_grad()
-def _held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, measure: str) -> HeldOutText:
-    """Make batches of held-out audio (see `held_out_text`)."""
+def _make_held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, measure: str) -> HeldOutText:
+    """Make batches of held-out audio (see `make_held_out_text`)."""
     decodes = measure == "transcripts"
     batches = []
-    starts = range(0, len(audio.examples), audio.batch_rows)
+    starts = range(0, len(audio.examples), audio.resolved_batch_size)
     for start in progress_bar(starts, desc="held-out recordings", unit="batch", leave=False):
-        files = audio.examples[start : start + audio.batch_rows]
+        files = audio.examples[start : start + audio.resolved_batch_size]
         features = [read_features(feature_extractor, path)[0] for path in files]
         batch = make_audio_batch(model, features, audio.length, decodes)
         if decodes:
@@ -203,11 +205,11 @@ def _held_out_audio(model: Any, feature_extractor: Any, audio: Calibration, meas
         batches.append(batch)
     held = HeldOutText(measure, batches, encoder=model.get_encoder() if decodes else None)
     if not decodes:
-        held.source = list(_source_answers(model, held))
+        held.source = list(_compute_source_outputs(model, held))
     return held
 
 
-def _measure(model: PreTrainedModel) -> str:
+def _select_measure(model: PreTrainedModel) -> str:
     """Return the measure (a key of `MEASURES`) for a model.
 
     Raises:
@@ -229,10 +231,10 @@ def _measure(model: PreTrainedModel) -> str:
     return "predictions" if "For" in name.removeprefix("AttnVariant") else "embeddings"
 
 
-def _batch(
+def _make_batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: Calibration, rows: Sequence[int], measure: str
 ) -> ModelInputs:
-    """Return the inputs and labels of some texts."""
+    """Return the model inputs and labels for a batch of texts."""
     limit = {"truncation": True, "max_length": text.measured_length, "padding": True, "return_tensors": "pt"}
     texts = [text.texts[i] for i in rows]
     columns = [texts] if isinstance(texts[0], str) else zip(*texts, strict=True)
@@ -240,7 +242,7 @@ def _batch(
     names = ["input_ids", "attention_mask"] + ["token_type_ids"] * (getattr(model.config, "type_vocab_size", 0) > 1)
     batch = {name: encoded[name] for name in names if name in encoded}
     if measure == "targets":
-        batch["labels"] = _targets(model, tokenizer, text, rows, batch, limit)
+        batch["labels"] = _get_targets(model, tokenizer, text, rows, batch, limit)
     elif measure == "next words":
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED)
     elif measure == "masked words":
@@ -254,7 +256,7 @@ def _batch(
 
 
 @torch.no_grad()
-def _targets(
+def _get_targets(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     text: Calibration,
@@ -262,37 +264,37 @@ def _targets(
     batch: ModelInputs,
     limit: dict[str, Any],
 ) -> torch.Tensor:
-    """Return the targets [b, t], which are those of the user or the greedy outputs of the base model."""
+    """Return the targets [b, t], which are the user's targets or the base model's greedy outputs."""
     if text.target_texts is not None:
         encoded = tokenizer(text_target=[text.target_texts[i] for i in rows], **limit)
         return encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, IGNORED)
     inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
         generate: Any = model.generate
-        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.written_length)[:, 1:].cpu()
+        ids = generate(**inputs, do_sample=False, num_beams=1, max_new_tokens=text.generated_length)[:, 1:].cpu()
     return ids.masked_fill(ids == model.config.pad_token_id, IGNORED)
 
 
 @torch.no_grad()
-def _source_answers(model: PreTrainedModel, held: HeldOutText) -> Iterator[list[torch.Tensor]]:
-    """Yield the outputs of the base model for each batch, on the CPU."""
+def _compute_source_outputs(model: PreTrainedModel, held: HeldOutText) -> Iterator[list[torch.Tensor]]:
+    """Yield the base model's outputs for each batch, on the CPU."""
     for batch in held.batches:
         output = model(**{name: tensor.to(model.device) for name, tensor in batch.items()})
         yield [answer.cpu() for answer in held.answers(output, batch)]
 
 
-def _logits(output: Any) -> list[torch.Tensor]:
-    """Return all logits of a model output."""
+def _get_logits(output: Any) -> list[torch.Tensor]:
+    """Return all logits in a model output."""
     return [output[name] for name in LOGITS_FIELDS if output.get(name) is not None]
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, shifts: bool) -> torch.Tensor:
-    """Return the summed cross-entropy and the number of labels of each text, [b, 2].
+    """Return the summed cross-entropy and the number of labels for each text, [b, 2].
 
     Args:
         logits: [b, t, vocabulary].
         labels: [b, t], with `IGNORED` for positions without a label.
-        shifts: Whether a position predicts the label of the next one.
+        shifts: Whether each position predicts the label of the next position.
     """
     if shifts:
         logits, labels = logits[:, :-1], labels[:, 1:]

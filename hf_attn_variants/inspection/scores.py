@@ -1,4 +1,4 @@
-"""Scores of models: GLUE averaged over seeds and tasks, and semantic similarity, which needs no training."""
+"""Computes model scores: GLUE averaged over seeds and tasks, and semantic similarity without training."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from ..model_folder import read_json
 
 # {task: the metrics whose mean is the score of the task}.
 GLUE_METRICS = {name: task.metrics for name, task in TASKS.items() if task.eval_splits}
-# Arguments in which two seeds of one model may differ, because they change neither training nor dev set scores.
+# Arguments that may differ between two seeds of one model because they affect neither training nor dev set scores.
 FREE_ARGUMENTS = frozenset(
     "seed output_dir overwrite_output_dir logging_steps peak_tflops checkpointing_steps save_total_limit "
     "resume_from_checkpoint with_tracking report_to disable_tqdm push_to_hub hub_model_id hub_private_repo hub_token "
@@ -34,9 +34,9 @@ class GlueRun:
         model: The name or path of the model that was fine-tuned.
         seed: The seed of the run.
         score: The score on the dev set, from 0 to 1.
-        rows: The number of rows of the dev set.
+        rows: The number of rows in the dev set.
         metrics: The metrics whose mean is the score.
-        settings: The recorded settings of the training, except `FREE_ARGUMENTS`.
+        settings: The recorded training settings, except `FREE_ARGUMENTS`.
     """
 
     folder: Path
@@ -51,14 +51,14 @@ class GlueRun:
 
 @dataclass(frozen=True)
 class Spread:
-    """A mean over seeds and the sample standard deviation, which is None for a single seed."""
+    """The mean and the sample standard deviation over seeds. The latter is None for a single seed."""
 
     mean: float
     deviation: float | None
     seeds: tuple[int, ...]
 
     @classmethod
-    def of(cls, by_seed: Mapping[int, float]) -> "Spread":
+    def from_scores(cls, by_seed: Mapping[int, float]) -> "Spread":
         """Return the mean and the standard deviation of the scores, {seed: score}."""
         values = [*by_seed.values()]
         deviation = statistics.stdev(values) if len(values) > 1 else None
@@ -71,10 +71,10 @@ class ModelScores:
 
     Attributes:
         model: The name or path of the model.
-        tasks: The mean score of each task that was run, in the order of GLUE.
+        tasks: The mean score for each task that was run, in GLUE order.
         missing: The names of the other tasks.
-        average: The mean of the means of `tasks`. Its standard deviation covers the seeds that all tasks were run
-            with. These are its `seeds`.
+        average: The mean of the task means. Its `seeds` and standard deviation cover the seeds that were run for all
+            tasks.
         by_seed: The score of each run, by task and seed.
     """
 
@@ -92,7 +92,7 @@ class ModelScores:
         self.average = Spread(mean, deviation, tuple(sorted(shared)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scores as JSON values, with the score of each seed."""
+        """Return the scores as JSON values, including the score for each seed."""
         tasks = {
             name: {
                 "mean": spread.mean,
@@ -106,19 +106,19 @@ class ModelScores:
 
 
 def read_runs(folders: Sequence[str | Path]) -> tuple[list[GlueRun], dict[str, str]]:
-    """Read the results of `glue` runs, and of `seq2seq` runs on GLUE tasks.
+    """Read the results of `glue` runs and of `seq2seq` runs on GLUE tasks.
 
     Args:
         folders: The output folders of the runs.
 
     Returns:
-        The runs, and {folder: reason} for the folders that are left out. A folder is left out if it has no results,
-        or if the results are not those of a whole dev set of a GLUE task.
+        The runs, and {folder: reason} for the folders that are skipped. A folder is skipped if it has no results, or
+        if the results are not from the complete dev set of a GLUE task.
 
     Raises:
         OSError: If a folder does not exist or its results cannot be read.
-        ValueError: If no folder has a run, or two runs do not fit together. Runs of one task need the same rows and
-            metrics. Runs of one task and model need the same settings and different seeds.
+        ValueError: If no folder contains a run, or two runs are not compatible. Runs on the same task need the same
+            rows and metrics. Runs on the same task with the same model need the same settings and different seeds.
     """
     runs: list[GlueRun] = []
     left_out: dict[str, str] = {}
@@ -132,7 +132,7 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[GlueRun], dict[str, s
             left_out[str(folder)] = run_or_reason
     if not runs:
         reasons = "; ".join(f"{folder}: {reason}" for folder, reason in [*left_out.items()][:3])
-        raise ValueError(f"No folder has the results of a GLUE task ({reasons or 'no folder was given'}).")
+        raise ValueError(f"No folder contains results for a GLUE task ({reasons or 'no folder was passed'}).")
     seen: dict[tuple[str, str, int], Path] = {}
     for run in runs:
         key = run.task, run.model, run.seed
@@ -162,7 +162,7 @@ def _check_dev_sets(runs: Sequence[GlueRun]) -> None:
 
 
 def _check_settings(runs: Sequence[GlueRun]) -> None:
-    """Check that the runs of one model on one task differ only in the seed."""
+    """Check that all runs of a model on the same task differ only in the seed."""
     firsts: dict[tuple[str, str], GlueRun] = {}
     for run in runs:
         first = firsts.setdefault((run.task, run.model), run)
@@ -176,42 +176,42 @@ def _check_settings(runs: Sequence[GlueRun]) -> None:
 
 
 def _format_value(value: int | tuple[str, ...] | None) -> str:
-    """Return a number of rows or the names of metrics as text."""
+    """Format a number of rows or metric names as text."""
     return ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
 
 
 def _read_run(folder: Path) -> GlueRun | str:
-    """Return the run of a folder, or the reason why the folder is left out."""
+    """Return the run stored in a folder, or the reason why the folder is skipped."""
     results = read_json(folder / RESULTS_NAME)
     if results is None:
         return f"it has no {RESULTS_NAME}"
     task = results.get("task_name")
-    if task not in GLUE_METRICS or "dataset" in results:  # SuperGLUE has RTE too, and its runs record `dataset`
+    if task not in GLUE_METRICS or "dataset" in results:  # SuperGLUE also contains RTE, but its runs record `dataset`
         return "its task is not a GLUE task"
     arguments = results.get("arguments")
     arguments = arguments if isinstance(arguments, dict) else {}
     if arguments.get("max_eval_samples") is not None:
         return f"it was evaluated only on the first {arguments['max_eval_samples']} rows of the dev set"
-    undefined = [name for name in _metrics(results, GLUE_METRICS[task]) if results.get(name, 0) is None]
+    undefined = [name for name in _select_metrics(results, GLUE_METRICS[task]) if results.get(name, 0) is None]
     if undefined:
         return f"{undefined[0]} is undefined, for example because all predictions are the same"
     if results.get("eval_loss", 0) is None:
-        return "its dev loss is not a number, so the training has failed"
+        return "its dev loss is not a number, so training has failed"
     model, seed = arguments.get("model_name_or_path"), results.get("seed")
     if not isinstance(model, str) or not isinstance(seed, int):
-        raise ValueError(f"{folder / RESULTS_NAME} must have a model name and a seed. Run the training again.")
+        raise ValueError(f"{folder / RESULTS_NAME} must contain a model name and a seed. Run the training again.")
     metrics = GLUE_METRICS[task]
-    score, names = _score(results, metrics, folder), tuple(_metrics(results, metrics))
+    score, names = _compute_score(results, metrics, folder), tuple(_select_metrics(results, metrics))
     settings = {name: value for name, value in arguments.items() if name not in FREE_ARGUMENTS}
     if "train_samples" in results:
         settings["train_samples"] = results["train_samples"]
     return GlueRun(folder, task, model, seed, score, results.get("eval_samples"), names, settings)
 
 
-def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:
-    """Return the score of a task, which is the mean of its metrics."""
+def _compute_score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> float:
+    """Return the score for a task, which is the mean of its metrics."""
     values: list[float] = []
-    for name in _metrics(results, metrics):
+    for name in _select_metrics(results, metrics):
         value = results.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ValueError(
@@ -221,8 +221,8 @@ def _score(results: Mapping[str, Any], metrics: Sequence[str], folder: Path) -> 
     return statistics.fmean(values)
 
 
-def _metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
-    """Return the keys of the metrics in the results, with the mismatched dev set of MNLI if it was evaluated."""
+def _select_metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
+    """Return the metric keys in the results, including MNLI's mismatched dev set if it was evaluated."""
     mismatched = [f"eval_{name}_mm" for name in metrics if f"eval_{name}_mm" in results]
     return [*(f"eval_{name}" for name in metrics), *mismatched]
 
@@ -235,14 +235,14 @@ def model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
     scores = []
     for model, tasks in by_model.items():
         names = [name for name in GLUE_METRICS if name in tasks]
-        spreads = {name: Spread.of(tasks[name]) for name in names}
+        spreads = {name: Spread.from_scores(tasks[name]) for name in names}
         missing = [name for name in GLUE_METRICS if name not in tasks]
         scores.append(ModelScores(model, spreads, missing, by_seed={name: tasks[name] for name in names}))
     return sorted(scores, key=lambda model: (len(model.missing), -model.average.mean))
 
 
 def mean_pooled(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the hidden states of the tokens that are not padding.
+    """Return the mean hidden state over the tokens that are not padding.
 
     Args:
         hidden_states: The hidden states [b, n, D].
@@ -262,14 +262,14 @@ def mean_pooled(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> to
 def sentence_embeddings(
     model: nn.Module, tokenizer: Any, sentences: Sequence[str], batch_size: int = 64, max_length: int = 256
 ) -> torch.Tensor:
-    """Return the embeddings of sentences: the means of the last hidden states of their tokens.
+    """Compute sentence embeddings as the mean of the last hidden states over all tokens.
 
     Args:
         model: An encoder whose output has `last_hidden_state`. Its training mode is restored afterwards.
-        tokenizer: The tokenizer of the model.
+        tokenizer: The model's tokenizer.
         sentences: The sentences.
-        batch_size: The number of sentences per batch. Sentences of similar length are in the same batch.
-        max_length: The number of tokens at which a sentence is truncated.
+        batch_size: The number of sentences per batch. Sentences of similar length are put in the same batch.
+        max_length: The maximum number of tokens in a sentence. Longer sentences are truncated.
 
     Returns:
         The float32 embeddings [sentences, D] on the CPU, in the order of `sentences`.
@@ -302,7 +302,7 @@ def sentence_embeddings(
 def cosine_similarities(
     model: nn.Module, tokenizer: Any, pairs: Sequence[tuple[str, str]], batch_size: int = 64, max_length: int = 256
 ) -> torch.Tensor:
-    """Return the cosine similarity of the embeddings of each pair of sentences.
+    """Compute the cosine similarity between the embeddings of each pair of sentences.
 
     Args:
         model, tokenizer, batch_size, max_length: See `sentence_embeddings`.
@@ -343,12 +343,12 @@ def similarity_spearman(
     Example:
         >>> similarity_spearman(model, tokenizer, data["pairs"], data["scores"])
     """
-    from scipy.stats import spearmanr  # scipy is installed by the extra `train`
+    from scipy.stats import spearmanr  # scipy is installed by the `train` extra
 
     if len(pairs) != len(scores) or len(pairs) < 2:
         raise ValueError(
-            f"`scores` must have one score per pair for at least two pairs, got {len(pairs)} pairs and {len(scores)} "
-            "scores."
+            f"`scores` must contain one score per pair for at least two pairs, got {len(pairs)} pairs and "
+            f"{len(scores)} scores."
         )
     cosines = cosine_similarities(model, tokenizer, pairs, batch_size, max_length)
     return float(spearmanr(cosines.numpy(), list(scores)).statistic)

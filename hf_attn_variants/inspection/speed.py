@@ -1,4 +1,4 @@
-"""Decoding speed of an encoder-decoder and its variants, measured after a check of their outputs."""
+"""Measures the decoding speed of an encoder-decoder and its variants after checking their outputs."""
 
 import copy
 import math
@@ -26,12 +26,12 @@ from ..registration import max_input_length, variant_model_class
 from .costs import (
     check_sizes,
     has_latents,
+    iterate_variants,
     kv_head_counts,
     kv_heads_field,
     source_window,
     variant_config,
     variant_name,
-    variant_rows,
 )
 
 # The seconds until the first token (None for a forward pass) and until the end.
@@ -47,24 +47,24 @@ class FirstToken(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if self.time is None:
-            _wait(self.device)
+            _synchronize(self.device)
             self.time = time.perf_counter()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def decoding_or_pass(
+def make_timed_function(
     model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None
 ) -> Callable[[], StoppingCriteria | None]:
-    """Return the function that `run_times` times, which decodes or makes a forward pass on random inputs.
+    """Return the function to pass to `time_run`, which decodes or runs a forward pass on random inputs.
 
     Args:
-        model: The model. It must not stop generating early (see `ready_to_time`).
+        model: The model, which must not stop generating early (see `prepare_for_timing`).
         batch_size: The number of sequences per batch.
-        length: The length of the text, of the audio, or of the encoder outputs if an encoder-decoder decodes.
-        decoding: The number of tokens to generate and the number of beams. None means a forward pass.
+        length: The length of the text or audio, or of the encoder outputs if an encoder-decoder decodes.
+        decoding: The number of tokens to generate and the number of beams. If None, a forward pass is run.
     """
     if decoding is None and model.main_input_name == "input_features":
-        shape = (batch_size, model.config.num_mel_bins, 2 * length)  # the encoder halves its frames
+        shape = (batch_size, model.config.num_mel_bins, 2 * length)  # the encoder halves the number of frames
         features = torch.randn(shape, device=model.device, dtype=model.dtype)
         return lambda: (model(input_features=features), None)[1]
     if decoding is None:
@@ -73,11 +73,11 @@ def decoding_or_pass(
     states: Any = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
     options: dict[str, Any] = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
-    if model.main_input_name == "input_features":  # otherwise Whisper would look for more segments in the audio
+    if model.main_input_name == "input_features":  # otherwise, Whisper would look for more segments in the audio
         options |= {"force_unique_generate_call": True, "return_timestamps": False}
 
     def run() -> StoppingCriteria:
-        # Each call gets a new output object, because a beam search writes its repeated states into it.
+        # Each call needs a new output object because beam search modifies it.
         inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(states), "attention_mask": mask}
         first = FirstToken(str(model.device))
         with ignore_saved_length_limits(model):
@@ -88,37 +88,37 @@ def decoding_or_pass(
 
 
 @torch.no_grad()
-def run_times(run: Callable[[], Any], device: str) -> Times:
-    """Return the seconds until the first token (None for a forward pass) and until the end."""
-    _wait(device)
+def time_run(run: Callable[[], Any], device: str) -> Times:
+    """Time a run and return the seconds until the first token (None for a forward pass) and until the end."""
+    _synchronize(device)
     start = time.perf_counter()
     first = run()
-    _wait(device)
+    _synchronize(device)
     end = time.perf_counter()
     return None if first is None else first.time - start, end - start
 
 
-def _wait(device: str) -> None:
-    """Wait until a CUDA device has finished its work."""
+def _synchronize(device: str) -> None:
+    """Wait until a CUDA device has finished all pending work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 # The sizes of the comparison: generated tokens, prompt tokens, source tokens and texts.
 NUM_TOKENS, NUM_PROMPT_TOKENS, NUM_SOURCE_TOKENS, NUM_TEXTS = 8, 4, 16, 2
-# The largest difference, relative to the largest output, that another order of float32 summation may cause.
+# The largest difference, relative to the largest output, that a different order of float32 summation can cause.
 MAX_RELATIVE_DIFFERENCE = 1e-4
 
 
 @torch.no_grad()
 def check_upstream(ours: Any, upstream: Any, decodes: bool) -> None:
-    """Copy the weights of a Transformers model to the multi-head model of this package, and compare their outputs.
+    """Copy a Transformers model's weights to this package's multi-head model, and compare their outputs.
 
     Args:
-        ours: The float32 model of this package.
-        upstream: The Transformers model, of the same shape and on the same device.
-        decodes: Whether to compare greedily decoded tokens. If False, the outputs for two texts (one of them padded)
-            or for audio are compared.
+        ours: The float32 model from this package.
+        upstream: The Transformers model, with the same shape and on the same device.
+        decodes: Whether to compare greedily decoded tokens. If False, the outputs for audio or for two texts, one of
+            which is padded, are compared.
 
     Raises:
         ValueError: If the outputs differ.
@@ -126,10 +126,10 @@ def check_upstream(ours: Any, upstream: Any, decodes: bool) -> None:
     ours.load_state_dict(upstream.state_dict())
     names = f"{type(ours).__name__} and {type(upstream).__name__} with the same weights"
     if decodes:
-        _compare_decoded(f"{names} decode differently", _decoded(ours), _decoded(upstream))
+        _compare_decoded(f"{names} decode differently", _decode_greedily(ours), _decode_greedily(upstream))
         return
-    inputs = _random_inputs(ours)
-    _compare(f"{names} have different outputs", _output(ours, inputs), _output(upstream, inputs))
+    inputs = _make_random_inputs(ours)
+    _compare(f"{names} have different outputs", _compute_output(ours, inputs), _compute_output(upstream, inputs))
 
 
 @torch.no_grad()
@@ -145,7 +145,7 @@ def check_cache(models: Mapping[str, Any]) -> None:
     for name, model in models.items():
         if supports_decoder_cache(model.config):
             fault = f"{name} decodes differently with and without its cache"
-            _compare_decoded(fault, _decoded(model), _decoded(model, use_cache=False))
+            _compare_decoded(fault, _decode_greedily(model), _decode_greedily(model, use_cache=False))
 
 
 def _compare_decoded(
@@ -153,10 +153,10 @@ def _compare_decoded(
 ) -> None:
     """Compare the logits [texts, tokens, vocabulary] of decoded tokens [texts, tokens].
 
-    Tokens are not sufficient, because a model with random weights may generate the same token whatever it reads.
+    Comparing tokens is not sufficient because a model with random weights may generate the same token for any input.
     """
     (tokens, logits), (expected_tokens, expected_logits) = actual, expected
-    # Two texts are compared up to the first different token: there the order of summation has decided a tie.
+    # Texts are compared up to the first different token, where a tie was decided by the order of summation.
     same = (tokens == expected_tokens).long().cumprod(1).roll(1, 1).index_fill(1, tokens.new_tensor(0), 1).bool()
     _compare(fault, logits[same], expected_logits[same])
 
@@ -168,49 +168,49 @@ def _compare(fault: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
         raise ValueError(f"{fault}: the largest relative difference is {difference:.1e}. Nothing was timed.")
 
 
-def _generator(model: Any) -> torch.Generator:
+def _make_generator(model: Any) -> torch.Generator:
     return torch.Generator(device=model.device).manual_seed(0)
 
 
-def _decoded(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _decode_greedily(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return greedily decoded tokens [texts, tokens] and their logits.
 
-    The encoder outputs are random, and the second half of the second text is padding.
+    The encoder outputs are random. The second half of the second text is padding.
     """
     shape = (NUM_TEXTS, NUM_SOURCE_TOKENS, model.config.d_model)
-    states: Any = torch.randn(shape, generator=_generator(model), device=model.device)
+    states: Any = torch.randn(shape, generator=_make_generator(model), device=model.device)
     inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(states)}
-    inputs["attention_mask"] = _padding_mask(model, NUM_SOURCE_TOKENS)
-    # A model with random weights may repeat one token, and then an error of the cache would not change the output.
-    inputs["decoder_input_ids"] = _random_tokens(model, NUM_PROMPT_TOKENS)
+    inputs["attention_mask"] = _make_padding_mask(model, NUM_SOURCE_TOKENS)
+    # A model with random weights may repeat one token, and then an error in the cache would not change the output.
+    inputs["decoder_input_ids"] = _make_random_tokens(model, NUM_PROMPT_TOKENS)
     options |= {"max_new_tokens": NUM_TOKENS, "num_beams": 1, "do_sample": False}
     output = model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True)
     return output.sequences[:, -NUM_TOKENS:], torch.stack(output.logits, 1)
 
 
-def _random_inputs(model: Any) -> dict[str, torch.Tensor]:
-    """Return audio features, or two texts of which the second one is half padding."""
+def _make_random_inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Return random audio features or two random texts. The second half of the second text is padding."""
     if model.main_input_name == "input_features":
         shape = (NUM_TEXTS, model.config.num_mel_bins, 2 * model.config.max_source_positions)
-        return {"input_features": torch.randn(shape, generator=_generator(model), device=model.device)}
+        return {"input_features": torch.randn(shape, generator=_make_generator(model), device=model.device)}
     length = min(NUM_SOURCE_TOKENS, getattr(model.config, "max_position_embeddings", None) or NUM_SOURCE_TOKENS)
-    return {"input_ids": _random_tokens(model, length), "attention_mask": _padding_mask(model, length)}
+    return {"input_ids": _make_random_tokens(model, length), "attention_mask": _make_padding_mask(model, length)}
 
 
-def _random_tokens(model: Any, length: int) -> torch.Tensor:
-    shape, generator = (NUM_TEXTS, length), _generator(model)
+def _make_random_tokens(model: Any, length: int) -> torch.Tensor:
+    shape, generator = (NUM_TEXTS, length), _make_generator(model)
     return torch.randint(model.config.vocab_size, shape, generator=generator, device=model.device)
 
 
-def _padding_mask(model: Any, length: int) -> torch.Tensor:
-    """Return an attention mask of which the second half of the second text is padding."""
+def _make_padding_mask(model: Any, length: int) -> torch.Tensor:
+    """Return an attention mask in which the second half of the second text is padding."""
     mask = torch.ones(NUM_TEXTS, length, dtype=torch.long, device=model.device)
     mask[1, length // 2 :] = 0
     return mask
 
 
-def _output(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the first output of a model for all tokens that are not padding."""
+def _compute_output(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return a model's first output for all tokens that are not padding."""
     output = model(**inputs)[0].float()
     return output[inputs["attention_mask"].bool()] if "attention_mask" in inputs else output
 
@@ -222,13 +222,13 @@ AUDIO_AUTO_CLASSES = ("AutoModelForAudioClassification", "AutoModelForSpeechSeq2
 
 @dataclass(frozen=True)
 class VariantSpeed:
-    """The speed of one variant, which is one row of a `SpeedTable`.
+    """The speed of one variant, which forms one row in a `SpeedTable`.
 
     Args:
         name: The name of the attention. "upstream" means the Transformers class.
         fields: The configuration fields of the variant.
-        milliseconds: The median time of one generation over all rounds.
-        all_milliseconds: The time of each round.
+        milliseconds: The median generation time over all rounds.
+        all_milliseconds: The generation time in each round.
         tokens_per_second: The number of tokens generated per second.
         speedup: The speed relative to the first row.
         first_milliseconds: The median time until the first token, with the encoder keys and values.
@@ -247,14 +247,14 @@ class VariantSpeed:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The number of new tokens from which cached encoder outputs are slower than multi-head attention.
+    """The number of new tokens above which cached encoder outputs are slower than multi-head attention.
 
-    Cached encoder outputs save the key and value projections of the source, once, and need more operations per step.
-    If they do not save time until the first token, the number is 1.
+    Cached encoder outputs avoid the one-time key and value projections of the source, but require more operations per
+    step. If they do not save time before the first token, the number is 1.
 
     Args:
-        exact: The name of the row with cached encoder outputs.
-        multi_head: The name of the row with multi-head attention.
+        exact: The name of the row for cached encoder outputs.
+        multi_head: The name of the row for multi-head attention.
         new_tokens: The number of tokens, or None if the steps are not slower.
     """
 
@@ -265,13 +265,13 @@ class BreakEven:
 
 @dataclass(frozen=True)
 class SpeedTable:
-    """The speed of all variants, with the sizes that it was measured for.
+    """The speed of all variants, with the sizes for which it was measured.
 
     Args:
         checkpoint: The name of the checkpoint.
         architecture: The name of the model class.
         batch_size: The number of texts per batch.
-        length: The number of tokens of the encoder outputs of each text.
+        length: The number of encoder output positions per text.
         max_new_tokens: The number of tokens generated per text.
         num_beams: The number of beams. 1 means greedy decoding.
         dtype: The dtype of the models.
@@ -316,20 +316,20 @@ def measure_speed(
 ) -> SpeedTable:
     """Measure the generation speed of an encoder-decoder and its variants.
 
-    The weights are random, because the speed does not depend on them. The variants take turns in each round.
+    The weights are random because the speed does not depend on them. All variants are timed in each round.
 
     Args:
-        config: The `config.json` of the checkpoint.
+        config: The checkpoint's `config.json`.
         checkpoint: The name of the checkpoint, for the table.
-        kv_heads: The numbers of key/value heads of the decoder. By default, they are the number of query heads, 4, 2
-            and 1, as far as they divide the number of query heads.
+        kv_heads: The numbers of key/value heads in the decoder. Defaults to the number of query heads and those of 4,
+            2 and 1 that divide it.
         talking_heads, latents: Whether to time talking heads and latents.
-        windows: The sizes of sliding windows of the decoder to time (`attention_window`).
-        kernels: The kernels of the decoder to time (`attention_kernel`). "hybrid" is timed with each window.
+        windows: The sliding window sizes to time in the decoder (`attention_window`).
+        kernels: The kernels to time in the decoder (`attention_kernel`). "hybrid" is timed with each window.
         batch_size: The number of texts per batch.
-        length: The number of tokens of the encoder outputs. By default, it is 128, or the window of an audio encoder.
+        length: The number of encoder output positions. Defaults to 128, or to the window of an audio encoder.
         max_new_tokens: The number of tokens to generate.
-        num_beams: The number of beams. 1 means greedy decoding. Tokens per second do not count the beams.
+        num_beams: The number of beams. 1 means greedy decoding. Tokens per second do not include the beams.
         rounds: The number of timings per variant.
         dtype, device: The dtype and the device ("cpu" or a CUDA device) of the models.
 
@@ -347,19 +347,19 @@ def measure_speed(
         raise ValueError(
             f"`benchmark` requires an encoder-decoder that generates text, got {current.model_type} with {auto_class}."
         )
-    length = timed_length(length, current, auto_class)
-    variants = checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
+    length = resolve_timed_length(length, current, auto_class)
+    variants = build_checked_models(config, kv_heads, talking_heads, latents, windows, kernels, dtype, device)
     decoding = (max_new_tokens, num_beams)
-    runs = {name: decoding_or_pass(model, batch_size, length, decoding) for name, (_, model) in variants.items()}
+    runs = {name: make_timed_function(model, batch_size, length, decoding) for name, (_, model) in variants.items()}
     times = _time_engines(runs, rounds, device)
-    rows = _rows({name: fields for name, (fields, _) in variants.items()}, times, batch_size, max_new_tokens)
+    rows = _make_rows({name: fields for name, (fields, _) in variants.items()}, times, batch_size, max_new_tokens)
     return SpeedTable(
         checkpoint, current.auto_classes[auto_class], batch_size, length, max_new_tokens, num_beams, dtype, device,
-        machine_now(device), rows, _break_even(current, rows),
+        describe_machine(device), rows, _compute_break_even(current, rows),
     )  # fmt: skip
 
 
-def checked_models(
+def build_checked_models(
     config: Mapping[str, Any],
     kv_heads: Sequence[int] | None = None,
     talking_heads: bool = True,
@@ -369,7 +369,7 @@ def checked_models(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> dict[str, tuple[dict[str, Any], Any]]:
-    """Return {name: (fields, model)} of the variants, with the baseline first.
+    """Return {name: (fields, model)} for all variants, with the baseline first.
 
     The models have random weights, and their outputs were checked in float32. See `measure_speed` for the arguments.
 
@@ -382,18 +382,18 @@ def checked_models(
     field = kv_heads_field(model_class, current)
     rows = list(_head_and_latent_rows(config, current, field, kv_heads, talking_heads, latents))
     rows += _window_and_kernel_rows(field, windows, kernels)
-    contestants = dict(_contestants(config, current, auto_class, model_class, rows))
+    contestants = dict(_iterate_contestants(config, current, auto_class, model_class, rows))
     models = _make_checked_models(contestants, lambda: model_class(current), "Seq2Seq" in auto_class, dtype, device)
     return {name: (fields, models[name]) for name, (fields, _) in contestants.items()}
 
 
 def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
-    """Return the name of the Auto class of the model to time.
+    """Return the name of the Auto class for the model to time.
 
-    An architecture with only the encoder or the decoder of an encoder-decoder is timed by itself.
+    An architecture with only the encoder or decoder of an encoder-decoder is timed separately.
     """
     architecture = (config.get("architectures") or [""])[0]
-    # The `is_encoder_decoder` of a T5EncoderModel may be True or False.
+    # In a T5EncoderModel's configuration, `is_encoder_decoder` may be True or False.
     if architecture.endswith("EncoderModel"):
         return "AutoModelForTextEncoding"
     for head in ("ForCausalLM", "ForAudioClassification"):
@@ -403,10 +403,10 @@ def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
     return seq2seq[0] if seq2seq and current.is_encoder_decoder else "AutoModel"
 
 
-def _rows(
+def _make_rows(
     fields: Mapping[str, dict[str, Any]], times: Mapping[str, list[Times]], batch_size: int, max_new_tokens: int
 ) -> list[VariantSpeed]:
-    """Return the row of each variant."""
+    """Return one row per variant."""
     rows: list[VariantSpeed] = []
     for name, rounds in times.items():
         totals = [end * 1e3 for _, end in rounds]
@@ -420,32 +420,33 @@ def _rows(
     return rows
 
 
-def _break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
+def _compute_break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
     """Return the break-even point of cached encoder outputs, or None if they were not timed."""
     exact = {"cross_kv_lora_rank": current.hidden_size}
     baselines = [row for row in rows if row.name in ("upstream", HeadSharing.label)]
     pairs: list[tuple[Any, Any]] = [(row, other) for row in rows for other in baselines if row.fields == exact]
     if not pairs or pairs[-1][0].step_milliseconds is None:
         return None
-    # The last baseline is the multi-head model of this package if there is one, because it follows "upstream".
+    # The last baseline is this package's multi-head model if there is one, because it follows "upstream".
     cached, multi_head = pairs[-1]
     saved = multi_head.first_milliseconds - cached.first_milliseconds
     lost = cached.step_milliseconds - multi_head.step_milliseconds
     tokens = None
     if lost > 0 or (lost == 0 and saved < 0):
-        # n tokens take n - 1 steps. The result is the first n at which the loss of the steps exceeds the saving.
+        # n tokens take n - 1 steps. The result is the first n for which the additional step time exceeds the time
+        # saved.
         tokens = 1 if saved < 0 else 2 + math.floor(saved / lost)
     return BreakEven(cached.name, multi_head.name, tokens)
 
 
-def order_of_round(names: Sequence[str], number: int) -> list[str]:
-    """Return the order of the contestants in a round.
+def round_order(names: Sequence[str], number: int) -> list[str]:
+    """Return the order in which variants are timed in a round.
 
-    Every second round reverses the order of the previous one, and each pair of rounds starts with another contestant.
-    Otherwise the effects of a contestant (cold caches, threads that still spin) would always affect the same next one.
+    Every second round reverses the previous order, and each pair of rounds starts with a different variant. Otherwise,
+    the side effects of one variant (cold caches, spinning threads) would always affect the same next variant.
 
     Args:
-        names: The names of the contestants.
+        names: The names of the variants.
         number: The number of the round.
     """
     first = number // 2 % max(1, len(names))
@@ -454,26 +455,28 @@ def order_of_round(names: Sequence[str], number: int) -> list[str]:
 
 
 def _time_engines(runs: Mapping[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, list[Times]]:
-    """Return {name: times of each round} of the contestants."""
+    """Time all variants and return {name: times in each round}."""
     times: dict[str, list[Times]] = {name: [] for name in runs}
-    for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):  # round -1 warms up
-        for name in order_of_round(list(runs), number):
-            run_time = run_times(runs[name], device)
+    for number in progress_bar(
+        range(-1, rounds), desc="timing", unit="round", leave=False
+    ):  # round -1 is a warm-up round
+        for name in round_order(list(runs), number):
+            run_time = time_run(runs[name], device)
             if number >= 0:
                 times[name].append(run_time)
     return times
 
 
-def timed_length(requested: int | None, config: Any, auto_class: str) -> int:
+def resolve_timed_length(requested: int | None, config: Any, auto_class: str) -> int:
     """Return the number of tokens or audio positions to read.
 
     Args:
-        requested: The number that the user asked for, or None for the default.
+        requested: The number set by the user, or None for the default.
         config: The configuration of the model.
         auto_class: The result of `timed_auto_class`.
 
     Raises:
-        ValueError: If the model does not have or does not read this number of positions.
+        ValueError: If the model does not support this number of positions.
     """
     positions = source_window(config) if auto_class in AUDIO_AUTO_CLASSES else max_input_length(config)
     default = positions if auto_class in AUDIO_AUTO_CLASSES else DEFAULT_LENGTH
@@ -486,10 +489,10 @@ def timed_length(requested: int | None, config: Any, auto_class: str) -> int:
 
 
 def _check_device(device: str) -> None:
-    """Check that a device is a CPU or a CUDA device of this machine.
+    """Check that a device is a CPU or an available CUDA device.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If the device is not available or has another type.
     """
     try:
         if torch.device(device).type not in ("cpu", "cuda"):
@@ -497,23 +500,23 @@ def _check_device(device: str) -> None:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"`device` must be a CPU or CUDA device of this machine, got {device!r}: {str(error).splitlines()[0]}"
+            f"`device` must be a CPU or an available CUDA device, got {device!r} ({str(error).splitlines()[0]})."
         ) from error
 
 
 def _head_and_latent_rows(
     config: Mapping[str, Any], current: Any, field: str, kv_heads: Sequence[int] | None, talking: bool, latents: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of the variants with these numbers of key/value heads, with latents and with talking heads."""
+    """Yield the fields of variants with the given numbers of key/value heads, with latents and with talking heads."""
     heads = current.query_heads(field)
     counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == type(current).model_type and not has_latents(current, field):
-        counts |= {heads}  # this class is the baseline instead of a Transformers class
-    yield from variant_rows(current, field, sorted(counts, reverse=True), talking, latents)
+        counts |= {heads}  # this package's class is the baseline instead of a Transformers class
+    yield from iterate_variants(current, field, sorted(counts, reverse=True), talking, latents)
 
 
 def _window_and_kernel_rows(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the fields of the variants with sliding windows and with kernels. A hybrid is combined with each window.
+    """Return the fields of variants with sliding windows and kernels. A hybrid is combined with each window.
 
     Raises:
         ValueError: If a hybrid is requested without a window.
@@ -521,7 +524,7 @@ def _window_and_kernel_rows(field: str, windows: Sequence[int], kernels: Sequenc
     prefix = "encoder_" if field.startswith("encoder_") else ""
     for kernel in kernels:
         if get_kernel_class(kernel).needs_window and not windows:
-            raise ValueError(f"`attention_kernel` {kernel!r} requires a window. Pass `attention_window` too.")
+            raise ValueError(f"`attention_kernel` {kernel!r} requires a window. Also set `attention_window`.")
     sizes = [{f"{prefix}attention_window": window} for window in windows]
     rows = [{f"{prefix}attention_pattern": SlidingWindow.name, **size} for size in sizes]
     for kernel in kernels:
@@ -530,12 +533,12 @@ def _window_and_kernel_rows(field: str, windows: Sequence[int], kernels: Sequenc
     return rows
 
 
-def _contestants(
+def _iterate_contestants(
     config: Mapping[str, Any], current: Any, auto_class: str, model_class: type, rows: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
-    """Yield the name of each variant with its fields and a function that makes the model, the baseline first."""
+    """Yield each variant's name, its fields, and a function that creates the model, with the baseline first."""
     if config["model_type"] != type(current).model_type:
-        yield "upstream", ({}, lambda: upstream_model(config, auto_class))
+        yield "upstream", ({}, lambda: make_upstream_model(config, auto_class))
     field = kv_heads_field(model_class, current)
     for fields in rows:
         variant = variant_config(config, **fields)
@@ -545,11 +548,11 @@ def _contestants(
 def _make_checked_models(
     contestants: Mapping[str, Any], multi_head: Callable[[], Any], decodes: bool, dtype: str, device: str
 ) -> dict[str, Any]:
-    """Make the models, and check their outputs in float32.
+    """Create the models and check their outputs in float32.
 
     Args:
-        contestants: The items of `_contestants`.
-        multi_head: Makes the model of this package that must equal the Transformers model.
+        contestants: The items of `_iterate_contestants`.
+        multi_head: Function that creates this package's equivalent of the Transformers model.
         decodes: Whether the models are encoder-decoders that decode.
         dtype: The dtype of the returned models.
         device: The device of the models.
@@ -557,30 +560,30 @@ def _make_checked_models(
     Raises:
         ValueError: If the outputs of a model are wrong.
     """
-    models = {name: ready_to_time(make(), device) for name, (_, make) in contestants.items()}
+    models = {name: prepare_for_timing(make(), device) for name, (_, make) in contestants.items()}
     if "upstream" in models:
-        check_upstream(ready_to_time(multi_head(), device), models["upstream"], decodes)
+        check_upstream(prepare_for_timing(multi_head(), device), models["upstream"], decodes)
     if decodes:
         check_cache({name: model for name, model in models.items() if name != "upstream"})
     return {name: model.to(getattr(torch, dtype)) for name, model in models.items()}
 
 
-def upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:
-    """Return a Transformers model with random weights, made from the `config.json` of a Transformers checkpoint."""
+def make_upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:
+    """Create a Transformers model with random weights from the `config.json` of a Transformers checkpoint."""
     return getattr(transformers, auto_class).from_config(AutoConfig.for_model(**copy.deepcopy(dict(config))))
 
 
-def ready_to_time(model: Any, device: str) -> Any:
-    """Return the model in float32 and evaluation mode on a device, with generation that does not stop early."""
+def prepare_for_timing(model: Any, device: str) -> Any:
+    """Prepare a model for timing: float32, evaluation mode, the given device, and no early stopping."""
     model = model.float().eval().to(device)
     if model.can_generate():
-        model.generation_config.eos_token_id = None  # a model with random weights may generate it at any time
+        model.generation_config.eos_token_id = None  # a model with random weights may generate this token at any time
         model.generation_config.use_cache = supports_decoder_cache(model.config)
     return model
 
 
-def machine_now(device: str) -> dict[str, Any]:
-    """Return the device, threads, load and versions for reports."""
+def describe_machine(device: str) -> dict[str, Any]:
+    """Return the device, number of threads, load and versions for reports."""
     on_cuda = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_cuda else platform.processor() or "cpu",

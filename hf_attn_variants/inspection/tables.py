@@ -1,4 +1,4 @@
-"""Text tables that fit the terminal, and descriptions of the talking-heads projections of a configuration."""
+"""Prints text tables that fit the terminal, and describes a configuration's talking-heads projections."""
 
 import os
 import shutil
@@ -30,21 +30,21 @@ def print_text(text: str) -> None:
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], cut: int | None = None) -> None:
     """Print a table with a title.
 
-    If a line is too long, the header is wrapped first. If that is not enough, the columns are divided among several
-    tables, and each of these repeats the first column.
+    If a line is too long, the header is wrapped first. If this is not enough, the columns are split into several
+    tables, each of which repeats the first column.
 
     Args:
         title: The text above the table.
         header: The names of the columns.
         rows: The cells of each row. The first column is left-aligned text, the others are right-aligned numbers.
-        cut: The index of the column at which a divided table is divided first.
+        cut: The index of the column before which the table is split first.
     """
     limit = output_width()
     print_text(title)
     cells = [[row[i] for row in rows] for i in range(len(header))]
     headers = [[name] for name in header]
     if limit is not None and _line_width(_column_widths(headers, cells)) > limit:
-        # A column becomes as narrow as its cells and the longest word of its header allow.
+        # A column becomes as narrow as its cells and the longest word in its header allow.
         headers = [
             _wrap(name, max(map(len, [*column, *name.split()]))) for name, column in zip(header, cells, strict=True)
         ]
@@ -93,16 +93,16 @@ def _line_width(widths: Sequence[int]) -> int:
 
 
 def _wrap(text: str, width: int | None) -> list[str]:
-    """Return the lines of a text that is wrapped at a width. None means that lines are not limited."""
+    """Wrap a text at a width and return its lines. If the width is None, the line length is not limited."""
     if width is None:
         return [text]
     return textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False) or [text]
 
 
-def places_of_stacks(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
-    """Return the prefixes of the places in the encoder or decoder that some key/value head fields belong to.
+def select_place_prefixes(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
+    """Return the prefixes of the places in the encoder or decoder to which the given key/value head fields belong.
 
-    The prefix of cross-attention is returned only for a decoder that has cross-attention.
+    The cross-attention prefix is only returned for a decoder with cross-attention.
 
     Args:
         config: A variant configuration.
@@ -116,25 +116,25 @@ def places_of_stacks(config: Any, fields: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def talking_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeadsSettings]]:
-    """Return {prefix: [talking heads of each layer]} for the places that `places_of_stacks` returns."""
+def talking_heads_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeadsSettings]]:
+    """Return {prefix: [talking heads of each layer]} for the places that `select_place_prefixes` returns."""
     return {
         prefix: [config.get_talking_heads(prefix, layer) for layer in range(config.layer_count(prefix + KIND))]
-        for prefix in places_of_stacks(config, fields)
+        for prefix in select_place_prefixes(config, fields)
     }
 
 
-def talking_parts(config: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the kinds of talking-heads projections and descriptions of their places.
+def describe_talking_projections(config: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the types of talking-heads projections with descriptions of their places.
 
-    The result is [("logits", " in cross-attention")], for example. The description is empty if the projections are
-    in all places.
+    An example result is [("logits", " in cross-attention")]. The description is empty if the projections are used in
+    all places.
 
     Args:
         config: A variant configuration.
         fields: The key/value head fields of the encoder or decoder to describe.
     """
-    by_place = talking_by_place(config, fields)
+    by_place = talking_heads_by_place(config, fields)
     kinds = [talking.kind for layers in by_place.values() for talking in layers]
     if len({*kinds}) == 1:
         return [] if kinds[0] is None else [(kinds[0], "")]

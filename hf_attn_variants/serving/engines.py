@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..inspection.costs import has_latents, kv_heads_field, variant_config, variant_name
-from ..inspection.speed import AUDIO_AUTO_CLASSES, ready_to_time, timed_auto_class, upstream_model
+from ..inspection.speed import AUDIO_AUTO_CLASSES, make_upstream_model, prepare_for_timing, timed_auto_class
 from ..model_properties import ignore_saved_length_limits
 from ..quantization.quantize import quantize
 from ..registration import variant_model_class
@@ -164,7 +164,7 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
     else:
         current = variant_config(config, **(engine.fields or {}))
         model = get_served_model_class(config)(_remove_latents(current) if engine.ctranslate2 else current)
-    model = ready_to_time(model, "cpu")
+    model = prepare_for_timing(model, "cpu")
     if engine.ctranslate2:
         return model
     if engine.shared:
@@ -181,7 +181,7 @@ def _build_baseline(config: Mapping[str, Any]) -> Any:
     current = variant_config(config)
     if config["model_type"] == type(current).model_type:
         return get_served_model_class(config)(current)
-    return upstream_model(config, get_served_auto_class(config))
+    return make_upstream_model(config, get_served_auto_class(config))
 
 
 def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tensor]:

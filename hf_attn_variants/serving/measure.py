@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..inspection.costs import check_sizes, kv_head_counts, kv_heads_field, variant_config
-from ..inspection.speed import machine_now, order_of_round, timed_length
+from ..inspection.speed import describe_machine, resolve_timed_length, round_order
 from ..progress import progress_bar
 from .engines import (
     CTRANSLATE2,
@@ -127,7 +127,7 @@ def measure_serving(
     decodes = is_generative(config)
     if num_beams is not None and not decodes:
         raise ValueError("`num_beams` is not supported for a model that does not generate text. Remove it.")
-    length = timed_length(length, variant_config(config), get_served_auto_class(config))
+    length = resolve_timed_length(length, variant_config(config), get_served_auto_class(config))
     load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
     problem, threads, inputs = (
         get_ctranslate2_unsupported_reason(config),
@@ -151,7 +151,7 @@ def measure_serving(
         gc.collect()
         peaks, without_peak = _measure_peaks(config, timed if peak_memory else [], load, threads, exported)
     rows = _build_rows(timed, load, times, firsts, peaks)
-    return ServingTable(checkpoint, load, rows, left_out, machine_now("cpu"), without_peak)
+    return ServingTable(checkpoint, load, rows, left_out, describe_machine("cpu"), without_peak)
 
 
 def _explain_left_out_engines(problem: str | None, names: Sequence[str] | None) -> dict[str, str]:
@@ -256,7 +256,7 @@ def _time_engines(
     firsts: dict[str, list[float]] = {name: [] for name in runs}
     # The first round is a warm-up.
     for number in progress_bar(range(-1, rounds), desc="timing", unit="round", leave=False):
-        for name in order_of_round(list(runs), number):
+        for name in round_order(list(runs), number):
             start = time.perf_counter()
             runs[name](load.max_new_tokens)
             end = time.perf_counter()

@@ -70,7 +70,7 @@ def write_ctranslate2_folder(
     Raises:
         ValueError: if the start token of the decoder or the end-of-sequence token is unknown.
     """
-    from ..export.ctranslate2 import model_specification
+    from ..export.ctranslate2 import build_model_specification
     from ..export.ctranslate2_check import Tokens
 
     vocabulary = [format_token(number) for number in range(model.config.vocab_size)]
@@ -81,7 +81,7 @@ def write_ctranslate2_folder(
         vocabulary[start], vocabulary[no_times], vocabulary[end] = TRANSCRIPT, NO_TIMES, END
         prompt.append(no_times)
     tokens = Tokens(vocabulary, prompt, end, vocabulary[0], [end], [])
-    spec = model_specification(model, tokens, config["model_type"])
+    spec = build_model_specification(model, tokens, config["model_type"])
     spec.optimize(quantization="int8_float32" if int8 else "float32")
     spec.save(os.fspath(folder))
     batch = inputs["input_features"].numpy() if is_audio else inputs["input_ids"].tolist()

@@ -33,7 +33,7 @@ def names_and_fields(table):
     ],
 )
 def test_encode_times_transformers_and_every_variant(measure, architecture, head, length):
-    config = architecture.upstream_model(head).config.to_dict() | {"architectures": [head]}
+    config = architecture.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
     table = measure(config, 2, length, 2)
     names, _ = names_and_fields(table)
     assert names[:2] == ["upstream", "MHA"] and "MQA" in names
@@ -46,7 +46,7 @@ def test_encode_times_transformers_and_every_variant(measure, architecture, head
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_t5_encoder_is_timed_with_encoder_fields(measure, stored):
-    config = T5.upstream_model("T5EncoderModel").config.to_dict()
+    config = T5.make_upstream_model("T5EncoderModel").config.to_dict()
     config |= {"architectures": ["T5EncoderModel"], "is_encoder_decoder": stored}
     names, fields = names_and_fields(measure(config, 2, 8, 1, windows=[4]))
     assert names[0] == "upstream" and {"encoder_num_key_value_heads": 1} in fields
@@ -67,7 +67,7 @@ def test_model_with_other_outputs_raises_an_error(measure, monkeypatch):
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda self, *args, **given: forward(self, *args, **given | NO_MASK))
     with pytest.raises(ValueError, match="and BertModel with the same weights have different outputs"):
-        measure(BERT.upstream_model("BertModel").config.to_dict(), 2, 8, 1)
+        measure(BERT.make_upstream_model("BertModel").config.to_dict(), 2, 8, 1)
 
 
 NO_MASK = {"attention_mask": None}
@@ -75,4 +75,4 @@ NO_MASK = {"attention_mask": None}
 
 def test_text_longer_than_the_positions_raises_an_error(measure):
     with pytest.raises(ValueError, match="`length`"):
-        measure(BERT.upstream_model("BertModel").config.to_dict(), 2, 10**6, 1)
+        measure(BERT.make_upstream_model("BertModel").config.to_dict(), 2, 10**6, 1)

@@ -23,7 +23,7 @@ HEAVY = ("datasets", "evaluate", "matplotlib", "pandas", "peft", "rich", "sacreb
 
 @pytest.fixture
 def source(tmp_path):
-    BERT.upstream_model("BertForMaskedLM").save_pretrained(tmp_path / "source")
+    BERT.make_upstream_model("BertForMaskedLM").save_pretrained(tmp_path / "source")
     return tmp_path / "source"
 
 

@@ -38,7 +38,7 @@ def small_maps(monkeypatch):
 
 def config_of(architecture):
     head = HEADS.get(architecture.name, "BertModel")
-    return architecture.upstream_model(head).config.to_dict() | {"architectures": [head]}
+    return architecture.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
 
 
 def names(table):
@@ -113,7 +113,7 @@ def test_compiled_engines_generate_equal_tokens(architecture, monkeypatch):
 
 @pytest.mark.slow
 def test_serving_command_times_compiled_engines(tmp_path, capsys):
-    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "3"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--compile", "--json"]) == 0
     rows = {row["engine"]["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
@@ -165,7 +165,7 @@ def test_each_engine_reports_its_peak_memory(architecture, tmp_path):
 
 
 def test_model_too_small_for_int8_is_timed_without_int8(tmp_path, capsys):
-    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--no_peak_memory"]) == 0
     printed = capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_times_are_kept_if_a_memory_measurement_fails(tmp_path, monkeypatch, cap
         pytest.skip("this system says no peak")
     platform.processor()  # it starts a program once
     monkeypatch.setattr(peak_memory.subprocess, "run", lambda *args, **kwargs: Killed())
-    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "1", "--length", "8", "--rounds", "1", "--max_new_tokens", "2"]
     assert cli.main(["benchmark", str(tmp_path), *flags, "--engines", "share_memory"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -215,7 +215,7 @@ def test_order_of_engines_varies_between_rounds():
 
 @pytest.mark.usefixtures("small_maps")
 def test_encoder_only_model_and_variants_are_served(tmp_path, capsys):
-    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "bert")
+    BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "bert")
     BERT.model("BertModel", "gqa").save_pretrained(tmp_path / "ours")
     flags = ["--serving", "--batch_size", "2", "--length", "8", "--rounds", "1", "--no_peak_memory", "--json"]
     assert cli.main(["benchmark", str(tmp_path / "bert"), *flags]) == 0
@@ -231,7 +231,7 @@ def test_encoder_only_model_and_variants_are_served(tmp_path, capsys):
 
 @pytest.mark.usefixtures("small_maps")
 def test_requested_conversions_are_timed(tmp_path, capsys):
-    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["benchmark", str(tmp_path), "--serving", "--batch_size", "1", "--length", "8", "--rounds", "1"]
     flags += ["--max_new_tokens", "2", "--no_peak_memory", "--json", "--variants"]
     latents = {"cross_kv_lora_rank": 8, "kv_lora_rank": 4}
@@ -292,7 +292,7 @@ def test_unavailable_engine_error_gives_the_reason(monkeypatch):
 
 @pytest.mark.usefixtures("small_maps")
 def test_serving_table_ends_with_advice_and_a_plot(tmp_path, capsys):
-    T5.upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
+    T5.make_upstream_model(HEADS["t5"]).save_pretrained(tmp_path)
     flags = ["--serving", "--batch_size", "2", "--length", "8", "--rounds", "1", "--max_new_tokens", "3"]
     flags += ["--num_beams", "2", "--num_key_value_heads", "1", "--no_peak_memory", "--plot", str(tmp_path / "a.png")]
     assert cli.main(["benchmark", str(tmp_path), *flags]) == 0

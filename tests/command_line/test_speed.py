@@ -10,7 +10,7 @@ from relatives import RELATIVES, WHISPER
 
 import hf_attn_variants
 from hf_attn_variants import cli
-from hf_attn_variants.inspection.speed import BreakEven, VariantSpeed, _break_even, measure_speed
+from hf_attn_variants.inspection.speed import BreakEven, VariantSpeed, _compute_break_even, measure_speed
 
 MARIAN = next(architecture for architecture in RELATIVES if architecture.name == "marian")
 SMALL = ["--batch_size", "2", "--length", "8", "--rounds", "2", "--max_new_tokens", "3", "--device", "cpu"]
@@ -18,7 +18,7 @@ SMALL = ["--batch_size", "2", "--length", "8", "--rounds", "2", "--max_new_token
 
 @pytest.mark.thorough
 def test_benchmark_times_transformers_and_every_variant(tmp_path, capsys):
-    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
+    T5.make_upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert next(iter(rows)) == "upstream" and {"MHA", "MQA", "MHA + talking heads"} <= rows.keys()
@@ -52,7 +52,7 @@ def test_models_without_generation_from_an_encoder_raise_an_error(head):
 @pytest.mark.thorough
 def test_whisper_is_timed_with_its_full_window():
     head = "WhisperForConditionalGeneration"
-    config = WHISPER.upstream_model(head).config.to_dict() | {"architectures": [head]}
+    config = WHISPER.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
     small = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "talking_heads": False}
     table = measure_speed(config, **small)
     assert (table.length, table.architecture) == (20, f"AttnVariant{head}")
@@ -68,7 +68,7 @@ def test_decoder_without_cache_support_is_timed_without_a_cache():
 
 @pytest.mark.thorough
 def test_latents_of_an_encoder_decoder_are_timed_per_token(tmp_path, capsys):
-    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
+    T5.make_upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in table["rows"]}
@@ -101,15 +101,15 @@ def test_break_even_is_the_step_at_which_the_total_times_are_equal(exact, tokens
 
     rows = [row("upstream", {}, 1, 1), row("MHA", {"num_key_value_heads": 12}, 20, 1)]
     rows.append(row("exact", {"cross_kv_lora_rank": 40}, *exact))
-    assert _break_even(T5.config(), rows) == BreakEven("exact", "MHA", tokens)
-    assert _break_even(T5.config(), rows[:2]) is None
+    assert _compute_break_even(T5.config(), rows) == BreakEven("exact", "MHA", tokens)
+    assert _compute_break_even(T5.config(), rows[:2]) is None
 
 
 @pytest.mark.thorough
 def test_beams_are_timed_and_reported(tmp_path, capsys, monkeypatch):
     from transformers import GenerationMixin
 
-    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
+    T5.make_upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     actual, generate = [], GenerationMixin.generate
 
     def spy(self, *args, **options):
@@ -164,10 +164,10 @@ def without(argument):
 def test_benchmark_raises_for_a_model_with_other_outputs(row, head, argument, message, monkeypatch):
     from hf_attn_variants.inspection import speed
 
-    monkeypatch.setattr(speed, "run_times", lambda *args: pytest.fail("it was timed"))
+    monkeypatch.setattr(speed, "time_run", lambda *args: pytest.fail("it was timed"))
     model = getattr(hf_attn_variants, f"AttnVariant{head}")
     monkeypatch.setattr(model, "forward", without(argument)(model.forward))
-    config = row.upstream_model(head).config.to_dict() | {"architectures": [head]}
+    config = row.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
     with pytest.raises(ValueError, match=rf"{message}.*Nothing was timed"):
         measure_speed(config, length=8, batch_size=2, rounds=1, talking_heads=False, latents=False)
 
@@ -185,7 +185,7 @@ def test_benchmark_raises_for_a_variant_that_loses_its_cache(monkeypatch):
 
 
 def test_decoder_windows_and_kernels_are_timed():
-    config = MARIAN.upstream_model("MarianMTModel").config.to_dict()
+    config = MARIAN.make_upstream_model("MarianMTModel").config.to_dict()
     options = {
         "batch_size": 1,
         "length": 8,
@@ -209,7 +209,9 @@ def test_decoder_windows_and_kernels_are_timed():
 def test_unavailable_device_raises_an_error():
     for device in ("xpu", "meta", "nonsense"):
         with pytest.raises(ValueError, match=rf"`device`.*{device}"):
-            measure_speed(T5.upstream_model("T5ForConditionalGeneration").config.to_dict(), length=8, device=device)
+            measure_speed(
+                T5.make_upstream_model("T5ForConditionalGeneration").config.to_dict(), length=8, device=device
+            )
 
 
 @pytest.mark.parametrize(
@@ -222,4 +224,4 @@ def test_unavailable_device_raises_an_error():
 )
 def test_benchmark_rejects_invalid_numbers(options, message):
     with pytest.raises(ValueError, match=message):
-        measure_speed(T5.upstream_model("T5ForConditionalGeneration").config.to_dict(), **options)
+        measure_speed(T5.make_upstream_model("T5ForConditionalGeneration").config.to_dict(), **options)

@@ -28,7 +28,7 @@ def make_source(tmp_path):
     """A function that saves a Transformers model with random biases as a checkpoint, and returns its folder."""
 
     def make(head="BertForMaskedLM", shard_size="1GB", name="source", dtype=torch.float32, **fields):
-        model = BERT.upstream_model(head, **fields)
+        model = BERT.make_upstream_model(head, **fields)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)

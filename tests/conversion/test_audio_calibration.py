@@ -15,9 +15,9 @@ from hf_attn_variants import AttnVariantWhisperForConditionalGeneration
 from hf_attn_variants.cli import main
 from hf_attn_variants.conversion import Calibration, convert, read_audio_calibration
 from hf_attn_variants.conversion.calibration.batches import (
-    drop_encoder_outputs,
     get_generated_tokens,
-    reuse_encoder_outputs,
+    with_known_encoder_outputs,
+    without_known_encoder_outputs,
 )
 from hf_attn_variants.conversion.calibration.examples import load_audio, make_audio_batches
 
@@ -65,9 +65,9 @@ def test_decoder_is_calibrated_on_generated_transcripts(source, folder):
     assert sum(len(batch["input_features"]) for batch in held_out) == 15  # a quarter of the sixty
     batch = used[0]
     with torch.no_grad():
-        logits = model(**drop_encoder_outputs(batch)).logits
+        logits = model(**without_known_encoder_outputs(batch)).logits
         # The recorded encoder outputs equal those of a new call.
-        torch.testing.assert_close(model(**reuse_encoder_outputs(batch)).logits, logits)
+        torch.testing.assert_close(model(**with_known_encoder_outputs(batch)).logits, logits)
     assert batch["encoder_outputs"].shape == (len(logits), 20, 48)
     ids = batch["decoder_input_ids"]
     assert ids.shape[1] == 3 + 20 - 1  # at most half of its forty positions are generated
@@ -86,7 +86,7 @@ def test_decoder_is_calibrated_on_generated_transcripts(source, folder):
 
 def test_conversion_without_recordings_warns_about_quality(source, caplog):
     convert(source, 4)
-    assert "no audio to calibrate on" in caplog.text and "--calibration_audio_dir" in caplog.text
+    assert "No calibration audio was provided" in caplog.text and "--calibration_audio_dir" in caplog.text
     assert "--calibration_file" not in caplog.text
 
 
@@ -141,12 +141,12 @@ def test_invalid_recordings_raise_an_error(source, folder, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"at least 2 audio files .* got 0"):
         read_audio_calibration(source)
     (tmp_path / "no_sound.wav").write_text("words")
-    with pytest.raises(ValueError, match=r"no_sound\.wav must be a wav file"):
+    with pytest.raises(ValueError, match=r"no_sound\.wav must be a WAV file"):
         load_audio(tmp_path / "no_sound.wav")
     with pytest.raises(NotADirectoryError, match=r"must be a folder, got .*no_sound\.wav"):
         read_audio_calibration(tmp_path / "no_sound.wav")
     (tmp_path / "short.wav").write_bytes(b"RIFF")
-    with pytest.raises(ValueError, match=r"short\.wav is not a PCM wav file \(it is truncated\)"):
+    with pytest.raises(ValueError, match=r"short\.wav is not a PCM WAV file \(it is truncated\)"):
         load_audio(tmp_path / "short.wav")
     with pytest.raises(NotADirectoryError, match="nowhere"):
         read_audio_calibration(tmp_path / "nowhere")

@@ -12,8 +12,13 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from hf_attn_variants import convert
 from hf_attn_variants.conversion import Calibration
-from hf_attn_variants.conversion.attention_tensors import LatentForm, best_latent, lost_by_rank, preserved_energy
-from hf_attn_variants.conversion.layer_choice import ranks_within
+from hf_attn_variants.conversion.attention_tensors import (
+    LatentForm,
+    best_latent,
+    energy_lost_by_rank,
+    preserved_energy_share,
+)
+from hf_attn_variants.conversion.layer_choice import allocate_ranks
 
 ROBERTA = next(row for row in ENCODERS if row.name == "roberta")
 
@@ -26,19 +31,21 @@ def random_form(seed, size=12):
 
 def test_loss_by_rank_equals_that_of_the_best_latent():
     form = random_form(0)
-    lost = lost_by_rank([form])
+    lost = energy_lost_by_rank([form])
     assert lost.shape == (13,) and lost[0] == pytest.approx(1) and lost[12] == 0
     for rank in range(1, 13):
-        assert float(lost[rank]) == pytest.approx(1 - preserved_energy(form, best_latent([form], rank)), abs=1e-9)
+        assert float(lost[rank]) == pytest.approx(
+            1 - preserved_energy_share(form, best_latent([form], rank)), abs=1e-9
+        )
     gains = lost[:-1] - lost[1:]
     assert (gains[:-1] >= gains[1:] - 1e-12).all()
 
 
 @pytest.mark.parametrize("total", range(3, 20))
 def test_selected_ranks_lose_the_least_for_their_size(total):
-    lost, most = [lost_by_rank([random_form(seed, 8)]) ** (seed + 1) for seed in range(3)], [8, 8, 5]
+    lost, most = [energy_lost_by_rank([random_form(seed, 8)]) ** (seed + 1) for seed in range(3)], [8, 8, 5]
     # A power of it falls by less and less too.
-    ranks = ranks_within(lost, total, most)
+    ranks = allocate_ranks(lost, total, most)
     best = min(
         sum(float(row[rank]) for row, rank in zip(lost, ranks, strict=True))
         for ranks in itertools.product(range(1, 9), range(1, 9), range(1, 6))
@@ -49,8 +56,8 @@ def test_selected_ranks_lose_the_least_for_their_size(total):
 
 
 def test_ranks_are_multiples_of_eight_if_they_fit():
-    lost = [lost_by_rank([random_form(seed, 64)]) for seed in range(2)]
-    ranks = ranks_within(lost, 53, [64, 20])
+    lost = [energy_lost_by_rank([random_form(seed, 64)]) for seed in range(2)]
+    ranks = allocate_ranks(lost, 53, [64, 20])
     assert sum(ranks) <= 53 and all(rank % 8 == 0 or rank == 20 for rank in ranks)
 
 
@@ -104,14 +111,14 @@ def test_budget_keeps_latents_of_the_source(source):
     [
         ({"kv_cache_bytes": (0, 5)}, "`kv_cache_bytes`"),
         ({"kv_cache_bytes": 64}, "`kv_cache_bytes`"),
-        ({"kv_cache_bytes": (64, 64), "kv_lora_rank": 4}, "determines `kv_lora_rank`"),
+        ({"kv_cache_bytes": (64, 64), "kv_lora_rank": 4}, "combined with `kv_lora_rank`"),
         (
             {"kv_cache_bytes": (64, 64), "per_layer_values": {"num_key_value_heads": [1, 2]}},
-            "determines `num_key",
+            "combined with `num_key",
         ),
         ({"kv_cache_bytes": (64, 64), "num_key_value_heads": 2}, "`num_key_value_heads`"),
         ({"kv_cache_bytes": (3, 64)}, "source token .*got 0"),
-        ({"kv_cache_bytes": (64, 7)}, "2 numbers per generated token .*got 1"),
+        ({"kv_cache_bytes": (64, 7)}, "2 values per generated token .*got 1"),
         ({"kv_cache_bytes": (9999, 9999)}, "got 9999 and 9999"),
     ],
     ids=str,
@@ -128,7 +135,7 @@ def test_impossible_budget_raises_an_error(options, message, source):
         (lambda: T5.model("T5EncoderModel"), "`kv_cache_bytes`"),
         (
             lambda: ROBERTA.model("RobertaForCausalLM"),
-            "got AttnVariantRobertaForCausalLM",
+            "not for AttnVariantRobertaForCausalLM",
         ),
     ],
 )

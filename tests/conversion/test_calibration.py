@@ -114,7 +114,7 @@ def test_calibration_pairs_are_joined_by_the_tokenizer():
         for c in (pairs, calibration())
     ]
     assert errors[0] < 0.9 * errors[1]
-    with pytest.raises(ValueError, match="two strings"):
+    with pytest.raises(ValueError, match="pairs of strings"):
         Calibration([("one", "two", "three")] * 2)
 
 
@@ -152,7 +152,7 @@ def test_report_contains_held_out_output_errors(tmp_path, fit_steps):
         f"{expected:.1%} on held-out text (averaged heads: " in printed and str(report) == report.summary() != printed
     )
     assert "relative error of logits" not in printed and stored["mean_logits_relative_error"] > 0
-    assert ("before the fit" in printed) is bool(fit_steps)
+    assert ("before fitting" in printed) is bool(fit_steps)
 
 
 def test_report_names_modules_that_kept_the_closed_form(tmp_path):
@@ -162,7 +162,9 @@ def test_report_names_modules_that_kept_the_closed_form(tmp_path):
     for layer in report.layers:
         assert layer.details["output_relative_error"] == layer.details["relative_error_closed_form"]
         assert layer.details["fit_kept"] is False
-    assert "in 2 of 2 attentions, where the fit is not better: encoder.layer.0.attention" in report.summary(True)
+    assert "in 2 of 2 attention modules, where fitting is not better: encoder.layer.0.attention" in report.summary(
+        True
+    )
 
 
 class Wrong(Calibrated):
@@ -182,7 +184,7 @@ def test_averaged_heads_are_kept_if_their_error_is_smaller(tmp_path):
     for layer in report.layers:
         assert layer.details["averaged"] and "head_groups" not in layer.details
         assert layer.details["output_relative_error"] == layer.details["output_relative_error_averaged"]
-    assert "in 2 attentions, where they are better: encoder.layer.0.attention" in report.summary()
+    assert "in 2 attention modules, where they are better: encoder.layer.0.attention" in report.summary()
     stored = load_file(tmp_path / "out" / "model.safetensors")
     averaged = convert_model(model, 2, "mean").state_dict()
     assert all(torch.equal(stored[name], tensor) for name, tensor in averaged.items() if name in stored)

@@ -9,7 +9,12 @@ import torch
 from fixtures.speech import HEAD, feature_extractor, whisper_checkpoint
 
 from hf_attn_variants.conversion import convert
-from hf_attn_variants.conversion.calibration.batches import check_amount, check_audio, check_source_loss, check_texts
+from hf_attn_variants.conversion.calibration.batches import (
+    check_audio,
+    check_source_loss,
+    check_texts,
+    check_token_count,
+)
 
 SYLLABLES = ["ba", "de", "ki", "lo", "mu", "na", "po", "re", "su", "ti"]
 # Words as languages have them: few are frequent, most are rare.
@@ -56,7 +61,7 @@ def test_text_of_the_language_gives_no_warning(caplog):
 
 def test_text_of_another_language_gives_a_warning(caplog):
     other = ["".join(reversed(text)) for text in language()]
-    assert "splits a calibration word into" in logged_warnings(caplog, other)
+    assert "splits words in the calibration texts into" in logged_warnings(caplog, other)
     # Formulas have no words.
     assert logged_warnings(caplog, [text.replace(" ", "=") for text in other]) == ""
 
@@ -86,14 +91,14 @@ def test_source_with_chance_level_predictions_gives_a_warning(caplog):
 @pytest.mark.parametrize(("stack", "tokens"), [("encoder", 512), ("decoder", 128)])
 def test_too_few_tokens_warning_states_the_needed_number(caplog, stack, tokens):
     batch = {"attention_mask": torch.ones(8, 64), "decoder_attention_mask": torch.ones(8, 16)}
-    check_amount([stack], tokens // 8, [batch])
+    check_token_count([stack], tokens // 8, [batch])
     assert caplog.text == ""
-    check_amount([stack, stack], tokens // 4, [batch])
-    assert f"calibration of the {stack} must have at least {2 * tokens} tokens" in caplog.text
+    check_token_count([stack, stack], tokens // 4, [batch])
+    assert f"Calibrating the {stack} requires at least {2 * tokens} tokens" in caplog.text
     assert f"got {tokens} tokens in 8 examples" in caplog.text
-    assert caplog.text.count("Give about 16 such examples") == 1
+    assert caplog.text.count("Provide about 16 such examples") == 1
     caplog.clear()
-    check_amount([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio for an encoder
+    check_token_count([stack], 10**6, [{"input_features": torch.ones(1, 80, 3000)}])  # windows of audio for an encoder
     assert caplog.text == ""
 
 

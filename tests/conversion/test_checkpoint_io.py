@@ -74,8 +74,8 @@ def test_written_files_load_with_safetensors(tmp_path):
 def test_writer_rejects_tensors_that_differ_from_the_header(tmp_path):
     writer = SafetensorsWriter(tmp_path / FILE, {"a": ("F32", (2, 2)), "b": ("F32", (1,))})
     for name, tensor, message in [
-        ("a", torch.zeros(2, 3), "'a' must be F32"),
-        ("a", torch.zeros(2, 2, dtype=torch.float16), "'a' must be F32"),
+        ("a", torch.zeros(2, 3), "'a' in .* must be F32"),
+        ("a", torch.zeros(2, 2, dtype=torch.float16), "'a' in .* must be F32"),
     ]:
         with pytest.raises(ValueError, match=message):
             writer.write(name, tensor)
@@ -113,7 +113,7 @@ def test_shards_and_index_are_read(tmp_path):
 def test_missing_shard_error_names_the_shard(tmp_path):
     sharded(tmp_path)
     os.remove(tmp_path / "model-00002-of-00002.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"1 of 2 shards are missing: model-00002-of-00002"):
+    with pytest.raises(FileNotFoundError, match=r"1 of 2 shards are missing in .*: model-00002-of-00002"):
         open_checkpoint(tmp_path)
 
 
@@ -122,14 +122,14 @@ def test_missing_shard_error_names_the_shard(tmp_path):
 )
 def test_index_outside_the_folder_raises_an_error(tmp_path, shard):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(ValueError, match="must be a file in the same folder"):
+    with pytest.raises(ValueError, match="must be files in the same folder"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"weight_map": [1]}', "{}", '{"weight_map": {"a": ["x"]}}'])
 def test_invalid_index_raises_an_error(tmp_path, content):
     (tmp_path / INDEX).write_text(content)
-    with pytest.raises(ValueError, match="must be an index of shards"):
+    with pytest.raises(ValueError, match="must be a valid shard index"):
         open_checkpoint(tmp_path)
 
 
@@ -157,7 +157,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
         (raw_safetensors({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)), "corrupt header.*start at 8"),
         (raw_safetensors({"a": entry(shape=(-2,))}, bytes(8)), "corrupt header"),
         (raw_safetensors({"a": entry(offsets=(0,))}, bytes(8)), "corrupt header"),
-        (raw_safetensors({"a": entry()}, bytes(9)), "its header describes"),
+        (raw_safetensors({"a": entry()}, bytes(9)), "described in its header"),
         (b"\xff" * 64, "not a safetensors file"),
     ],
 )
@@ -189,7 +189,7 @@ def test_folder_without_weights_raises_an_error(tmp_path):
 def test_pickle_is_read_only_with_permission(tmp_path, zipped):
     tensors = {"a": torch.randn(3, 4), "b": torch.arange(5)}
     torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is a pickle.*--allow_pickle"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin in .* is a pickle file.*--allow_pickle"):
         open_checkpoint(tmp_path)
     with open_checkpoint(tmp_path, allow_pickle=True) as reader:
         for name, tensor in tensors.items():
@@ -210,7 +210,7 @@ def test_pickle_with_code_is_not_executed(tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("content, message", [([1], "got list"), ({"a": 3}, "'a' must be a tensor, got int")])
+@pytest.mark.parametrize("content, message", [([1], "got list"), ({"a": 3}, "'a' in .* must be a tensor, got int")])
 def test_pickle_of_another_object_raises_an_error(tmp_path, content, message):
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ from safetensors import safe_open
 import hf_attn_variants
 from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.attention_tensors import mean_heads
+from hf_attn_variants.conversion.attention_tensors import average_heads
 from hf_attn_variants.files import REPORT_NAME
 from hf_attn_variants.modeling.mechanisms.talking_heads import get_projection_std
 
@@ -39,7 +39,7 @@ def test_only_keys_and_values_change_in_a_conversion(make_source, tmp_path, kv_h
     before, after = tensors_of(source), tensors_of(tmp_path / "out")
     assert list(sorted(before)) == list(sorted(after))
     for name, tensor in before.items():
-        expected = mean_heads(tensor, 12, kv_heads) if is_key_or_value(name) else tensor
+        expected = average_heads(tensor, 12, kv_heads) if is_key_or_value(name) else tensor
         assert torch.equal(after[name], expected), name
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -53,7 +53,7 @@ def test_remote_code_of_a_checkpoint_gives_a_warning_and_is_not_run(make_source,
     for name in ("modeling_x.py", "tokenization_x.py"):
         (source / name).write_text("raise SystemExit\n")
     convert_checkpoint(source, tmp_path / "out", 4)
-    assert "The remote code of the checkpoint (modeling_x.XModel) is not run" in caplog.text
+    assert "The checkpoint's remote code (modeling_x.XModel) is not run" in caplog.text
     caplog.clear()
     convert_checkpoint(tmp_path / "out", tmp_path / "again", 2)  # this package's own
     assert "code of its own" not in caplog.text
@@ -64,7 +64,9 @@ def test_equal_heads_per_group_convert_without_loss(make_source, edit_tensors, t
 
     def tie_heads(tensors):
         for name in filter(is_key_or_value, list(tensors)):
-            tensors[name] = mean_heads(tensors[name], 12, 4).unflatten(0, (4, 4)).repeat_interleave(3, 0).flatten(0, 1)
+            tensors[name] = (
+                average_heads(tensors[name], 12, 4).unflatten(0, (4, 4)).repeat_interleave(3, 0).flatten(0, 1)
+            )
 
     edit_tensors(source, tie_heads)
     report = convert_checkpoint(source, tmp_path / "out", 4)
@@ -112,7 +114,7 @@ def test_grouped_checkpoint_can_be_pooled_further(make_source, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 def test_converted_head_loads_under_its_class(architecture, head, tmp_path):
-    architecture.upstream_model(head).save_pretrained(tmp_path / "source")
+    architecture.make_upstream_model(head).save_pretrained(tmp_path / "source")
     alone = head in ("T5EncoderModel", "T5ForTokenClassification")
     field = "encoder_num_key_value_heads" if alone else "num_key_value_heads"
     convert_checkpoint(tmp_path / "source", tmp_path / "out", **{field: 4})
@@ -248,7 +250,7 @@ def test_talking_heads_of_the_source_stay(tmp_path):
     # Twelve key heads but eight value heads, each pooled by its own group size.
     assert report.layers[0].key_heads == (12, 2) and report.layers[0].value_heads == (8, 2)
     name = f"{LAYER}.self.value.weight"
-    assert torch.equal(after[name], mean_heads(before[name], 8, 2))
+    assert torch.equal(after[name], average_heads(before[name], 8, 2))
     assert loaded(transformers.AutoModelForMaskedLM, tmp_path / "out").config.num_softmax_heads == 6
     with pytest.raises(ValueError, match="`talking_heads`"):
         convert_checkpoint(tmp_path / "source", tmp_path / "other", 2, talking_heads="logits")
@@ -282,7 +284,7 @@ def test_report_lists_errors_and_sizes(make_source, tmp_path):
 
 @pytest.mark.parametrize("encoder, decoder", [(4, 2), (None, 2), (4, None)])
 def test_encoder_and_decoder_of_t5_are_converted_separately(tmp_path, encoder, decoder):
-    model = T5.upstream_model("T5ForConditionalGeneration")
+    model = T5.make_upstream_model("T5ForConditionalGeneration")
     model.save_pretrained(tmp_path / "source")
     report = convert_checkpoint(tmp_path / "source", tmp_path / "out", decoder, encoder_num_key_value_heads=encoder)
     counts = {"encoder": encoder or 12, "decoder": decoder or 12, "cross": decoder or 12}
@@ -304,7 +306,7 @@ def test_encoder_and_decoder_of_t5_are_converted_separately(tmp_path, encoder, d
     expected = dict(before)
     for module, site, *_ in rows:
         for name in (f"{module}.k.weight", f"{module}.v.weight"):
-            expected[name] = mean_heads(before[name], 12, counts[site]) if counts[site] != 12 else before[name]
+            expected[name] = average_heads(before[name], 12, counts[site]) if counts[site] != 12 else before[name]
     for name, tensor in expected.items():
         assert torch.equal(after[name], tensor), name
     ours, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)

@@ -23,7 +23,7 @@ def run(model, **kwargs):
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture, head", HEADS, ids=HEAD_IDS)
 def test_in_memory_conversion_equals_the_checkpoint_conversion(architecture, head, tmp_path):
-    model = architecture.upstream_model(head)
+    model = architecture.make_upstream_model(head)
     model.save_pretrained(tmp_path / "source")
     alone = head in ("T5EncoderModel", "T5ForTokenClassification")
     heads = {"encoder_num_key_value_heads" if alone else "num_key_value_heads": 4}
@@ -40,7 +40,7 @@ def test_in_memory_conversion_equals_the_checkpoint_conversion(architecture, hea
 
 
 def test_unchanged_parameters_share_memory_and_stay_tied():
-    model = BERT.upstream_model("BertForMaskedLM")
+    model = BERT.make_upstream_model("BertForMaskedLM")
     converted = convert(model, 4)
     source, new = dict(model.named_parameters()), dict(converted.named_parameters())
     shared = {name for name in new if new[name].data_ptr() == source[name].data_ptr()}
@@ -54,7 +54,7 @@ def test_unchanged_parameters_share_memory_and_stay_tied():
 
 
 def test_conversion_does_not_change_the_source_model():
-    model = BERT.upstream_model("BertForMaskedLM")
+    model = BERT.make_upstream_model("BertForMaskedLM")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = model.config.to_dict()
     convert(model, 4, talking_heads="both", dtype="bfloat16")
@@ -63,7 +63,7 @@ def test_conversion_does_not_change_the_source_model():
 
 
 def test_buffers_and_other_state_are_copied():
-    model = BERT.upstream_model("BertLMHeadModel", is_decoder=True).train()
+    model = BERT.make_upstream_model("BertLMHeadModel", is_decoder=True).train()
     model.set_attn_implementation("eager")
     model.generation_config.max_new_tokens = 3
     model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
@@ -82,7 +82,7 @@ def test_buffers_and_other_state_are_copied():
 
 
 def test_converted_model_trains_and_saves(tmp_path):
-    converted = convert(BERT.upstream_model("BertForSequenceClassification"), 4, copy=True).train()
+    converted = convert(BERT.make_upstream_model("BertForSequenceClassification"), 4, copy=True).train()
     loss = converted(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([1])).loss
     loss.backward()
     assert all(parameter.grad is not None for parameter in converted.parameters())
@@ -93,7 +93,7 @@ def test_converted_model_trains_and_saves(tmp_path):
 
 def test_unsupported_models_raise_an_error(tmp_path):
     with pytest.raises(ValueError, match="save_pretrained"):
-        convert(BERT.upstream_model("BertModel"), 4, output_dir=tmp_path / "out")
+        convert(BERT.make_upstream_model("BertModel"), 4, output_dir=tmp_path / "out")
     with torch.device("meta"):
         nowhere = transformers.BertModel(transformers.BertConfig(**BERT.tiny))
     with pytest.raises(ValueError, match="must be in memory"):
@@ -101,25 +101,27 @@ def test_unsupported_models_raise_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"`model` must be .* got Linear"):
         convert(torch.nn.Linear(3, 3), 1)
     # As `add_adapter` does, which of transformers 5.24 wants a peft newer than 0.21.
-    adapted = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["query"]), BERT.upstream_model("BertModel"))
+    adapted = peft.inject_adapter_in_model(
+        peft.LoraConfig(target_modules=["query"]), BERT.make_upstream_model("BertModel")
+    )
     with pytest.raises(ValueError, match=r"adapter.* Merge it first"):
         convert(adapted, 4)
     with pytest.raises(ValueError, match="`talking_heads_init`"):
-        convert(BERT.upstream_model("BertModel"), talking_heads_init="random")
+        convert(BERT.make_upstream_model("BertModel"), talking_heads_init="random")
     gpt = transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10))
     with pytest.raises(ValueError, match="'gpt2' is not supported"):
         convert(gpt, 1)
 
 
 def test_generation_settings_of_a_folder_are_loaded(tmp_path):
-    model = BERT.upstream_model("BertLMHeadModel", is_decoder=True)
+    model = BERT.make_upstream_model("BertLMHeadModel", is_decoder=True)
     model.generation_config.max_new_tokens = 9
     model.save_pretrained(tmp_path / "source")
     assert convert(tmp_path / "source", 4).generation_config.max_new_tokens == 9
 
 
 def test_convert_with_an_output_folder_is_convert_checkpoint(tmp_path):
-    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "source")
+    BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "source")
     report = convert(tmp_path / "source", 4, output_dir=tmp_path / "a")
     other = convert_checkpoint(tmp_path / "source", tmp_path / "b", 4)
     assert report.layers == other.layers

@@ -204,7 +204,7 @@ def test_hub_pickles_raise_before_the_download(monkeypatch):
     files = ["config.json", "pytorch_model.bin", "training_args.bin"]
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *args, **kwargs: files)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
-    with pytest.raises(ValueError, match=r"nobody/old: pytorch_model\.bin is a pickle.*--allow_pickle"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin in nobody/old is a pickle.*--allow_pickle"):
         resolve_source("nobody/old")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda **arguments: arguments["allow_patterns"][0])
     assert resolve_source("nobody/old", weights=False) == Path("config.json")
@@ -260,7 +260,7 @@ def test_missing_source_raises_an_error(tmp_path):
     with pytest.raises(OSError, match="cannot be downloaded"):
         convert_checkpoint("someone/nothing-of-the-kind", tmp_path / "out", 4)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(NotADirectoryError, match="Give the folder of the checkpoint"):
+    with pytest.raises(NotADirectoryError, match="Pass the checkpoint folder"):
         convert_checkpoint(tmp_path / "file", tmp_path / "out", 4)
 
 

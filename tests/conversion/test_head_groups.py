@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_attn_variants.conversion.attention_tensors import AttentionInputs, AttentionTensors, HeadCounts, reorder_heads
-from hf_attn_variants.conversion.calibration.methods import _sample_inputs, best_groups
+from hf_attn_variants.conversion.calibration.methods import _sample_inputs, find_best_groups
 from hf_attn_variants.conversion.calibration.recording import compute_attention
 from hf_attn_variants.modeling.mechanisms.head_sharing import consecutive_groups
 
@@ -48,7 +48,9 @@ def test_search_groups_similar_heads(pairs):
             for part in ("weight", "bias"):
                 heads = getattr(tensors, f"{role}_{part}").unflatten(0, (6, HEAD_DIM))
                 heads[other] = heads[one]
-    groups = best_groups(tensors, HeadCounts(6, (6, 3), (6, 3), 6, HEAD_DIM), text(), torch.Generator().manual_seed(0))
+    groups = find_best_groups(
+        tensors, HeadCounts(6, (6, 3), (6, 3), 6, HEAD_DIM), text(), torch.Generator().manual_seed(0)
+    )
     assert groups == [list(pair) for pair in sorted(pairs)]
 
 
@@ -64,12 +66,12 @@ def test_search_uses_every_layer_that_shares_an_attention():
 
 def test_search_is_skipped_if_it_exceeds_the_memory(caplog):
     heads = HeadCounts(query=128, key=(128, 8), value=(128, 8), output=128, head_dim=128)
-    groups = best_groups(None, heads, [], torch.Generator())
+    groups = find_best_groups(None, heads, [], torch.Generator())
     assert groups == consecutive_groups(128, 8) and "would need 550 GB" in caplog.text
 
 
 def test_grouped_heads_stay_together():
-    groups = best_groups(
+    groups = find_best_groups(
         attention(8, 4, False), HeadCounts(8, (4, 2), (4, 2), 8, HEAD_DIM), text(), torch.Generator().manual_seed(0)
     )
     assert sorted(head for group in groups for head in group) == list(range(8))

@@ -84,7 +84,7 @@ def folder(tmp_path):
 def test_folder_conversion_equals_the_in_memory_conversion(kernel, folder):
     options = {**fields_of(kernel), "calibration": calibration(fit_steps=10), "dtype": "bfloat16"}
     report = convert_checkpoint(folder / "source", folder / "made", **options)
-    assert [layer.change for layer in report.layers] == ["kernel"] * 2 and report.reduced()
+    assert [layer.change for layer in report.layers] == ["kernel"] * 2 and report.is_reduced()
     names = {"relative_error_closed_form", "relative_error_fitted", "output_relative_error", "fit_kept"}
     assert all(layer.details.keys() == names for layer in report.layers)
     stored = load_file(folder / "made/model.safetensors")
@@ -111,7 +111,7 @@ def test_invalid_kernel_requests_raise_before_any_work(folder):
         convert_checkpoint(folder / "source", folder / name, attention_kernel=kernel, method="mean")
     for source, fields, message in (
         ("made", {"attention_kernel": "favor"}, "`attention_kernel`"),
-        ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the original model has a kernel"),
+        ("made", {"num_key_value_heads": 2, "calibration": calibration()}, "the original model uses a kernel"),
         ("rows", {"max_position_embeddings": 600}, "`max_position_embeddings`"),
         ("source", {"attention_kernel": "exp"}, "`attention_kernel`"),
         ("source", {"attention_kernel": "elu", "talking_heads": "both"}, "cannot be combined"),

@@ -16,12 +16,12 @@ from hf_attn_variants.conversion.attention_tensors import (
     HeadCounts,
     LatentForm,
     best_latent,
-    on_latent,
-    preserved_energy,
+    preserved_energy_share,
+    project_onto_latent,
     rank_relation,
     weight_forms,
 )
-from hf_attn_variants.conversion.calibration.methods import latent_forms
+from hf_attn_variants.conversion.calibration.methods import compute_latent_forms
 from hf_attn_variants.conversion.calibration.recording import attention_weights, compute_attention
 
 pytestmark = pytest.mark.cross_product
@@ -79,7 +79,7 @@ def test_latent_with_the_rank_of_the_projections_is_lossless(build, rank, fields
 
 @torch.no_grad()
 def test_layers_with_a_shared_attention_share_its_latent():
-    model = of_low_rank(ALBERT.upstream_model("AlbertModel"), 6)
+    model = of_low_rank(ALBERT.make_upstream_model("AlbertModel"), 6)
     converted = convert_model(model, kv_lora_rank=6)
     batch = ALBERT.batch("AlbertModel")
     names = [name for name in converted.state_dict() if "kv_a_proj" in name]
@@ -198,7 +198,7 @@ def test_report_contains_ranks_cache_errors_and_retained_energy(tmp_path):
     assert 0 < details["latent_key_energy"] < 1 and 0 < details["latent_value_energy"] < 1
     assert 0 < details["output_relative_error"] < 1 and "output_relative_error_averaged" not in details
     assert 0 < by_site["cross"]["logits_relative_error"] < 1
-    assert "averaged" not in report.summary() and report.reduced()
+    assert "averaged" not in report.summary() and report.is_reduced()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_talking_heads_get_latents_only_from_weights():
     batch = T5.batch("T5ForConditionalGeneration")
     expected, actual = source(**batch).logits, converted(**batch).logits
     assert float((actual - expected).norm() / expected.norm()) < 0.1
-    with pytest.raises(ValueError, match="talking heads of the original model"):
+    with pytest.raises(ValueError, match="original model's talking heads"):
         convert_model(source, cross_kv_lora_rank=8, calibration=on_text())
 
 
@@ -300,16 +300,16 @@ def test_best_latent_equals_the_truncated_svd():
     latent = best_latent([form], 3)
     torch.testing.assert_close(latent @ latent.T, torch.eye(3).double())
     singular = torch.linalg.svdvals(gram.T @ metric).square()
-    assert preserved_energy(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
+    assert preserved_energy_share(form, latent) == pytest.approx(float(singular[:3].sum() / singular.sum()))
 
 
 def test_quadratic_form_without_text_equals_the_error_of_weight_products():
     tensors, heads = attention(kv_heads=2)
     forms = weight_forms(tensors, heads)
-    new = on_latent(tensors, best_latent([forms.key, forms.value], 6), forms)
+    new = project_onto_latent(tensors, best_latent([forms.key, forms.value], 6), forms)
     from hf_attn_variants.conversion.report import attention_errors
 
-    logits, values = attention_errors(tensors, new.folded(), heads)
+    logits, values = attention_errors(tensors, new.fold_latent(), heads)
     assert logits**2 == pytest.approx(1 - new.details["latent_key_energy"], abs=2e-4)
     assert values**2 == pytest.approx(1 - new.details["latent_value_energy"], abs=2e-4)
 
@@ -317,15 +317,15 @@ def test_quadratic_form_without_text_equals_the_error_of_weight_products():
 def test_dropped_value_directions_change_outputs_by_their_energy():
     tensors, heads = attention(heads=1, kv_heads=1)
     text = calls()
-    forms = latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
+    forms = compute_latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
     form = forms.value
     latent = best_latent([form], 2)
-    new = on_latent(tensors, latent, forms)
+    new = project_onto_latent(tensors, latent, forms)
     changed = AttentionTensors(
-        tensors.query_weight, tensors.key_weight, new.folded(torch.float32).value_weight, tensors.output_weight
+        tensors.query_weight, tensors.key_weight, new.fold_latent(torch.float32).value_weight, tensors.output_weight
     )
     difference = compute_attention(changed, text[0], 1)[0] - compute_attention(tensors, text[0], 1)[0]
-    expected = (1 - preserved_energy(form, latent)) * form.energy
+    expected = (1 - preserved_energy_share(form, latent)) * form.energy
     # `UNSEEN` directions are in the form, and not in the text.
     assert float(difference.square().sum(-1).mean()) == pytest.approx(float(expected), rel=0.02)
 
@@ -336,7 +336,7 @@ def test_dropped_key_directions_change_outputs_by_their_energy_to_first_order():
     states = torch.randn(400, 1, 10, generator=torch.Generator().manual_seed(2))[:1].expand(400, 1, 10)
     memory = torch.randn(400, 7, 10, generator=torch.Generator().manual_seed(3))
     text = [AttentionInputs(states, memory, None, None, torch.ones(400, 1, dtype=torch.bool), 0.3)]
-    form = latent_forms(tensors, heads, text * 20, torch.Generator().manual_seed(0)).key
+    form = compute_latent_forms(tensors, heads, text * 20, torch.Generator().manual_seed(0)).key
     lost = 1e-3 * torch.randn(10, 10, generator=torch.Generator().manual_seed(4)).double()
     weight = (tensors.key_weight.double() @ (torch.eye(10).double() - lost)).float()
     changed = AttentionTensors(tensors.query_weight, weight, tensors.value_weight, tensors.output_weight)
@@ -349,8 +349,8 @@ def test_mean_of_dropped_value_directions_is_in_the_bias():
     tensors, heads = attention(kv_heads=2, bias=True)
     states = calls()[0].states + 5.0
     text = [AttentionInputs(states, states, None, None, calls()[0].valid, 0.0)]
-    forms = latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
-    new = on_latent(tensors, best_latent([forms.value], 2), forms)
+    forms = compute_latent_forms(tensors, heads, text, torch.Generator().manual_seed(0))
+    new = project_onto_latent(tensors, best_latent([forms.value], 2), forms)
     outputs = [compute_attention(which, text[0], 4)[0].mean((0, 1)) for which in (tensors, new)]
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-4, rtol=1e-4)
     assert attention_weights(new, text[0], 4).sum(-1).allclose(torch.ones(()))
@@ -392,5 +392,5 @@ class TestLatentsOfASourceWithLatents:
 
     def test_larger_rank_raises_an_error(self):
         source = convert_model(t5(), method="mean", **self.fields)
-        with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot become one of rank 20"):
+        with pytest.raises(ValueError, match=r"`kv_lora_rank`: A latent of rank 12 cannot be converted to rank 20"):
             convert_model(source, kv_lora_rank=20)

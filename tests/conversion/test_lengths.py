@@ -58,7 +58,7 @@ def test_examples_are_truncated_to_the_positions_and_reported(tmp_path, caplog):
         report = convert_checkpoint(tmp_path / "source", tmp_path / "out", 2, calibration=given())
     assert report.calibration["max_length"] == 100
     assert report.calibration["cut_share"] == pytest.approx(sum(len(row) > 100 for row in LONG) / len(LONG), abs=0.01)
-    assert "are truncated to 100 tokens (the maximum of the model)" in caplog.text
+    assert "are truncated to 100 tokens (the model's maximum)" in caplog.text
 
 
 def test_held_out_examples_are_not_joined():
@@ -83,7 +83,7 @@ def test_targets_determine_the_text_length():
     )
     assert result.whole_length > 200
     short = add_text_lengths(calibration(), WordTokenizer(), model.config)
-    assert (short.length, short.written_length, short.passage_length) == (23, 64, 256)
+    assert (short.length, short.generated_length, short.passage_length) == (23, 64, 256)
 
 
 def test_convert_command_pools_decoders_only_on_request(tmp_path, capsys):
@@ -101,11 +101,12 @@ def test_convert_command_pools_decoders_only_on_request(tmp_path, capsys):
 def test_loss_on_full_text_detects_errors_after_the_truncation():
     """Check heads that are wrong after the 64th token, which lines of 64 tokens cannot detect."""
     model = convert(
-        BERT.upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200), num_key_value_heads=4
+        BERT.make_upstream_model("BertForMaskedLM", vocab_size=WORDS, max_position_embeddings=200),
+        num_key_value_heads=4,
     ).eval()
     cut = add_text_lengths(given(max_length=64), Masking(), model.config)
     measured = make_untruncated_batches(model, Masking(), cut, torch.Generator().manual_seed(0))
     outputs = SourceOutputs(model, Masking(), cut, measured)
     with torch.no_grad():
         model.bert.embeddings.position_embeddings.weight[64:, 0].add_(50)
-    assert abs(outputs.compared_with(model).value) > 0.01
+    assert abs(outputs.compare_with(model).value) > 0.01

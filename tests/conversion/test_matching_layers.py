@@ -13,7 +13,7 @@ from transformers import BertConfig, BertModel
 from hf_attn_variants.conversion import Calibration, convert_checkpoint, convert_model
 from hf_attn_variants.conversion.checkpoint.models import ModelReader
 from hf_attn_variants.conversion.conversions import resolve_method
-from hf_attn_variants.conversion.layer_choice import matching_shares
+from hf_attn_variants.conversion.layer_choice import compute_matching_shares
 from hf_attn_variants.conversion.plan import make_plan
 
 
@@ -59,7 +59,7 @@ def shares_of(model, calibration):
     ours = convert_model(model, 4, method="mean", copy=True)
     config = model.config.to_dict() | {"architectures": ["BertModel"]}
     plan = make_plan(config, ModelReader(model).entries, resolve_method("mean", None), {"num_key_value_heads": 2})
-    return matching_shares(plan, ours, calibration.tokenizer, calibration), ours
+    return compute_matching_shares(plan, ours, calibration.tokenizer, calibration), ours
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])
@@ -148,7 +148,7 @@ def test_second_conversion_keeps_other_per_layer_values():
 def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
     """Check that encoder fields keep layers, and that the decoder is converted in all layers."""
     head = next(name for name in architecture.heads if name.endswith("ForConditionalGeneration"))
-    model = architecture.upstream_model(head)
+    model = architecture.make_upstream_model(head)
     options = {"target_texts": list(small().texts), "tokenizer": WordTokenizer()}
     made = convert_model(model, 1, encoder_num_key_value_heads=1, keep_matching_layers=1, calibration=small(**options))
     values = made.config.per_layer_values["encoder_num_key_value_heads"]
@@ -159,7 +159,7 @@ def test_token_matching_layers_of_an_encoder_decoder_stay(architecture):
 @pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ENCODERS, ids=lambda item: item.name)
 def test_every_encoder_supports_keep_matching_layers(architecture):
-    model = architecture.upstream_model(next(iter(architecture.heads)))
+    model = architecture.make_upstream_model(next(iter(architecture.heads)))
     made = convert_model(model, 1, keep_matching_layers=1, calibration=small())
     assert sorted(made.config.per_layer_values["num_key_value_heads"])[0] == 1
 
@@ -180,12 +180,12 @@ def test_every_encoder_supports_keep_matching_layers(architecture):
         ),
         (t5, {"keep_matching_layers": 1}, "`encoder_num_key_value_heads`"),
         (
-            lambda: ENCODER_DECODERS[0].upstream_model("BartForCausalLM"),
+            lambda: ENCODER_DECODERS[0].make_upstream_model("BartForCausalLM"),
             {"keep_matching_layers": 1},
-            "got AttnVariantBartForCausalLM",
+            "not for AttnVariantBartForCausalLM",
         ),
         (
-            lambda: WHISPER.upstream_model("WhisperForConditionalGeneration"),
+            lambda: WHISPER.make_upstream_model("WhisperForConditionalGeneration"),
             {"num_key_value_heads": 4, "keep_matching_layers": 1, "calibration": None},
             "`keep_matching_layers`",
         ),
@@ -199,7 +199,11 @@ def test_every_encoder_supports_keep_matching_layers(architecture):
             {"attention_pattern": "sliding_window", "attention_window": 4, "keep_matching_layers": 1},
             "`attention_pattern`",
         ),
-        (lambda: ALBERT.upstream_model("AlbertModel"), {"keep_matching_layers": 1}, "layers do not share weights"),
+        (
+            lambda: ALBERT.make_upstream_model("AlbertModel"),
+            {"keep_matching_layers": 1},
+            "layers do not share weights",
+        ),
     ],
 )
 def test_invalid_keep_matching_layers_raises_an_error(model, options, message):

@@ -8,15 +8,15 @@ from hf_attn_variants.conversion.attention_tensors import (
     AttentionTensors,
     HeadCounts,
     LayerContext,
-    first_heads,
+    average_heads,
     group_heads,
-    mean_heads,
     relation,
     repeat_heads,
+    select_first_heads,
     split_heads,
 )
 from hf_attn_variants.conversion.conversions import resolve_method
-from hf_attn_variants.conversion.plan import seeded_generator
+from hf_attn_variants.conversion.plan import make_seeded_generator
 
 HEADS, KV_HEADS, HEAD_DIM, SIZE = 12, 4, 3, 20
 
@@ -36,7 +36,7 @@ def counts(target=KV_HEADS):
 
 
 def layer(seed=0, module="encoder.layer.0.attention", std=0.02):
-    return LayerContext(module, "self", seeded_generator(seed, module), std)
+    return LayerContext(module, "self", make_seeded_generator(seed, module), std)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_incompatible_head_counts_raise_an_error(source, target):
 def test_groups_equal_those_of_torch_grouped_attention():
     # One constant per key head: which query heads see which pooled key is decided by torch, not by this package.
     values = torch.arange(float(HEADS)).repeat_interleave(HEAD_DIM)[:, None].expand(-1, SIZE)
-    pooled = split_heads(mean_heads(values, HEADS, KV_HEADS), KV_HEADS)[:, :, :HEAD_DIM]  # [k, d, d]
+    pooled = split_heads(average_heads(values, HEADS, KV_HEADS), KV_HEADS)[:, :, :HEAD_DIM]  # [k, d, d]
     query = torch.zeros(1, HEADS, 1, HEAD_DIM)
     output = nn.functional.scaled_dot_product_attention(query, pooled[None], pooled[None], enable_gqa=True)
     expected = torch.tensor([1.0, 1, 1, 4, 4, 4, 7, 7, 7, 10, 10, 10])
@@ -75,12 +75,12 @@ def test_mean_pooling_averages_consecutive_heads(target):
             for i in range(target)
         ]
     )
-    torch.testing.assert_close(mean_heads(weight, HEADS, target), expected)
+    torch.testing.assert_close(average_heads(weight, HEADS, target), expected)
 
 
 def test_first_method_takes_the_first_head_of_each_group():
     bias = torch.arange(HEADS * HEAD_DIM)
-    assert first_heads(bias, HEADS, KV_HEADS).tolist() == [0, 1, 2, 9, 10, 11, 18, 19, 20, 27, 28, 29]
+    assert select_first_heads(bias, HEADS, KV_HEADS).tolist() == [0, 1, 2, 9, 10, 11, 18, 19, 20, 27, 28, 29]
 
 
 def test_repeated_heads_keep_their_weights():
@@ -91,8 +91,8 @@ def test_repeated_heads_keep_their_weights():
 
 def test_pooling_in_two_steps_equals_pooling_in_one():
     weight = attention().value_weight
-    twice = mean_heads(mean_heads(weight, 12, 4), 4, 2)
-    torch.testing.assert_close(twice, mean_heads(weight, 12, 2))
+    twice = average_heads(average_heads(weight, 12, 4), 4, 2)
+    torch.testing.assert_close(twice, average_heads(weight, 12, 2))
 
 
 @pytest.mark.parametrize("bias", [True, False])

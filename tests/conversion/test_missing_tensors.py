@@ -36,7 +36,7 @@ def test_missing_head_gives_a_warning(make_source, edit_tensors, tmp_path, caplo
     edit_tensors(source, lambda tensors: tensors.pop("classifier.weight"))
     with caplog.at_level("WARNING", "hf_attn_variants"):
         convert_checkpoint(source, tmp_path / "out", 4)
-    assert "no 'classifier.weight', which is a part of AttnVariantBertForSequenceClassification" in caplog.text
+    assert "no 'classifier.weight', which is part of AttnVariantBertForSequenceClassification" in caplog.text
 
 
 def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, caplog):
@@ -65,7 +65,7 @@ def test_optional_tensors_may_be_missing(make_source, edit_tensors, tmp_path, ca
 @pytest.mark.parametrize("architecture", ALL_ARCHITECTURES, ids=lambda row: row.name)
 def test_complete_checkpoints_give_no_warning(architecture, tmp_path, caplog):
     for head in architecture.heads:
-        architecture.upstream_model(head).save_pretrained(tmp_path / head)
+        architecture.make_upstream_model(head).save_pretrained(tmp_path / head)
         of_decoder, *of_encoder = architecture.config_class.kv_heads_fields()
         field = of_encoder[0] if of_encoder and head in ENCODERS else of_decoder
         convert_checkpoint(tmp_path / head, tmp_path / f"{head}-out", **{field: 1})

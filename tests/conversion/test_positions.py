@@ -25,7 +25,7 @@ def positions_of(folder):
 @pytest.mark.parametrize("architecture", [BERT, ALBERT, *ENCODERS], ids=lambda row: row.name)
 def test_learned_positions_are_repeated(architecture, tmp_path):
     head = next(iter(architecture.heads))
-    source = architecture.upstream_model(head).eval()
+    source = architecture.make_upstream_model(head).eval()
     source.save_pretrained(tmp_path / "source")
     # RoBERTa's first two are of no token.
     first = 2 if architecture.name == "roberta" else 0
@@ -47,7 +47,7 @@ def test_learned_positions_are_repeated(architecture, tmp_path):
 
 @pytest.mark.parametrize("architecture", [BERT, ENCODERS[0]], ids=lambda row: row.name)
 def test_learned_positions_are_interpolated(architecture, tmp_path):
-    source = architecture.upstream_model(next(iter(architecture.heads)))
+    source = architecture.make_upstream_model(next(iter(architecture.heads)))
     source.save_pretrained(tmp_path / "source")
     first = 2 if architecture.name == "roberta" else 0
     before = positions_of(tmp_path / "source")
@@ -95,7 +95,7 @@ def test_position_buffers_of_old_checkpoints_are_dropped(make_source, edit_tenso
 
 @pytest.mark.parametrize("architecture", [T5, ENCODER_DECODERS[0]], ids=lambda row: row.name)
 def test_other_position_types_raise_an_error(architecture, tmp_path):
-    architecture.upstream_model(next(iter(architecture.heads))).save_pretrained(tmp_path / "source")
+    architecture.make_upstream_model(next(iter(architecture.heads))).save_pretrained(tmp_path / "source")
     with pytest.raises(ValueError, match="`max_position_embeddings`"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", max_position_embeddings=90)
 
@@ -107,5 +107,5 @@ def test_fewer_positions_and_in_memory_models_raise_an_error(make_source, tmp_pa
     for extension, message in (("stretched", 'one of "tiled"'), ("tiled", "`max_position_embeddings`")):
         with pytest.raises(ValueError, match=f"`position_extension` .*{message}"):
             convert_checkpoint(make_source(), tmp_path / "out", position_extension=extension)
-    with pytest.raises(ValueError, match="must only be given for a checkpoint"):
+    with pytest.raises(ValueError, match="is only supported for checkpoints"):
         convert_function(BERT.model("BertModel"), max_position_embeddings=64)

@@ -21,9 +21,9 @@ from hf_attn_variants.conversion.report import (
     BOUNDS,
     ModelNotKeptError,
     Quality,
-    check_kept,
+    check_within_tolerance,
     edit_distance,
-    ratio_interval,
+    ratio_confidence_interval,
 )
 
 
@@ -72,18 +72,18 @@ def test_every_head_has_a_measure_that_is_perfect_for_the_source(head, changes, 
     family = next(item for item in (BERT, T5, *RELATIVES) if head in item.heads)
     fields = {name: value for name, value in changes.items() if name in SEVERAL_LABELS}
     given = {name: value for name, value in changes.items() if name not in fields}
-    upstream = family.upstream_model(head, vocab_size=WORDS, **fields)
+    upstream = family.make_upstream_model(head, vocab_size=WORDS, **fields)
     if measure == "tokens" and family is T5:
         upstream.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
     model, outputs = source_outputs(upstream, **given)
-    result = outputs.compared_with(model)
+    result = outputs.compare_with(model)
     assert result.measure == measure and result.examples == 128
     assert result.value == pytest.approx(same, abs=1e-5) and result.is_kept
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "embed" not in name and "shared" not in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(1))
-    other = outputs.compared_with(model)
+    other = outputs.compare_with(model)
     assert (other.value < 0.9) if measure == "embeddings" else (other.value != 0)
 
 
@@ -91,7 +91,7 @@ def test_nan_outputs_are_outside_tolerance():
     model, outputs = source_outputs(bert())
     with torch.no_grad():
         model.encoder.layer[0].output.dense.weight.fill_(torch.nan)
-    result = outputs.compared_with(model)
+    result = outputs.compare_with(model)
     assert result.value is None and not result.is_kept and "not finite" in str(result)
 
 
@@ -103,43 +103,43 @@ def test_endless_texts_are_counted_separately_from_changed_words():
     assert runaway(source, [[*range(10, 50), *[7] * 60], [1] * 17]) == 2
     result = Quality("tokens", 0.6, BOUNDS["tokens"], 10, runaway=1)
     assert "60.0% of its generated tokens" in str(result) and "for 1 of 10 examples" in str(result)
-    assert Quality.of(result.to_dict()) == result
+    assert Quality.from_dict(result.to_dict()) == result
     before = {name: value for name, value in result.to_dict().items() if name != "runaway"}  # reports of 0.1.0 lack it
-    assert Quality.of(before).runaway == 0
+    assert Quality.from_dict(before).runaway == 0
 
 
 @pytest.mark.thorough
 def test_generation_without_an_end_is_counted():
     model, outputs = source_outputs(t5(), max_length=40)
-    assert outputs.compared_with(model).runaway == 0
+    assert outputs.compare_with(model).runaway == 0
     outputs._generation.suppress_tokens = [0, model.config.eos_token_id]
-    assert outputs.compared_with(model).runaway == 128
+    assert outputs.compare_with(model).runaway == 128
 
 
 def test_identical_examples_are_inconclusive():
     model, given = convert(bert(), num_key_value_heads=4).eval(), calibration()
     given = dataclasses.replace(given, texts=[given.texts[0]] * 40)
-    result = outputs_of(model, given).compared_with(model)
+    result = outputs_of(model, given).compare_with(model)
     assert result.alike and result.value is None and result.verdict == "inconclusive"
     assert str(result) == "the original model gives all examples one embedding, so that the models cannot be compared"
-    assert str(Quality.of(result.to_dict())) == str(result)
+    assert str(Quality.from_dict(result.to_dict())) == str(result)
 
 
 def test_text_unknown_to_the_source_is_inconclusive(caplog):
     """Check a T5 that predicts other words than its targets, as for swapped source and target."""
-    model = T5.upstream_model("T5ForConditionalGeneration", vocab_size=WORDS)
+    model = T5.make_upstream_model("T5ForConditionalGeneration", vocab_size=WORDS)
     with torch.no_grad():
         model.lm_head.weight.mul_(40)
     model.generation_config.suppress_tokens = [0, 1]  # its random weights write nothing else
     model, outputs = source_outputs(model, target_texts=text(seed=1))
-    result = outputs.compared_with(model)
+    result = outputs.compare_with(model)
     assert result.value == pytest.approx(0, abs=1e-5) and result.losses[0] > 1.05 * math.log(WORDS)
     assert result.unknown and not result.is_kept and result.verdict == "inconclusive"
-    check_kept(result, strict=False)
+    check_within_tolerance(result, strict=False)
     assert "The conversion is inconclusive: the original model has a loss of" in caplog.text
     with pytest.raises(ModelNotKeptError, match="more than that of a random guess"):
-        check_kept(result, strict=True)
-    assert Quality.of(result.to_dict()).verdict == "inconclusive"
+        check_within_tolerance(result, strict=True)
+    assert Quality.from_dict(result.to_dict()).verdict == "inconclusive"
 
 
 def quality(measure, value, interval=None, examples=100):
@@ -161,7 +161,7 @@ def quality(measure, value, interval=None, examples=100):
 )
 def test_interval_determines_the_verdict(measure, value, interval, verdict):
     result = quality(measure, value, interval)
-    assert result.verdict == Quality.of(json.loads(json.dumps(result.to_dict()))).verdict == verdict
+    assert result.verdict == Quality.from_dict(json.loads(json.dumps(result.to_dict()))).verdict == verdict
     assert result.is_kept is (verdict == "within tolerance")
     assert "(95 % interval " in str(result)
     assert quality(measure, value, examples=1).verdict == "inconclusive"
@@ -169,16 +169,18 @@ def test_interval_determines_the_verdict(measure, value, interval, verdict):
 
 def test_wilson_and_clustered_intervals_equal_their_formulas():
     counts = torch.ones(38)
-    assert ratio_interval(counts * 0, counts, True) == pytest.approx((0, 0.0918), abs=1e-4)
+    assert ratio_confidence_interval(counts * 0, counts, True) == pytest.approx((0, 0.0918), abs=1e-4)
     result = torch.zeros(38)
     result[:4] = 1
-    assert ratio_interval(result, counts, True) == pytest.approx((0.0417, 0.2413), abs=3e-3)  # by the tables 4 of 38
+    assert ratio_confidence_interval(result, counts, True) == pytest.approx(
+        (0.0417, 0.2413), abs=3e-3
+    )  # by the tables 4 of 38
     tokens = torch.full((38,), 20.0)
-    low, high = ratio_interval(result * 20, tokens, True)  # four whole texts, and not 80 tokens apart
+    low, high = ratio_confidence_interval(result * 20, tokens, True)  # four whole texts, and not 80 tokens apart
     assert (low, high) == pytest.approx((0.0417, 0.2413), abs=3e-3)
-    low, high = ratio_interval(torch.full((38,), 2.0), tokens, True)
+    low, high = ratio_confidence_interval(torch.full((38,), 2.0), tokens, True)
     assert high - low < 0.05  # two in each text are spread as if each was drawn by itself
-    assert ratio_interval(torch.tensor([1.0]), torch.tensor([1.0]), True) is None
+    assert ratio_confidence_interval(torch.tensor([1.0]), torch.tensor([1.0]), True) is None
 
 
 def test_intervals_have_their_nominal_coverage():
@@ -186,16 +188,18 @@ def test_intervals_have_their_nominal_coverage():
     for _ in range(400):
         counts = torch.randint(5, 30, (60,), generator=generator).double()
         chance = 0.06 * torch.rand(60, generator=generator) * 2  # texts differ
-        low, high = ratio_interval(torch.binomial(counts, chance.double(), generator=generator), counts, True)
+        low, high = ratio_confidence_interval(
+            torch.binomial(counts, chance.double(), generator=generator), counts, True
+        )
         hits["share"] += low <= 0.06 <= high
-        low, high = ratio_interval(0.2 * counts + torch.randn(60, generator=generator) * 3, counts, False)
+        low, high = ratio_confidence_interval(0.2 * counts + torch.randn(60, generator=generator) * 3, counts, False)
         hits["mean"] += low <= 0.2 <= high
     assert 370 <= min(hits.values())
 
 
 def classifier(head, rare_words, **fields):
     """Return a model that assigns class 1 by words, and a copy that always assigns class 0."""
-    model = BERT.upstream_model(head, vocab_size=WORDS, num_labels=2, **fields)
+    model = BERT.make_upstream_model(head, vocab_size=WORDS, num_labels=2, **fields)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.zero_()
@@ -211,12 +215,12 @@ def classifier(head, rare_words, **fields):
 def test_tagger_without_tags_is_outside_tolerance():
     """Check a tagger that changes less than 10% of all tokens."""
     model, outputs = source_outputs(classifier("BertForTokenClassification", [41]))
-    same = outputs.compared_with(model)
+    same = outputs.compare_with(model)
     assert (same.value, same.verdict, same.is_rare) == (0.0, "within tolerance", True)
     tags = torch.cat(outputs._source_outputs["predictions"])
     assert 0 < tags.float().mean() < 0.1
     model.classifier.weight.data.zero_()
-    result = outputs.compared_with(model)
+    result = outputs.compare_with(model)
     assert (result.value, result.verdict) == (1.0, "outside tolerance") and "without the most frequent one" in str(
         result
     )
@@ -226,23 +230,23 @@ def test_majority_classifier_is_outside_tolerance():
     given = calibration()
     texts = ["b" * 12 if i % 12 else "k" * 12 for i in range(400)]
     rare = given.tokenizer(["k"], max_length=9)["input_ids"][0][0]
-    upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, num_labels=2)
+    upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, num_labels=2)
     model = convert(upstream, num_key_value_heads=4).eval()
     outputs = outputs_of(model, dataclasses.replace(given, texts=texts))
     is_rare = [bool((batch["input_ids"] == rare).any()) for batch in outputs._batches for _ in batch["input_ids"][:1]]
     assert any(is_rare)
     outputs._source_outputs = {"predictions": [torch.tensor([int(i % 12 == 0)]) for i in range(100)]}
     outputs._compute_outputs = lambda model: {"predictions": [torch.tensor([0])] * 100}
-    result = outputs.compared_with(model)
+    result = outputs.compare_with(model)
     assert (result.value, result.verdict, result.is_rare) == (1.0, "outside tolerance", True)
     outputs._source_outputs = {"predictions": [torch.tensor([i % 2]) for i in range(100)]}
-    assert outputs.compared_with(model).value == 0.5  # none is so frequent: all examples count
+    assert outputs.compare_with(model).value == 0.5  # none is so frequent: all examples count
 
 
 def labels(source, converted):
     """Return a comparison of labels [b, labels]."""
     _, outputs = source_outputs(
-        BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
+        BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     )
     outputs._is_frequent = source.float().mean(0) > 0.5
     outputs._measure, outputs._source_outputs = "predictions", {"predictions": list(source)}
@@ -264,20 +268,20 @@ def test_frequent_label_is_measured_on_texts_without_it():
 
 def test_label_of_all_texts_is_compared_by_scores():
     fields = SEVERAL_LABELS | {"num_labels": 1}
-    upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
+    upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **fields)
     with torch.no_grad():
         upstream.classifier.bias.fill_(100.0)  # every text has it
     model, outputs = source_outputs(upstream)
-    result = outputs.compared_with(model)
+    result = outputs.compare_with(model)
     assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
 
 
 def test_examples_without_labels_are_compared_by_scores():
-    upstream = BERT.upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
+    upstream = BERT.make_upstream_model("BertForSequenceClassification", vocab_size=WORDS, **SEVERAL_LABELS)
     with torch.no_grad():
         upstream.classifier.bias.fill_(-100.0)
     model, outputs = source_outputs(upstream)
-    result = outputs.compared_with(model)
+    result = outputs.compare_with(model)
     assert result.measure == "scores" and result.value == pytest.approx(0, abs=1e-5)
 
 
@@ -313,7 +317,9 @@ def test_destroyed_model_gives_a_warning_and_strict_raises(tmp_path, caplog):
     assert "The conversion is outside tolerance" in caplog.text and "--num_key_value_heads" in caplog.text
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert not report["quality"]["is_kept"]
-    with pytest.raises(ValueError, match=r"is outside tolerance.*The report is .*strict\.conversion_report\.json"):
+    with pytest.raises(
+        ValueError, match=r"is outside tolerance.*The report was written to .*strict\.conversion_report\.json"
+    ):
         convert_checkpoint(tmp_path / "source", tmp_path / "strict", **given, strict=True)
     assert not (tmp_path / "strict").exists()
     left = json.loads((tmp_path / "strict.conversion_report.json").read_text())

@@ -125,12 +125,12 @@ def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, pre
     reader = ModelReader(model)
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
     plan = make_plan(config, reader.entries, resolve_method("mean"), fewer)
-    paths = [module.name for module in plan.reduced]
+    paths = [module.name for module in plan.reduced_modules]
     calls = record_inputs(model, paths, [batch])
     expected = contexts_of(model, batch)
     patterned = {path for site, path, module in model.named_attentions() if module.get_submodule(site.core).key_range}
     assert patterned and patterned <= {*paths} <= expected.keys()
-    for module in plan.reduced:
+    for module in plan.reduced_modules:
         tensors = module.read(reader.read)
         assert len(calls[module.name]) == len(expected[module.name])
         for inputs, context in zip(calls[module.name], expected[module.name], strict=True):

@@ -9,13 +9,13 @@ from architectures import T5
 
 from hf_attn_variants.conversion import convert as convert_function
 from hf_attn_variants.conversion import convert_checkpoint
-from hf_attn_variants.conversion.checkpoint.models import reading_checkpoint
+from hf_attn_variants.conversion.checkpoint.models import convert_loading_errors
 
 from .conftest import LAYER, loaded, tensors_of
 
 
 def test_softmax_heads_of_t5_cannot_change(tmp_path):
-    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "source")
+    T5.make_upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "source")
     fields = {"talking_heads": "both", "num_softmax_heads": 8, "num_value_heads": 12, "talking_heads_init": "random"}
     with pytest.raises(ValueError, match="`num_softmax_heads`"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
@@ -62,8 +62,8 @@ def test_impossible_conversions_fail_before_any_work(make_source, tmp_path, opti
         ),
         ({"num_attention_heads": 7}, "must divide `hidden_size`"),
         ({"num_attention_heads": 8, "hidden_size": 96}, r"got \[48, 48\]"),
-        ({"num_hidden_layers": 3}, "no tensor 'encoder.layer.2.attention.self.query.weight'. It has"),
-        ({"hidden_size": "wide"}, "configuration of the original model is wrong"),
+        ({"num_hidden_layers": 3}, "no tensor 'encoder.layer.2.attention.self.query.weight'. It contains"),
+        ({"hidden_size": "wide"}, "original model's configuration is invalid"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "`quantization_config`"),
         (
             {"per_layer_config": {"0": {"num_key_value_heads": 2}}},
@@ -126,7 +126,9 @@ def test_attention_tensors_without_their_field_raise_an_error(
 ):
     source = make_source(head, **fields)
     edit_config(source, **edit)
-    with pytest.raises(ValueError, match=rf"has \d+ attention tensors .* does not have: .*{name}"):
+    with pytest.raises(
+        ValueError, match=rf"contains \d+ attention tensors .* does not use with this config.json: .*{name}"
+    ):
         convert_checkpoint(source, tmp_path / "out", 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -162,9 +164,9 @@ def test_missing_tensor_raises_an_error(make_source, edit_tensors, tmp_path):
 def test_error_without_a_name_gets_the_checkpoint_name(tmp_path):
     """Of a tokenizer that is nowhere, transformers says that it could not connect."""
     with pytest.raises(OSError, match="There is no folder 'nowhere', and as a Hub id: cannot connect"):
-        with reading_checkpoint("nowhere"):
+        with convert_loading_errors("nowhere"):
             raise OSError("cannot\nconnect")
-    with pytest.raises(ValueError, match=f"^{tmp_path}: cannot be made$"), reading_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=f"^{tmp_path}: cannot be made$"), convert_loading_errors(tmp_path):
         raise ValueError("cannot be made")
-    with pytest.raises(ValueError, match=f"^in {tmp_path}$"), reading_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match=f"^in {tmp_path}$"), convert_loading_errors(tmp_path):
         raise ValueError(f"in {tmp_path}")

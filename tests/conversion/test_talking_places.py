@@ -21,7 +21,7 @@ HEAD = "T5ForConditionalGeneration"
 
 @pytest.fixture
 def source(tmp_path):
-    T5.upstream_model(HEAD).save_pretrained(tmp_path / "source")
+    T5.make_upstream_model(HEAD).save_pretrained(tmp_path / "source")
     return tmp_path / "source"
 
 
@@ -111,7 +111,7 @@ def test_existing_talking_heads_stay_and_others_are_added(source, tmp_path):
     ],
 )
 def test_invalid_places_raise_before_any_work(head, fields, message, tmp_path):
-    T5.upstream_model(head).save_pretrained(tmp_path / "source")
+    T5.make_upstream_model(head).save_pretrained(tmp_path / "source")
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", **fields)
     assert not (tmp_path / "out").exists()
@@ -120,12 +120,12 @@ def test_invalid_places_raise_before_any_work(head, fields, message, tmp_path):
 def test_softmax_heads_of_cross_attention_can_change():
     """Check cross-attention, which has no position bias."""
     fields = {"cross_talking_heads": "both", "cross_talking_heads_init": "random", "cross_num_softmax_heads": 6}
-    model = convert(T5.upstream_model(HEAD), **fields, cross_num_value_heads=12)
+    model = convert(T5.make_upstream_model(HEAD), **fields, cross_num_value_heads=12)
     assert model.decoder.block[0].layer[1].EncDecAttention.logits_proj.shape == (12, 6)
 
 
 def test_unequal_heads_allow_talking_heads_in_one_place():
-    upstream = BART.upstream_model("BartModel")
+    upstream = BART.make_upstream_model("BartModel")
     with pytest.raises(ValueError, match="`encoder_talking_heads`"):
         convert(upstream, talking_heads="both")
     model = convert(upstream, encoder_talking_heads="both", cross_talking_heads="logits")

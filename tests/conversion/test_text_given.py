@@ -16,7 +16,7 @@ from hf_attn_variants.conversion import Calibration, ConversionReport, read_cali
 from hf_attn_variants.conversion.calibration import examples as files
 from hf_attn_variants.conversion.calibration_settings import FIT_DEFAULTS
 from hf_attn_variants.conversion.checkpoint import models
-from hf_attn_variants.conversion.checkpoint.source import learned_tokens
+from hf_attn_variants.conversion.checkpoint.source import list_learned_tokens
 from hf_attn_variants.modeling.architectures.modeling_attn_variant_bert import AttnVariantBertModel
 
 
@@ -63,7 +63,7 @@ def test_warning_gives_the_reason_if_calibration_is_impossible(encoder, warnings
     decoder = BertLMHeadModel(BertConfig(vocab_size=60, is_decoder=True, add_cross_attention=True, **sizes))
     for source, reason in (
         (convert(model, talking_heads="both"), "talking heads of the original model ('both')"),
-        (decoder, "cannot fit the cross-attention of a decoder-only model"),
+        (decoder, "cannot fit a decoder-only model's cross-attention"),
     ):
         (printed,) = warnings_of(convert, source, 4)
         assert "BLEU 36.8 to 1.6" in printed and reason in printed and "--calibration_file" not in printed
@@ -188,7 +188,7 @@ def test_convert_command_reads_lines_targets_and_tables(tmp_path):
             [file, lines, *columns],
             r"--calibration_columns\) is only supported for tables \(.csv, .tsv, .json, .jsonl\), got .*a.txt",
         ),
-        ([file, lines, *target], r"--calibration_target_column\) must only be given for a table, got .*a.txt"),
+        ([file, lines, *target], r"--calibration_target_column\) is only supported for tables, not for .*a.txt"),
         ([file, table, "--calibration_target_file", targets], "`target_file`"),
         ([file, table, *columns, "de"], "must contain one or two columns, got 3"),
         (
@@ -209,14 +209,14 @@ def test_model_saved_without_a_tokenizer_loads_without_one(encoder, tmp_path, na
     model = AttnVariantBertModel.from_pretrained(encoder)
     convert(encoder, 4, "mean", output_dir=tmp_path / "folder")
     folder = AttnVariantBertModel.from_pretrained(tmp_path / "folder")
-    assert learned_tokens(AutoTokenizer.from_pretrained(tmp_path / "folder"))
+    assert list_learned_tokens(AutoTokenizer.from_pretrained(tmp_path / "folder"))
     sources = {"model": model, "path": encoder, "folder's model": folder, "folder's path": tmp_path / "folder"}
     for name, source in sources.items():
         convert(source, 4, "mean").save_pretrained(tmp_path / name)
         with pytest.raises((ValueError, OSError)):
             AutoTokenizer.from_pretrained(tmp_path / name)
         AutoTokenizer.from_pretrained(encoder).save_pretrained(tmp_path / name)
-        assert learned_tokens(AutoTokenizer.from_pretrained(tmp_path / name))
+        assert list_learned_tokens(AutoTokenizer.from_pretrained(tmp_path / name))
     model.save_pretrained(tmp_path / "bare")
     convert(tmp_path / "bare", 4, "mean", output_dir=tmp_path / "bare-4")
     with pytest.raises((ValueError, OSError)):

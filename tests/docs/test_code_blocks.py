@@ -81,7 +81,7 @@ GIVEN: dict[str, set[str] | None] = {"README.md": set(), "docs/quickstart.md": s
 WIDTHS = {("docs/latents.md", "google-t5/t5-small"): 512}
 # Names of Python blocks that the text around them introduces.
 INTRODUCED: dict[str, set[str]] = {
-    "docs/conversion.md": {"upstream_model"},
+    "docs/conversion.md": {"make_upstream_model"},
     "docs/talking_heads.md": {"model", "tokenizer"},
 }
 # Placeholders for values of the reader.
@@ -155,7 +155,7 @@ class Reader:
 
         bert = self.shelf.checkpoint("bert", None, False)
         makers: dict[str, Callable[[], Any]] = {
-            "upstream_model": lambda: AutoModelForMaskedLM.from_pretrained(bert),
+            "make_upstream_model": lambda: AutoModelForMaskedLM.from_pretrained(bert),
             "model": lambda: convert(bert, talking_heads="both"),
             "tokenizer": lambda: AutoTokenizer.from_pretrained(bert),
         }

@@ -26,7 +26,7 @@ import hf_attn_variants
 from hf_attn_variants import cli
 from hf_attn_variants.commands.export import CTRANSLATE2_QUANTIZATIONS
 from hf_attn_variants.export.ctranslate2 import export_ctranslate2
-from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, model_tokens
+from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support, read_model_tokens
 from hf_attn_variants.export.plain import source_model
 from hf_attn_variants.model_properties import set_languages
 from hf_attn_variants.modeling.fields.field_table import FIELDS
@@ -165,7 +165,7 @@ def test_target_language_is_generated_first(kind, tmp_path):
     tokenizer = TOKENIZERS[kind](tmp_path)
     source, target = LANGUAGES[kind]
     row = ROWS["mbart" if "mbart" in kind else "m2m100"]
-    model = row.upstream_model(WRITERS[row.name], vocab_size=len(tokenizer) + 3)
+    model = row.make_upstream_model(WRITERS[row.name], vocab_size=len(tokenizer) + 3)
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     start = set_languages(tokenizer, model.config, source, target)
     start.apply_to(model)
@@ -180,12 +180,12 @@ def test_target_language_is_generated_first(kind, tmp_path):
     options = {} if start.forced_bos_token_id is None else {"target_prefix": [[language]] * 2}
     assert_same_tokens(model, tmp_path / "ct2", saved, batch, **options)
     # A published checkpoint names no target language.
-    unsaid = "pass target_prefix=[["
-    assert unsaid not in written.usage
+    unexported_settings = "pass target_prefix=[["
+    assert unexported_settings not in written.usage
     if start.forced_bos_token_id is not None:
         model.generation_config.forced_bos_token_id = model.config.forced_bos_token_id = None
         model.save_pretrained(tmp_path / "model")
-        assert unsaid in export_ctranslate2(tmp_path / "model", tmp_path / "unsaid").usage
+        assert unexported_settings in export_ctranslate2(tmp_path / "model", tmp_path / "unexported_settings").usage
 
 
 @needs_engine
@@ -281,8 +281,8 @@ def test_whisper_settings_are_in_the_printed_code_or_listed(settings, output_tex
     printed = capsys.readouterr().out
     assert not [item for item in output_text if item not in printed], printed
     assert ("# replace <|en|>" in printed) == ("language" not in settings and "forced_decoder_ids" not in settings)
-    unsaid = {"bad_words_ids", "return_timestamps"} & settings.keys()
-    assert ("settings not exported" in printed) == bool(unsaid)
+    unexported_settings = {"bad_words_ids", "return_timestamps"} & settings.keys()
+    assert ("settings not exported" in printed) == bool(unexported_settings)
     run_usage(printed.partition("Use it as follows:\n")[2])
 
 
@@ -326,7 +326,7 @@ def test_quantized_export_is_smaller_and_loads(quantization, tmp_path):
     if quantization == "float32":
         assert f"comparison {tokens} greedy tokens for 4 inputs" in output_text and "rounds" not in output_text
         return
-    assert f"comparison {result.same} of 4 greedy outputs equal those of the model ({tokens} tokens" in output_text
+    assert f"comparison {result.same} of 4 greedy outputs are identical to the model's ({tokens} tokens" in output_text
     assert f"{quantization} rounds" in output_text and "check the quality on your own data" in output_text
 
 
@@ -343,14 +343,14 @@ def test_export_with_other_tokens_raises_an_error(tmp_path, monkeypatch):
     from hf_attn_variants.export import ctranslate2
 
     folder = save_writer(tmp_path / "model", "t5", "gqa")
-    made = ctranslate2.model_specification
+    made = ctranslate2.build_model_specification
 
     def with_other_weights(*args):
         spec = made(*args)
         spec.decoder.layer[0].attention.linear[1].weight.tensor.neg_()
         return spec
 
-    monkeypatch.setattr(ctranslate2, "model_specification", with_other_weights)
+    monkeypatch.setattr(ctranslate2, "build_model_specification", with_other_weights)
     with pytest.raises(ValueError, match="other tokens"):
         export_ctranslate2(folder, tmp_path / "ct2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
@@ -406,23 +406,25 @@ def test_exported_tokens_have_unique_names(caplog):
     tokenizer = word_tokenizer(53)
     config = T5.config("gqa", "T5ForConditionalGeneration", eos_token_id=2, vocab_size=60)
     generation = transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=2)
-    tokens = model_tokens(tokenizer, config, generation)
+    tokens = read_model_tokens(tokenizer, config, generation)
     assert len(tokens.vocabulary) == len({*tokens.vocabulary}) == 60
     assert tokens.vocabulary[56:] == ["w56", "<unused_57>", "<unused_58>", "<unused_59>"] and tokens.prompt == [1]
     tokenizer.add_tokens(["<unused_58>"])
-    assert model_tokens(tokenizer, config, generation).vocabulary[57:] == [
+    assert read_model_tokens(tokenizer, config, generation).vocabulary[57:] == [
         "<unused_58>",
         "_<unused_58>",
         "<unused_59>",
     ]
     config.vocab_size = 50
-    assert len(model_tokens(tokenizer, config, generation).vocabulary) == 50
+    assert len(read_model_tokens(tokenizer, config, generation).vocabulary) == 50
     assert "50 tokens. 8 further tokens" in caplog.text
     with pytest.raises(ValueError, match="`eos_token_id`"):
-        model_tokens(tokenizer, config, transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=[2, 3]))
+        read_model_tokens(
+            tokenizer, config, transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=[2, 3])
+        )
     with pytest.raises(ValueError, match="`decoder_start_token_id`"):
         config.decoder_start_token_id = None
-        model_tokens(tokenizer, config, transformers.GenerationConfig(eos_token_id=2))
+        read_model_tokens(tokenizer, config, transformers.GenerationConfig(eos_token_id=2))
 
 
 def test_invalid_options_and_missing_packages_raise_before_any_work(tmp_path, monkeypatch, capsys):

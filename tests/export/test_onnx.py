@@ -16,7 +16,7 @@ from relatives import ENCODER_DECODERS, RELATIVES, WHISPER
 
 import hf_attn_variants
 from hf_attn_variants import cli
-from hf_attn_variants.export.onnx import Sizes, export_onnx, model_graphs
+from hf_attn_variants.export.onnx import Sizes, build_model_graphs, export_onnx
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared/data"
 ROWS = {row.name: row for row in (*ARCHITECTURES, *RELATIVES)}
@@ -52,7 +52,7 @@ def writer(name, variant="gqa", **fields):
 def test_onnx_graphs_equal_the_model(name, variant):
     model = writer(name, variant)
     model.set_attn_implementation("eager")
-    encoder, first, step = model_graphs(model)
+    encoder, first, step = build_model_graphs(model)
     assert [graph.name for graph in (encoder, first, step)] == [
         "encoder_model",
         "decoder_model",
@@ -111,7 +111,7 @@ def test_onnx_runtime_generates_the_tokens_of_generate(name, variant, layers, tm
     config = json.loads((tmp_path / "onnx/config.json").read_text())
     assert config["model_type"] in ROWS[name].config_class.transformers_model_types and "auto_map" not in config
     assert not list((tmp_path / "onnx").glob("*.py")) and (tmp_path / "onnx/generation_config.json").is_file()
-    inputs = model_graphs(model)[0].inputs(Sizes(batch=5, source=11))
+    inputs = build_model_graphs(model)[0].inputs(Sizes(batch=5, source=11))
     expected = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_beams=1)
     start = model.config.decoder_start_token_id
     source = {key: value.numpy() for key, value in inputs.items()}
@@ -227,7 +227,7 @@ def test_graph_with_other_outputs_raises_an_error(tmp_path):
     from hf_attn_variants.export.onnx import _largest_difference, _write_graph
 
     model, other = (BERT.model("BertModel", "mqa", seed=seed, num_hidden_layers=1) for seed in (0, 1))
-    [graph], [wrong] = model_graphs(model), model_graphs(other)
+    [graph], [wrong] = build_model_graphs(model), build_model_graphs(other)
     _write_graph(graph, 18, tmp_path / "model.onnx")
     with torch.no_grad():
         assert _largest_difference(graph, tmp_path / "model.onnx") < 1e-4

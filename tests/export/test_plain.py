@@ -125,7 +125,7 @@ def test_variant_without_a_transformers_form_raises_an_error(architecture, head,
 
 
 def test_plain_source_and_invalid_dtype_raise_an_error(tmp_path):
-    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "bert")
+    BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match="'bert'"):
         export_transformers(tmp_path / "bert", tmp_path / "plain")
     with pytest.raises(ValueError, match="`dtype`"):
@@ -164,7 +164,7 @@ def test_export_drops_remote_code_and_rewrites_the_card(tmp_path, capsys):
         cli.main(["export", str(tmp_path / "ours"), "--to", "transformers", "--output_dir", str(tmp_path / "p")]) == 0
     )
     printed = capsys.readouterr().out
-    assert "a BertForSequenceClassification that does not need remote code" in printed and "4 -> 12" in printed
+    assert "BertForSequenceClassification without remote code" in printed and "4 -> 12" in printed
     assert "left out                    README.md\n" in printed
     actual = sorted(path.name for path in (tmp_path / "p").iterdir())
     assert actual == ["config.json", "model.safetensors", "model_history.json", "own.py", "tokenizer_config.json"]

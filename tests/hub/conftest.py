@@ -46,5 +46,5 @@ def t5_variant(tmp_path_factory, converted):
 @pytest.fixture
 def plain_bert(tmp_path):
     """A tiny BERT of Transformers, without our code."""
-    BERT.upstream_model("BertForSequenceClassification").save_pretrained(tmp_path / "plain")
+    BERT.make_upstream_model("BertForSequenceClassification").save_pretrained(tmp_path / "plain")
     return tmp_path / "plain"

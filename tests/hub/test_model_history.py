@@ -20,7 +20,7 @@ from hf_attn_variants.commands.push import main as push
 from hf_attn_variants.commands.push import parse_args as push_arguments
 from hf_attn_variants.glue_tasks import TASKS
 from hf_attn_variants.hub import CardOptions, model_card, plan_push
-from hf_attn_variants.hub.card import is_untouched, write_card
+from hf_attn_variants.hub.card import is_unedited_card, write_card
 from hf_attn_variants.hub.push import list_folder_files
 from hf_attn_variants.model_folder import (
     REPORT_FIELDS,
@@ -233,7 +233,9 @@ def test_converted_folder_has_its_own_card(tiny, tmp_path, capsys):
     run("convert", tiny, "--num_key_value_heads", 2, "--method", "mean", "--output_dir", tmp_path / "gqa2")
     assert "README.md is the model card. `attn-variants push` adds" in capsys.readouterr().out
     card = (tmp_path / "gqa2/README.md").read_text()
-    assert is_untouched(card) and 'from_pretrained("gqa2", trust_remote_code=True)' in card and "\n# gqa2\n" in card
+    assert (
+        is_unedited_card(card) and 'from_pretrained("gqa2", trust_remote_code=True)' in card and "\n# gqa2\n" in card
+    )
     assert {name: front_matter(card)[name] for name in ("license", "base_model", "language")} == {
         "license": "mit", "base_model": "big/tiny", "language": ["en"],
     }  # fmt: skip

@@ -135,10 +135,10 @@ def test_handwritten_card_is_kept_until_replaced_on_request(folder, hub, api):
     [
         ("POST .*/preupload/main", 401, "hf auth login"),
         ("POST .*/preupload/main", 403, "write access"),
-        ("POST .*/commit/main", 409, "Another process pushes"),
+        ("POST .*/commit/main", 409, "Another process is pushing"),
         ("POST .*/commit/main", 500, "500"),
-        ("POST .*/commit/main", None, "Then repeat the command"),
-        ("GET /api/models/me/bert-gqa2", None, "Then repeat the command"),
+        ("POST .*/commit/main", None, "Then run the command again"),
+        ("GET /api/models/me/bert-gqa2", None, "Then run the command again"),
         ("PUT /lfs/", 403, "write access"),
         ("GET /api/models/me/bert-gqa2", 429, "429"),
     ],
@@ -175,7 +175,7 @@ def test_invalid_token_raises_before_the_upload(folder, hub, api):
 
 def test_interrupted_upload_continues_without_sending_again(folder, hub, api):
     hub.fail("POST .*/commit/main", None)
-    with pytest.raises(OSError, match="repeat the command"):
+    with pytest.raises(OSError, match="run the command again"):
         push(folder, api)
     assert hub.files(REPO).keys() == {".gitattributes"} and hub.objects
     hub.failures.clear()
@@ -193,7 +193,7 @@ def test_commit_with_a_lost_response_is_recognized(folder, hub, api):
 def test_simultaneous_pushes_are_not_mixed(folder, hub, api):
     hub.create(REPO)
     hub.before_commit = lambda repository: repository.commit("main", {"other.txt": b"theirs"}, "theirs")
-    with pytest.raises(OSError, match=r"412.*Another process pushes"):
+    with pytest.raises(OSError, match=r"412.*Another process is pushing"):
         push(folder, api)
     assert hub.files(REPO) == {"other.txt": b"theirs"}
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import hf_attn_variants
 from hf_attn_variants.commands import refresh
-from hf_attn_variants.hub.card import is_untouched, model_card
+from hf_attn_variants.hub.card import is_unedited_card, model_card
 from hf_attn_variants.modeling.fields.composition import used_mechanisms
 from hf_attn_variants.modeling.remote_code import get_code_files
 
@@ -64,7 +64,7 @@ def test_refresh_replaces_only_the_code(old, tmp_path, capsys):
 
 def test_refresh_keeps_an_edited_card(old, tmp_path):
     card = (old / "README.md").read_text()
-    assert not is_untouched(card)
+    assert not is_unedited_card(card)
     refreshed(old, tmp_path / "new")
     assert (tmp_path / "new/README.md").read_text() == card
 

@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from hf_attn_variants.inspection import attention_maps as maps_module
 from hf_attn_variants.inspection.attention_maps import (
     HeadProjection,
-    _with_changes,
+    _add_difference_matrices,
     attention_maps,
     attention_page,
 )
@@ -193,7 +193,7 @@ def test_longer_text_is_truncated_with_a_warning(tokenizer):
 
 
 def test_invalid_attention_map_arguments_raise_an_error(tokenizer):
-    plain = next(row for row in ARCHITECTURES if row.name == "bert").upstream_model("BertForMaskedLM")
+    plain = next(row for row in ARCHITECTURES if row.name == "bert").make_upstream_model("BertForMaskedLM")
     with pytest.raises(ValueError, match=r"`model`.*BertForMaskedLM"):
         attention_maps(plain, tokenizer, TEXT)
     with pytest.raises(ValueError, match="`target_text`"):
@@ -220,7 +220,9 @@ def test_page_contains_every_value(tokenizer, architecture, variant):
 
 def test_trained_projections_are_compared_with_the_identity():
     near = HeadProjection("P_l", "query head", "softmax head", torch.eye(3) + 0.01)
-    shown = list(_with_changes((near, HeadProjection("P_w", "softmax head", "value head", torch.ones(3, 2)))))
+    shown = list(
+        _add_difference_matrices((near, HeadProjection("P_w", "softmax head", "value head", torch.ones(3, 2))))
+    )
     assert [one.name for one in shown] == ["P_l", "100 (P_l - I)", "P_w"]
     torch.testing.assert_close(shown[1].matrix, torch.ones(3, 3))
 

@@ -22,22 +22,22 @@ from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import Calibration, convert_model, read_audio_calibration
 from hf_attn_variants.conversion.calibration.batches import IGNORED, make_batches
 from hf_attn_variants.conversion.calibration.examples import generate_transcripts, load_audio
-from hf_attn_variants.conversion.plan import seeded_generator
+from hf_attn_variants.conversion.plan import make_seeded_generator
 from hf_attn_variants.inspection.frontier import (
     ConvertedAttentions,
     Frontier,
     FrontierRow,
-    _difference,
-    _lengths,
-    _marked,
+    _limit_lengths,
+    _mark_frontier,
+    _mean_loss_difference,
     default_options,
     load_source,
     measure_frontier,
     requested_options,
-    split_text,
-    variants_to_try,
+    select_held_out_examples,
+    select_variants,
 )
-from hf_attn_variants.inspection.held_out import held_out_text
+from hf_attn_variants.inspection.held_out import make_held_out_text
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +92,14 @@ def test_cached_encoder_outputs_are_lossless_without_conversion(source):
     pieces = ConvertedAttentions(model, calibration)
     fields = {"cross_kv_lora_rank": model.config.d_model}
     assert pieces.is_converted(fields) and pieces.attention_error(fields) == 0
-    text = held_out_text(model, calibration.tokenizer, calibration)
-    above, error = _difference(text.losses(pieces.model(fields)), text.losses(model))
+    text = make_held_out_text(model, calibration.tokenizer, calibration)
+    above, error = _mean_loss_difference(text.losses(pieces.model(fields)), text.losses(model))
     assert abs(above) < 1e-6 and error < 1e-6
 
 
 def test_target_loss_equals_the_loss_of_the_model(source):
     model, calibration = source
-    losses = held_out_text(model, calibration.tokenizer, replace(calibration, batch_size=7)).losses(model)
+    losses = make_held_out_text(model, calibration.tokenizer, replace(calibration, batch_size=7)).losses(model)
     assert losses.shape == (160, 2)
     tokenizer, total = calibration.tokenizer, torch.zeros(2, dtype=torch.float64)
     for text, target in zip(calibration.texts[:5], calibration.target_texts[:5], strict=True):
@@ -108,7 +108,7 @@ def test_target_loss_equals_the_loss_of_the_model(source):
             loss = model(tokenizer(text, return_tensors="pt").input_ids, labels=labels).loss
         total += torch.tensor([float(loss) * labels.numel(), labels.numel()])
     five = replace(calibration, texts=calibration.texts[:5], target_texts=calibration.target_texts[:5])
-    assert held_out_text(model, tokenizer, five).losses(model).sum(0).tolist() == pytest.approx(
+    assert make_held_out_text(model, tokenizer, five).losses(model).sum(0).tolist() == pytest.approx(
         total.tolist(), rel=1e-5
     )
 
@@ -116,7 +116,7 @@ def test_target_loss_equals_the_loss_of_the_model(source):
 def test_missing_targets_are_generated_by_the_source(source):
     model, calibration = source
     few = replace(calibration, texts=calibration.texts[:4], target_texts=None, max_length=6)
-    text = held_out_text(model, calibration.tokenizer, few)
+    text = make_held_out_text(model, calibration.tokenizer, few)
     # the most probable token is the target at each position
     for batch in text.batches:
         logits = model(**batch).logits
@@ -143,7 +143,7 @@ def tokenizer(tmp_path_factory):
 def test_each_head_has_its_own_measure(head, measure, tokenizer):
     size, architecture = {"vocab_size": len(tokenizer)}, of_head(head)
     model = architecture.model(head, **size)
-    text = held_out_text(model, tokenizer, Calibration(lines_of_words(12), batch_size=5))
+    text = make_held_out_text(model, tokenizer, Calibration(lines_of_words(12), batch_size=5))
     losses = text.losses(model)
     assert text.measure == measure and losses.shape == (12, 2) and (losses[:, 1] > 0).all()
     if measure in ("predictions", "embeddings"):
@@ -170,7 +170,7 @@ def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokeniz
     models = [
         BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer), **fields) for seed in (0, 1)
     ]
-    text = held_out_text(models[0], tokenizer, Calibration(lines_of_words(7), batch_size=4))
+    text = make_held_out_text(models[0], tokenizer, Calibration(lines_of_words(7), batch_size=4))
     theirs, ours = (torch.cat([model(**batch).logits for batch in text.batches]).detach() for model in models)
     if fields is ONE_SCORE:
         expected = ((ours - theirs).square() / theirs.var(correction=0)).squeeze(1)
@@ -184,14 +184,14 @@ def test_regression_and_multilabel_heads_use_their_training_loss(fields, tokeniz
 
 def test_constant_scores_are_inconclusive(tokenizer):
     model = BERT.model("BertForSequenceClassification", vocab_size=len(tokenizer), **ONE_SCORE)
-    text = held_out_text(model, tokenizer, Calibration(lines_of_words(1) * 3))
+    text = make_held_out_text(model, tokenizer, Calibration(lines_of_words(1) * 3))
     with pytest.raises(ValueError, match="same score"):
         text.losses(model)
 
 
 def test_divergence_equals_kullback_leibler(tokenizer):
     models = [BERT.model("BertForSequenceClassification", seed=seed, vocab_size=len(tokenizer)) for seed in (0, 1)]
-    text = held_out_text(models[0], tokenizer, Calibration(lines_of_words(6)))
+    text = make_held_out_text(models[0], tokenizer, Calibration(lines_of_words(6)))
     [batch] = text.batches
     theirs, ours = (model(**batch).logits.log_softmax(-1) for model in models)
     expected = nn.functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1)
@@ -201,13 +201,13 @@ def test_divergence_equals_kullback_leibler(tokenizer):
 @pytest.mark.parametrize("head", ["T5Model", "MarianModel", "BertForMultipleChoice", "ElectraForPreTraining"])
 def test_unmeasurable_head_raises_an_error(head, tokenizer):
     with pytest.raises(ValueError, match=rf"AttnVariant{head}.*plain text"):
-        held_out_text(of_head(head).model(head), tokenizer, Calibration(lines_of_words(4)))
+        make_held_out_text(of_head(head).model(head), tokenizer, Calibration(lines_of_words(4)))
 
 
 @pytest.mark.parametrize("head", ["M2M100ForConditionalGeneration", "MarianMTModel"])
 def test_bart_relative_is_measured_with_targets(head, tokenizer):
     model = of_head(head).model(head, vocab_size=len(tokenizer))
-    text = held_out_text(model, tokenizer, Calibration(lines_of_words(4), lines_of_words(4, 1)))
+    text = make_held_out_text(model, tokenizer, Calibration(lines_of_words(4), lines_of_words(4, 1)))
     [batch] = text.batches
     losses = text.losses(model).sum(0)
     assert text.measure == "targets" and losses[0] / losses[1] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
@@ -216,7 +216,7 @@ def test_bart_relative_is_measured_with_targets(head, tokenizer):
 def test_standard_error_is_computed_over_texts():
     # For texts of one word, this is the standard error of the mean.
     losses = torch.tensor([[1.0, 1], [2.0, 1], [4.0, 1]], dtype=torch.float64)
-    mean, error = _difference(losses, torch.zeros_like(losses))
+    mean, error = _mean_loss_difference(losses, torch.zeros_like(losses))
     assert mean == pytest.approx(7 / 3) and error == pytest.approx(losses[:, 0].std().item() / math.sqrt(3))
 
 
@@ -224,13 +224,13 @@ def test_measured_text_is_never_fitted(source):
     model, calibration = source
     everything = Calibration(lines_of_words(400), lines_of_words(400, 1))
     drawn = replace(calibration, texts=everything.texts[:160], target_texts=everything.target_texts[:160])
-    held_out = split_text(drawn, everything, size=100)
+    held_out = select_held_out_examples(drawn, everything, size=100)
     pairs = set(zip(held_out.texts, held_out.target_texts, strict=True))
     assert len(pairs) == 100 and not pairs & set(zip(drawn.texts, drawn.target_texts, strict=True))
     assert pairs <= set(zip(everything.texts, everything.target_texts, strict=True))
     # Without other text, the held-out examples of the conversion are used.
-    held_out = split_text(drawn, drawn, size=100)
-    _, batches = make_batches(model, calibration.tokenizer, drawn, seeded_generator(0, "held-out texts"))
+    held_out = select_held_out_examples(drawn, drawn, size=100)
+    _, batches = make_batches(model, calibration.tokenizer, drawn, make_seeded_generator(0, "held-out texts"))
     ids = {tuple(row[row != 0].tolist()) for batch in batches for row in batch["input_ids"]}
     assert ids == {tuple(calibration.tokenizer(text).input_ids) for text in held_out.texts} and len(ids) == 40
 
@@ -248,7 +248,7 @@ def test_frontier_contains_undominated_variants_and_the_cheapest_within_the_loss
         row("twin", 10, 0.3),
     ]
     rows.append(row("worse", 10, 0.4))
-    marked = _marked(rows)
+    marked = _mark_frontier(rows)
     assert [item.name for item in marked if item.on_frontier] == ["source", "a", "b", "twin"]
     frontier = Frontier("x", "X", "targets", 3, {}, 1, 1, marked)
     assert [frontier.cheapest(loss) and frontier.cheapest(loss).name for loss in (0.05, 0.1, 0.3, 9.0)] == [
@@ -308,17 +308,19 @@ def test_unsupported_source_error_names_the_source(fields, message):
 
 def test_lengths_do_not_exceed_the_positions(source):
     _, calibration = source
-    assert _lengths(BERT.config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
+    assert _limit_lengths(BERT.config(max_position_embeddings=144), calibration, 512, None) == (144, 144)
     bart = next(item for item in RELATIVES if item.name == "bart").config(max_position_embeddings=144)
-    assert _lengths(bart, calibration, 512, 1024) == (144, 144) and _lengths(bart, calibration, 64, 32) == (64, 32)
-    assert _lengths(T5.config(), calibration, 512, 1024) == (512, 1024)
+    assert _limit_lengths(bart, calibration, 512, 1024) == (144, 144) and _limit_lengths(
+        bart, calibration, 64, 32
+    ) == (64, 32)
+    assert _limit_lengths(T5.config(), calibration, 512, 1024) == (512, 1024)
 
 
 def test_tokenizer_without_a_mask_token_raises_an_error(tokenizer):
     bare = copy.deepcopy(tokenizer)
     bare.mask_token = None
     with pytest.raises(ValueError, match="`mask_token`"):
-        held_out_text(BERT.model("BertForMaskedLM"), bare, Calibration(["a b", "c d"], tokenizer=bare))
+        make_held_out_text(BERT.model("BertForMaskedLM"), bare, Calibration(["a b", "c d"], tokenizer=bare))
 
 
 def test_source_with_empty_outputs_raises_an_error(source, monkeypatch):
@@ -347,7 +349,7 @@ def test_given_values_are_combined_in_a_grid():
 def test_invalid_frontier_option_raises_before_any_work(source):
     model, calibration = source
     with pytest.raises(ValueError, match="`cross_kv_lora_rank`"):
-        variants_to_try(BERT.model("BertModel"), {"cross_kv_lora_rank": [4], "kv_lora_rank": None})
+        select_variants(BERT.model("BertModel"), {"cross_kv_lora_rank": [4], "kv_lora_rank": None})
     with pytest.raises(ValueError, match="must divide"):
         measure_frontier(model, [{"num_key_value_heads": 3}], calibration, calibration)
 
@@ -384,8 +386,8 @@ def test_printed_command_reproduces_the_measured_model(t5, tmp_path, capsys, mon
     drawn = sorted(random.Random(3).sample(range(300), 160))
     used = Calibration([texts[i] for i in drawn], [answers[i] for i in drawn], tokenizer=tokenizer)
     model, _ = load_source(str(t5), Calibration(["a", "b"]))
-    text = held_out_text(model, tokenizer, split_text(used, everything, 512, seed=3))
-    above, error = _difference(text.losses(converted), text.losses(model))
+    text = make_held_out_text(model, tokenizer, select_held_out_examples(used, everything, 512, seed=3))
+    above, error = _mean_loss_difference(text.losses(converted), text.losses(model))
     [measured] = [item for item in result["rows"] if item["name"] == result["chosen"]["name"]]
     assert measured["loss_above"] == pytest.approx(above, abs=1e-5) and measured["loss_above_error"] > 0
     assert measured["loss_above_error"] == pytest.approx(error, rel=1e-3)
@@ -424,7 +426,7 @@ def test_evaluation_text_may_be_a_separate_file(tmp_path, capsys):
     model, tokenizer = load_source(str(folder), Calibration(["a", "b"]))
     drawn = sorted(random.Random(0).sample(range(300), 160))
     used = Calibration([lines_of_words(300)[i] for i in drawn], tokenizer=tokenizer, fit_steps=0)
-    text = held_out_text(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
+    text = make_held_out_text(model, tokenizer, Calibration(lines_of_words(9, seed=5)))
     converted = convert_model(model, 2, calibration=used)
     assert result["rows"][1]["loss"] == pytest.approx(float(text.losses(converted)[:, 0].mean()), rel=1e-4)
 
@@ -490,7 +492,7 @@ def test_unchanged_encoder_is_not_run_again(whisper, monkeypatch):
     checkpoint, audio = whisper
     given = read_audio_calibration(audio, feature_extractor=feature_extractor(), fit_steps=0)
     source, _ = load_source(str(checkpoint), given)
-    pieces, text = ConvertedAttentions(source, given), held_out_text(source, feature_extractor(), given)
+    pieces, text = ConvertedAttentions(source, given), make_held_out_text(source, feature_extractor(), given)
     decoder, encoder = {"num_key_value_heads": 2}, {"encoder_num_key_value_heads": 2}
     models = [source, pieces.model(decoder), pieces.model(encoder)]
     before = [replace(text, encoder=None).losses(model) for model in models]

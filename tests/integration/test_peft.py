@@ -141,7 +141,7 @@ def test_unsupported_prefix_raises_an_error(head):
     with pytest.raises(ValueError, match=r"must have only one cache, got `past_key_values` and `cache`"):
         tuned(row.model(head, "gqa")).generate(**options)
     if row is T5:  # upstream's generates as if there were none
-        upstream = row.upstream_model(head)
+        upstream = row.make_upstream_model(head)
         plain = upstream.generate(**options).logits
         with pytest.warns(FutureWarning, match="Both `past_key_values` and `cache` are set"):
             actual = tuned(upstream).generate(**options).logits
@@ -170,7 +170,7 @@ def test_peft_methods_adapt_the_same_modules_as_in_transformers(architecture, co
     settings = {"total_step": 10} if config_class == "AdaLoraConfig" else {}
     ours, theirs = (
         peft.get_peft_model(model, getattr(peft, config_class)(**settings))
-        for model in (architecture.model(head, "mha"), architecture.upstream_model(head))
+        for model in (architecture.model(head, "mha"), architecture.make_upstream_model(head))
     )
     assert trainable(ours) == trainable(theirs) != []
 

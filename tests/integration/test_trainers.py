@@ -86,7 +86,7 @@ def test_trainer_takes_a_step(heads, tmp_path):
 def test_compute_metrics_receives_the_outputs_of_transformers(architecture, head, tmp_path):
     batch = architecture.batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
-    upstream = architecture.upstream_model(head)
+    upstream = architecture.make_upstream_model(head)
     plain = architecture.model(head)
     plain.load_state_dict(upstream.state_dict())
     seen = []
@@ -166,7 +166,7 @@ def test_accumulated_gradients_equal_transformers(architecture, head, tmp_path):
     batch = architecture.batch(head, labels=True)
     rows = [{name: value[row] for name, value in batch.items()} for row in range(2)]
     settings = SETTINGS | {"per_device_train_batch_size": 1, "optim": "sgd", "max_grad_norm": 1e9}
-    upstream = architecture.upstream_model(head)
+    upstream = architecture.make_upstream_model(head)
     plain = architecture.model(head)
     plain.load_state_dict(upstream.state_dict())
     for model in (upstream, plain, architecture.model(head, num_key_value_heads=4)):

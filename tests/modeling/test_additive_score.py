@@ -12,7 +12,7 @@ import hf_attn_variants
 from hf_attn_variants import convert
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
-from hf_attn_variants.inspection.costs import score_parts
+from hf_attn_variants.inspection.costs import describe_scores
 from hf_attn_variants.modeling.mechanisms import additive_score
 from hf_attn_variants.modeling.mechanisms.additive_score import AdditiveScore
 from hf_attn_variants.modeling.mechanisms.patterns import block_patterns
@@ -157,7 +157,7 @@ def test_additive_scores_work_with_patterns(pattern, monkeypatch):
 def test_additive_score_parameters_are_initialized_and_saved(tmp_path):
     torch.manual_seed(0)
     fields = {"hidden_size": 192, "num_attention_heads": 4, **ADDITIVE, "num_key_value_heads": 4}
-    BERT.upstream_model("BertModel", hidden_size=192, num_attention_heads=4).save_pretrained(tmp_path / "plain")
+    BERT.make_upstream_model("BertModel", hidden_size=192, num_attention_heads=4).save_pretrained(tmp_path / "plain")
     made = hf_attn_variants.AttnVariantBertModel(BERT.config("mha", **fields))
     loaded = hf_attn_variants.AttnVariantBertModel.from_pretrained(tmp_path / "plain", **ADDITIVE)
     for model in (made, loaded):
@@ -280,8 +280,8 @@ def test_per_place_score_errors_name_the_field(tmp_path):
     scored = [path for site, path, module in model.named_attentions() if module.self.score is not None]
     assert len(scored) == 2 and all(path.endswith("crossattention") for path in scored)
     both = ("num_key_value_heads", "encoder_num_key_value_heads")
-    assert score_parts(T5.config(**ADDITIVE), both) == ["additive scores"]
-    assert score_parts(T5.config(**PLACES["cross_"]), both) == ["additive scores in cross-attention"]
+    assert describe_scores(T5.config(**ADDITIVE), both) == ["additive scores"]
+    assert describe_scores(T5.config(**PLACES["cross_"]), both) == ["additive scores in cross-attention"]
     T5.config(**PLACES["encoder_"], architectures=["T5Model"]).save_pretrained(tmp_path)
     assert "and additive scores in the self-attention of the encoder" in str(model_card(tmp_path, "me/x"))
     with pytest.raises(ValueError, match="`cross_score_function`"):

@@ -14,7 +14,7 @@ GROUPS = {"num_hidden_groups": 2, "inner_group_num": 2, "num_hidden_layers": 6}
 
 
 def test_albert_layer_groups_equal_transformers(tmp_path):
-    upstream = ALBERT.upstream_model("AlbertModel", **GROUPS)
+    upstream = ALBERT.make_upstream_model("AlbertModel", **GROUPS)
     upstream.save_pretrained(tmp_path)
     ours = AttnVariantAlbertModel.from_pretrained(tmp_path).eval()
     batch = ALBERT.batch("AlbertModel")

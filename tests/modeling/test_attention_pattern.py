@@ -287,7 +287,7 @@ def test_pattern_with_unsupported_implementation_raises_an_error():
 
 
 def test_plain_checkpoint_loads_and_converts_with_a_pattern(tmp_path):
-    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "plain")
+    BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "plain")
     model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(3, LENGTH)
     config = BERT.config_class.from_pretrained(tmp_path / "plain", **WINDOW | GLOBAL)
     model = model_class.from_pretrained(tmp_path / "plain", config=config).eval()

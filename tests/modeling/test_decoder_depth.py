@@ -72,7 +72,7 @@ def test_deeper_decoder_generates_the_same_with_and_without_a_cache(architecture
 @pytest.mark.parametrize("architecture", ["t5", "umt5"])
 def test_unequal_depths_generate_the_tokens_of_transformers(architecture, depths, search):
     row, *names = ARCHITECTURES[architecture]
-    upstream = row.upstream_model(head_of(row), **dict(zip(names, depths, strict=True)))
+    upstream = row.make_upstream_model(head_of(row), **dict(zip(names, depths, strict=True)))
     model = model_of(architecture, *depths)
     model.load_state_dict(upstream.state_dict())
     options = OPTIONS | SEARCHES[search]

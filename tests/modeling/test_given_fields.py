@@ -168,7 +168,7 @@ def test_stored_names_without_effect_give_one_warning(row, tmp_path, logged):
 
 
 def test_conversion_and_override_errors_name_the_field(tmp_path):
-    upstream = BERT.upstream_model("BertModel")
+    upstream = BERT.make_upstream_model("BertModel")
     for name in ("encoder_talking_heads", "talking_head", "v_head_dim"):
         with pytest.raises(ValueError, match=f"`{name}`"):
             convert(upstream, **{name: 4})

@@ -116,7 +116,7 @@ def test_talking_heads_projections_have_their_initial_values(architecture, init)
 def test_initial_dynamic_terms_change_no_output_and_get_gradients(architecture, by_conversion, tmp_path):
     head = next(iter(architecture.heads))
     heads = dict.fromkeys({"encoder_attention_heads", "decoder_attention_heads"} & architecture.tiny.keys(), 12)
-    upstream = architecture.upstream_model(head, **heads)
+    upstream = architecture.make_upstream_model(head, **heads)
     fields = {"talking_heads": "both", "talking_heads_dynamic": ["x2l", "m2l", "x2w", "m2w"]}
     if by_conversion:
         model = hf_attn_variants.convert(upstream, **fields).eval()

@@ -49,7 +49,7 @@ def test_each_layer_uses_its_own_kernel(first, implementation):
     model = BERT.model("BertModel", per_layer_values={"attention_kernel": values})
     assert model.config.attention_kernel == "hedgehog" and kernels(model) == values
     model.set_attn_implementation(implementation)
-    alike = BERT.model("BertModel", attention_kernel="hedgehog") if first else BERT.upstream_model("BertModel")
+    alike = BERT.model("BertModel", attention_kernel="hedgehog") if first else BERT.make_upstream_model("BertModel")
     alike.load_state_dict(model.state_dict(), strict=False)
     ids, mask = token_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
     mask[0, 6:] = 0
@@ -132,7 +132,7 @@ def test_mixed_kernels_are_saved_and_loaded_completely(tmp_path):
 
 
 def test_plain_checkpoint_loads_with_kernels_in_some_layers(tmp_path):
-    BERT.upstream_model("BertModel").save_pretrained(tmp_path)
+    BERT.make_upstream_model("BertModel").save_pretrained(tmp_path)
     load = hf_attn_variants.AttnVariantBertModel.from_pretrained
     assert kernels(load(tmp_path, **by_layer(LISTS[1], "elu", "attention_kernel"))) == ["elu", None]
     assert kernels(load(tmp_path, per_layer_config={1: {"attention_kernel": "elu"}})) == [None, "elu"]

@@ -88,7 +88,7 @@ def test_compression_works_with_talking_heads_and_scores(fields):
 
 
 def test_plain_checkpoint_loads_with_mean_compression_and_is_saved(tmp_path):
-    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "plain")
+    BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "plain")
     model_class, ids = hf_attn_variants.AttnVariantBertModel, token_ids(2, LENGTH)
     model = model_class.from_pretrained(tmp_path / "plain", **COMPRESSED).eval()
     conv = model.encoder.layer[1].attention.self.compression.key_conv

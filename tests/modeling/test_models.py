@@ -337,7 +337,7 @@ def test_model_computes_shapes_on_the_meta_device(architecture, variant):
     "variant", ["gqa", *(pytest.param(item, marks=pytest.mark.slow) for item in ("mqa", "latent"))]
 )
 def test_flex_attention_supports_grouped_heads(architecture, variant):
-    upstream = architecture.upstream_model(BASE[architecture.name])
+    upstream = architecture.make_upstream_model(BASE[architecture.name])
     upstream.set_attn_implementation("flex_attention")
     batch = architecture.batch(BASE[architecture.name])
     try:

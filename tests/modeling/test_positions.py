@@ -147,7 +147,7 @@ def test_bert_decoder_generates_beyond_its_position_table():
 
 @pytest.mark.parametrize("architecture, head", [(BERT, "BertModel"), (T5, "T5Model")], ids=["bert", "t5"])
 def test_loading_sinusoids_warns_that_learned_positions_are_dropped(architecture, head, tmp_path, logged):
-    architecture.upstream_model(head).save_pretrained(tmp_path / "plain")
+    architecture.make_upstream_model(head).save_pretrained(tmp_path / "plain")
     model_class = getattr(hf_attn_variants, f"AttnVariant{head}")
     model = model_class.from_pretrained(tmp_path / "plain", **SINUSOIDAL)
     assert "was trained with learned positions. Sinusoidal positions replace them" in logged.text

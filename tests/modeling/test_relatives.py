@@ -47,7 +47,7 @@ def same_outputs(ours, theirs, batch, atol=ATOL):
 @EVERY_HEAD
 def test_every_head_equals_transformers(architecture, head, tmp_path):
     """Compare outputs of both implementations, with padding, and gradients, from a checkpoint of Transformers."""
-    upstream = architecture.upstream_model(head)
+    upstream = architecture.make_upstream_model(head)
     upstream.save_pretrained(tmp_path)
     ours, exact = (
         loaded(architecture, head, tmp_path),
@@ -110,7 +110,7 @@ def test_every_auto_class_loads_in_another_process(tmp_path):
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_generated_tokens_equal_transformers(architecture, search, padding, tmp_path):
     head = list(architecture.heads)[1]
-    upstream = architecture.upstream_model(head)
+    upstream = architecture.make_upstream_model(head)
     upstream.save_pretrained(tmp_path)
     batch = architecture.batch(head)
     batch = {name: batch[name] for name in ("input_ids", "attention_mask")}
@@ -151,7 +151,7 @@ def test_low_rank_latents_decode_the_same_with_and_without_a_cache(architecture)
 @EVERY_ARCHITECTURE
 def test_fewer_heads_error_names_the_conversion(architecture, tmp_path):
     head = next(iter(architecture.heads))
-    architecture.upstream_model(head).save_pretrained(tmp_path)
+    architecture.make_upstream_model(head).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"attn-variants convert .* --num_key_value_heads 2 "):
         loaded(architecture, head, tmp_path, num_key_value_heads=2)
     with pytest.raises(ValueError, match="--kv_lora_rank 6 "):

@@ -94,7 +94,7 @@ def test_scale_decoder_outputs_survives_every_way_of_loading(flavour, scaled, tm
 
 
 def test_untied_output_layer_stays_untied(tmp_path):
-    upstream = T5.upstream_model("T5ForConditionalGeneration", tie_word_embeddings=False)
+    upstream = T5.make_upstream_model("T5ForConditionalGeneration", tie_word_embeddings=False)
     upstream.lm_head.weight = torch.nn.Parameter(torch.randn(VOCABULARY, 40))
     upstream.config.tie_word_embeddings = False
     upstream.save_pretrained(tmp_path)

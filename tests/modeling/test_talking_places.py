@@ -230,7 +230,7 @@ def test_per_place_generation_is_the_same_with_each_cache(row, case, beams):
 @EVERY_PAIR
 @pytest.mark.parametrize("place", ["cross", "encoder"])
 def test_identity_projections_change_no_output_of_a_plain_checkpoint(row, place, tmp_path):
-    upstream = row.upstream_model(head_of(row))
+    upstream = row.make_upstream_model(head_of(row))
     upstream.save_pretrained(tmp_path)
     model_class = getattr(hf_attn_variants, f"AttnVariant{head_of(row)}")
     fields = {f"{place}_talking_heads": "both", f"{place}_talking_heads_dynamic": ["x2l"]}

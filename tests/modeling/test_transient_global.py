@@ -119,7 +119,7 @@ def test_transient_global_attention_allocates_no_quadratic_tensor(monkeypatch):
 
 
 def test_t5_checkpoint_loads_with_transient_global_attention_and_is_saved(tmp_path):
-    T5.upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "plain")
+    T5.make_upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path / "plain")
     model_class = hf_attn_variants.AttnVariantT5ForConditionalGeneration
     model = model_class.from_pretrained(tmp_path / "plain", **SUMMARIES).eval()
     first, second = (block.layer[0].SelfAttention for block in model.encoder.block)

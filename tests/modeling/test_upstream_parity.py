@@ -17,7 +17,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 
 
 def saved_upstream(architecture, head, folder, **fields):
-    upstream = architecture.upstream_model(head, **fields)
+    upstream = architecture.make_upstream_model(head, **fields)
     upstream.save_pretrained(folder)
     return upstream
 
@@ -183,7 +183,7 @@ def test_missing_talking_heads_projections_are_reported(logged, tmp_path):
 
 
 def test_checkpoint_of_another_architecture_gives_a_warning(logged, tmp_path):
-    ALBERT.upstream_model("AlbertModel").config.save_pretrained(tmp_path)
+    ALBERT.make_upstream_model("AlbertModel").config.save_pretrained(tmp_path)
     hf_attn_variants.AttnVariantBertConfig.from_pretrained(tmp_path)
     assert any("model of type `albert`" in message for message in logged.messages)
 

@@ -371,7 +371,7 @@ def test_t5_output_projection_is_initialized_for_the_value_size():
 
 
 def test_conversion_to_another_value_size_raises_an_error(tmp_path):
-    source = BERT.upstream_model("BertModel")
+    source = BERT.make_upstream_model("BertModel")
     with pytest.raises(ValueError, match="`value_head_dim`"):
         convert(source, num_key_value_heads=4, value_head_dim=SMALL)
     same = convert(source, num_key_value_heads=4, value_head_dim=4).config

@@ -161,7 +161,7 @@ def test_whisper_supports_talking_heads():
         assert (whole - plain(**batch).logits).abs().max() > 1e-2
         model.set_attn_implementation("eager")
         torch.testing.assert_close(model(**batch).logits, whole, atol=1e-5, rtol=0)
-    upstream = WHISPER.upstream_model(HEAD, encoder_attention_heads=12)
+    upstream = WHISPER.make_upstream_model(HEAD, encoder_attention_heads=12)
     expected = transcribed(upstream, num_beams=3)
     ours = type(model)(WHISPER.config(encoder_attention_heads=12, talking_heads="both")).eval()
     ours.load_state_dict(upstream.state_dict(), strict=False)

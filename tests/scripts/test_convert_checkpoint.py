@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def source(tmp_path):
-    ARCHITECTURES[0].upstream_model("BertForMaskedLM").save_pretrained(tmp_path / "source")
+    ARCHITECTURES[0].make_upstream_model("BertForMaskedLM").save_pretrained(tmp_path / "source")
     return tmp_path / "source"
 
 

@@ -59,7 +59,7 @@ def source(request, tmp_path_factory):
     architecture = ALL_ARCHITECTURES[request.param]
     head = next(iter(architecture.heads))
     folder = tmp_path_factory.mktemp("fuzzed") / architecture.name
-    architecture.upstream_model(head).save_pretrained(folder)
+    architecture.make_upstream_model(head).save_pretrained(folder)
     return (
         getattr(transformers, head),
         folder,
@@ -94,7 +94,7 @@ def ending(upstream, folder, out, batch, changes):
         assert str(error).strip() and not out.exists(), changes
         print(f"{changes}: {str(error).replace(str(folder), '')}")
         return "refused"
-    if report.reduced():  # the configuration has other heads, of the same size in all
+    if report.is_reduced():  # the configuration has other heads, of the same size in all
         return "merged"
     try:
         model, loading = upstream.from_pretrained(folder, output_loading_info=True)

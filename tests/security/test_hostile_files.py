@@ -170,7 +170,7 @@ def checkpoints(tmp_path_factory):
     folders = {}
     for architecture in ARCHITECTURES:
         folders[architecture.name] = tmp_path_factory.mktemp(architecture.name)
-        architecture.upstream_model(BASES[architecture.name]).save_pretrained(folders[architecture.name])
+        architecture.make_upstream_model(BASES[architecture.name]).save_pretrained(folders[architecture.name])
     return folders
 
 

@@ -220,7 +220,7 @@ def test_interrupted_frontier_continues(sources, tmp_path, capsys, monkeypatch):
     before = json.loads((out / "frontier.json").read_text())
     assert len(before["rows"]) == 3 and before["unfinished"]["variants_left"] == 1
     monkeypatch.setattr(frontier.SavedFrontier, "save", whole)
-    assert "belongs to an interrupted call with another" in one_line(capsys, *argv, "--seed", 4)
+    assert "belongs to an interrupted call with different" in one_line(capsys, *argv, "--seed", 4)
     assert json.loads((out / "frontier.json").read_text()) == before
     assert run(capsys, *argv)[0] == 0
     after = json.loads((out / "frontier.json").read_text())

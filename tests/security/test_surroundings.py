@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def source(tmp_path):
-    BERT.upstream_model("BertModel").save_pretrained(tmp_path / "source")
+    BERT.make_upstream_model("BertModel").save_pretrained(tmp_path / "source")
     return tmp_path / "source"
 
 

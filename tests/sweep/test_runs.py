@@ -144,13 +144,13 @@ def test_failed_run_does_not_affect_other_runs(undisturbed, sweep_file, tmp_path
     "flags, message",
     [
         ({"num_key_value_heads": 3}, "`num_key_value_heads` must divide"),
-        ({"kv_cache_bytes": [512, 512]}, "`kv_cache_bytes` must only be given for encoder-decoders"),
+        ({"kv_cache_bytes": [512, 512]}, "`kv_cache_bytes` is only supported for encoder-decoders"),
         ({"num_key_value_heads": 2, "calibration_file": "TEXTS", "calibration_columns": ["texts"]}, "'texts'"),
         ({"num_key_value_heads": 2, "calibration_size": 10}, "--calibration_size requires --calibration_file"),
         ({"num_key_value_heads": 2, "method": "calibrated"}, "needs "),
-        ({"num_key_value_heads": 2, "keep_matching_layers": 1}, "Give `calibration` (--calibration_file)"),
-        ({"talking_heads": "both", "calibration_file": "TEXTS"}, "`calibration` must only be given"),
-        ({"cross_kv_lora_rank": 8}, "`cross_kv_lora_rank` must be a field of "),
+        ({"num_key_value_heads": 2, "keep_matching_layers": 1}, "Set `calibration` (--calibration_file)"),
+        ({"talking_heads": "both", "calibration_file": "TEXTS"}, "`calibration` is only supported"),
+        ({"cross_kv_lora_rank": 8}, "`cross_kv_lora_rank` is not a field of "),
     ],
     ids=lambda item: "-".join(item) if isinstance(item, dict) else "",
 )

@@ -145,7 +145,7 @@ def test_logits_are_interpreted_like_the_losses_of_transformers(head, fields, an
     electra = next(item for item in ENCODERS if "ElectraModel" in item.heads)
     assert get_logits_kind(electra.model(f"ElectraFor{head}", **fields)) is answer
     if head != "PreTraining":
-        assert get_logits_kind(BERT.upstream_model(f"BertFor{head}", **fields)) is answer
+        assert get_logits_kind(BERT.make_upstream_model(f"BertFor{head}", **fields)) is answer
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
@@ -190,7 +190,7 @@ def test_cross_entropy_and_embedding_distance_equal_their_formulas():
 @pytest.mark.parametrize("upstream", [False, True], ids=["ours", "upstream"])
 def test_all_layers_and_attentions_are_recorded(architecture, upstream):
     head = BASES[architecture.name]
-    model = (architecture.upstream_model if upstream else architecture.model)(head)
+    model = (architecture.make_upstream_model if upstream else architecture.model)(head)
     batch = architecture.batch(head)
     activations = ActivationRecorder(model, attention_outputs=True).run(model, batch, hidden_states=True)
     sides = {"encoder", "decoder"} if architecture is T5 else {"encoder"}

@@ -259,7 +259,7 @@ def test_test_split_is_decoded_after_the_dev_scores(run, source, monkeypatch):
     decode_all = Seq2SeqFineTuning.decode
     monkeypatch.setattr(Seq2SeqFineTuning, "decode", decode)
     monkeypatch.setattr(hub_push, "check_hub_access", lambda *place: None)
-    monkeypatch.setattr(hub_push, "push_trained", fail_to_push)
+    monkeypatch.setattr(hub_push, "push_trained_model", fail_to_push)
     test = ["--test_source_file", source, "--test_target_file", source.with_name("target.txt")]
     with pytest.raises(OSError, match="no network"):
         run("--num_train_epochs", 0, "--push_to_hub", *test)

@@ -140,7 +140,7 @@ def test_failed_push_keeps_the_predictions(run, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(push, "check_hub_access", lambda *place: None)
-    monkeypatch.setattr(push, "push_trained", fail)
+    monkeypatch.setattr(push, "push_trained_model", fail)
     file = write_questions(run.out.with_name("test.json"))
     with pytest.raises(OSError, match="no network"):
         run("--max_train_steps", 1, "--push_to_hub", "--test_file", file)

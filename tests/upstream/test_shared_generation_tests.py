@@ -43,7 +43,7 @@ def shapes(value):
 def test_generate_returns_the_shapes_of_transformers(architecture, head, search):
     """Check `_check_generate_outputs`, although beams share the encoder outputs inside."""
     actual = []
-    for model in (architecture.upstream_model(head), make(architecture, head, "gqa")):
+    for model in (architecture.make_upstream_model(head), make(architecture, head, "gqa")):
         model.set_attn_implementation("eager")
         torch.manual_seed(0)
         flags = dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), True)
@@ -120,7 +120,7 @@ def test_assisted_decoding_matches_greedy_search(architecture, head, variant):
     model = make(architecture, head, variant)
     inputs = {name: value[:1] for name, value in inputs_of(architecture, head).items()}
     expected = model.generate(**inputs, **SEARCHES["greedy"], **STEPS)
-    assistant = architecture.upstream_model(head)
+    assistant = architecture.make_upstream_model(head)
     assert torch.equal(model.generate(**inputs, **SEARCHES["greedy"], **STEPS, assistant_model=assistant), expected)
     if (architecture, head) in ALONE:
         actual = model.generate(**inputs, **SEARCHES["greedy"], **STEPS, prompt_lookup_num_tokens=2)

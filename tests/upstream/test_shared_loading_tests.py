@@ -101,7 +101,7 @@ def test_loading_works_under_a_device_context(architecture, tmp_path):
 def test_float32_modules_match_transformers(architecture, dtype, tmp_path):
     """Check `test_keep_in_fp32_modules`."""
     head = next(iter(architecture.heads))
-    model, upstream = fresh(architecture, head, "gqa"), architecture.upstream_model(head)
+    model, upstream = fresh(architecture, head, "gqa"), architecture.make_upstream_model(head)
     kinds = []
     for number, entry in enumerate((model, upstream)):
         entry.save_pretrained(tmp_path / str(number))

@@ -51,7 +51,7 @@ def test_training_gives_every_parameter_a_gradient(architecture, head):
             {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
         )
     without = sorted(name for name, grad in actual[0].items() if grad is None)
-    upstream = architecture.upstream_model(head)
+    upstream = architecture.make_upstream_model(head)
     output = upstream(**batch)
     (output["loss"] if "loss" in output else next(iter(output.values())).square().sum()).backward()
     unused = {name for name, parameter in upstream.named_parameters() if parameter.grad is None}
@@ -152,7 +152,7 @@ def test_hidden_states_and_attentions_have_the_expected_shapes(architecture, var
     """Check `test_hidden_states_output`, `test_attention_outputs` and `test_model_outputs_equivalence`."""
     head = next(iter(architecture.heads))
     model, batch = make(architecture, head, variant), architecture.batch(head)
-    upstream = architecture.upstream_model(head)
+    upstream = architecture.make_upstream_model(head)
     upstream.set_attn_implementation("eager")
     flags = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
@@ -253,7 +253,7 @@ def whole_layers(model):
 def test_no_split_modules_are_found(architecture):
     """Check `test_model_parallelism`: the names of our classes select the layers that a device map keeps whole."""
     head = next(iter(architecture.heads))
-    model, upstream = make(architecture, head, "gqa"), architecture.upstream_model(head)
+    model, upstream = make(architecture, head, "gqa"), architecture.make_upstream_model(head)
     assert whole_layers(model) == whole_layers(upstream)
 
 

@@ -72,7 +72,7 @@ def test_embeddings_pass_gradients_to_adapters(architecture):
 def test_losses_equal_transformers_for_each_problem_type(architecture, head, problem):
     """Check `test_problem_types`."""
     size, labels = PROBLEMS[problem]
-    upstream = architecture.upstream_model(head, num_labels=size, problem_type=problem)
+    upstream = architecture.make_upstream_model(head, num_labels=size, problem_type=problem)
     model = architecture.model(head, num_labels=size, problem_type=problem)
     model.load_state_dict(upstream.state_dict())
     batch = architecture.batch(head) | {"labels": labels}
@@ -105,7 +105,7 @@ def test_shift_labels_raise_an_error(architecture, head):
 def test_hidden_states_of_selected_layers_are_returned(architecture):
     """Check `test_can_capture_specific_layers_hidden_states` if Transformers supports it."""
     head = next(iter(architecture.heads))
-    model, upstream = make(architecture, head, "latent"), architecture.upstream_model(head)
+    model, upstream = make(architecture, head, "latent"), architecture.make_upstream_model(head)
     batch = architecture.batch(head)
     with torch.no_grad():
         some = [upstream(**batch, output_hidden_states=layers) for layers in ([0, 2], True)]

@@ -1,12 +1,13 @@
-"""Batches of model inputs for a calibration, and checks of texts and audio that look unsuitable.
+"""Makes batches of model inputs for calibration, and warns about texts and audio that seem unsuitable.
 
-    texts ──► tokens ──► split_examples ──► to fit to ──┐
+    texts ──► tokens ──► split_examples ──► fitting ────┐
                                │                        ├──► passages ──► group_by_length ──► make_batches
                                ├──────────► held out ───┘                    (with targets for a decoder)
                                │
-                               └──────────► held out, as users give them ──► make_untruncated_batches
+                               └──────────► held out, unchanged ──► make_untruncated_batches
 
-The first two kinds of batches are for the attentions, and the last one measures the quality of the whole model.
+The first two types of batches are used for individual attention modules. The last one is used to measure the quality
+of the whole model.
 """
 
 import logging
@@ -28,35 +29,36 @@ from ..calibration_settings import FIT_TOKENS, LONGEST, Calibration
 
 logger = logging.getLogger(__name__)
 
-# Number of tokens to fit to per element of a hidden state. A regression of the outputs has one unknown per element.
+# Recommended number of fitting tokens per hidden-state element. The output regression has one unknown per element.
 TOKENS_PER_DIMENSION = 8
 # The language is only checked if there are at least this many tokens.
 MIN_CHECKED_TOKENS = 1000
-# Maximum number of tokens per word of letters. English has 1.0 to 1.4 with English tokenizers, also next to code.
-# German has 1.9. Names and numbers in code have many tokens in all languages, so they are not checked.
+# Maximum average number of tokens per alphabetic word. With English tokenizers, English text has 1.0 to 1.4, even if
+# it contains code, and German text has 1.9. Names and numbers in code have many tokens in all languages and are not
+# checked.
 MAX_TOKENS_PER_WORD = 1.65
-# Text with longer words on average has no real words: for example formulas and sequences of letters.
+# Text with longer words on average does not contain real words, but formulas or letter sequences, for example.
 MAX_WORD_LENGTH = 12.0
-# Number of words that are enough to check the language.
+# Number of words that is sufficient to check the language.
 MAX_WORDS = 4096
-# Shares of unknown tokens that cause a warning and an error.
+# Shares of unknown tokens that trigger a warning and an error.
 WARN_UNKNOWN_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.9
-# Maximum loss of the original model, relative to the loss ln(vocabulary) of a random guess. With a larger loss, the
-# model does not know this kind of text.
+# Maximum loss of the original model, relative to the loss ln(vocabulary) of a random guess. A larger loss indicates
+# that the model was not trained on this type of text.
 MAX_LOSS_SHARE = 0.5
-# Loudness below which a recording is silent, relative to full scale: -60 dB.
+# Loudness relative to full scale below which a recording is considered silent (-60 dB).
 SILENCE = 1e-3
-# Share of silent or duplicate examples that causes a warning.
+# Share of silent or duplicate examples that triggers a warning.
 WARN_SHARE = 0.25
 
 
-def check_amount(stacks: Iterable[str], width: int, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Warn if the fitted attentions of an encoder or a decoder read too few tokens.
+def check_token_count(stacks: Iterable[str], width: int, batches: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Warn if the fitted attention modules of an encoder or decoder read too few tokens.
 
     Args:
-        stacks: "encoder", "decoder" or both, for the attentions that are fitted.
-        width: Size of a hidden state.
-        batches: Model inputs for the examples to fit to.
+        stacks: "encoder", "decoder" or both, depending on where the fitted modules are.
+        width: Hidden state size.
+        batches: Model inputs for the fitting examples.
     """
     min_tokens = TOKENS_PER_DIMENSION * width
     for stack in dict.fromkeys(stacks):
@@ -64,13 +66,12 @@ def check_amount(stacks: Iterable[str], width: int, batches: Sequence[Mapping[st
         masks = [batch.get(name, batch.get("attention_mask")) for batch in batches]
         known = [mask for mask in masks if mask is not None]
         if len(known) < len(masks):
-            continue  # Audio has no mask: each file is a window with many positions.
+            continue  # Audio has no mask because each file fills a window with many positions.
         tokens, examples = sum(int(mask.sum()) for mask in known), sum(map(len, known))
         if tokens < min_tokens:
             logger.warning(
-                "The calibration of the %s must have at least %d tokens (%d for each of the %d elements of a hidden "
-                "state), got %d tokens in %d examples. The model can lose quality on other text. Give about %d such "
-                "examples.",
+                "Calibrating the %s requires at least %d tokens (%d for each of the %d hidden-state elements), got %d "
+                "tokens in %d examples. The model may lose quality on other text. Provide about %d such examples.",
                 stack,
                 min_tokens,
                 TOKENS_PER_DIMENSION,
@@ -82,19 +83,19 @@ def check_amount(stacks: Iterable[str], width: int, batches: Sequence[Mapping[st
 
 
 def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]]) -> None:
-    """Warn about texts that do not look like text in the language of the tokenizer, or are mostly duplicates.
+    """Warn about texts that do not appear to be in the tokenizer's language, or are mostly duplicates.
 
     Args:
-        tokenizer: The tokenizer of the model.
-        texts: The examples, or pairs of texts.
+        tokenizer: The model's tokenizer.
+        texts: The texts or pairs of texts.
         encoded: The token ids of the examples.
 
     Raises:
-        ValueError: if almost all tokens are unknown, because any converted model would seem to be good.
+        ValueError: if almost all tokens are unknown, because any converted model would then appear to be good.
     """
     joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
     if (distinct_texts := len(set(joined))) < (1 - WARN_SHARE) * len(joined):
-        message = "Only %d of the %d calibration texts are different. Give other texts."
+        message = "Only %d of the %d calibration texts are different. Provide more varied texts."
         logger.warning(message, distinct_texts, len(joined))
     special, unknown = _special_tokens(tokenizer), getattr(tokenizer, "unk_token_id", None)
     tokens = [token for row in encoded for token in row if token not in special]
@@ -112,7 +113,7 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
 
 
 def _check_language(tokenizer: Any, words: list[str]) -> None:
-    """Warn about words that the tokenizer splits into more tokens than words of its own language."""
+    """Warn if the tokenizer splits words into more tokens than expected for its own language."""
     if sum(map(len, words)) > MAX_WORD_LENGTH * len(words):
         return
     words = [word for word in map(_normalize_word, words) if word][:MAX_WORDS]
@@ -123,30 +124,30 @@ def _check_language(tokenizer: Any, words: list[str]) -> None:
     pieces = sum(token not in special for row in word_tokens for token in row) / len(words)
     if pieces > MAX_TOKENS_PER_WORD:
         logger.warning(
-            "The tokenizer splits a calibration word into %.1f tokens on average, and words of its own language into "
-            "less than %.1f. Check that the texts are in the language of the model.",
+            "The tokenizer splits words in the calibration texts into %.1f tokens on average, compared with less than "
+            "%.1f in its own language. Check that the texts are in the model's language.",
             pieces,
             MAX_TOKENS_PER_WORD,
         )
 
 
 def _special_tokens(tokenizer: Any) -> set[int]:
-    """Return the special tokens of a tokenizer, without the unknown token, which stands for a word."""
+    """Return a tokenizer's special tokens, except the unknown token, which represents a word."""
     return set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
 
 
 def _normalize_word(text: str) -> str:
-    """Return a word of letters without surrounding punctuation, or "" for names in code, numbers and formulas."""
+    """Return an alphabetic word without surrounding punctuation, or "" for code names, numbers and formulas."""
     word = text.strip(string.punctuation)
     return word if word.isalpha() and (word[1:].islower() or word[1:].isupper() or len(word) == 1) else ""
 
 
 def check_source_loss(loss: float | None, vocabulary: int) -> None:
-    """Warn if the original model does not know this kind of text. `loss` is its loss in nats per token."""
+    """Warn if the original model's loss, in nats per token, is no better than that of a random guess."""
     if loss is not None and loss > MAX_LOSS_SHARE * math.log(vocabulary):
         logger.warning(
-            "The original model has a loss of %.1f nats per token on the calibration, and a random guess among its %d "
-            "tokens has %.1f. Check that the texts are of the kind that the model reads.",
+            "The original model has a loss of %.1f nats per token on the calibration data, compared with a random "
+            "guess among its %d tokens at %.1f. Check that the texts are typical of the model's inputs.",
             loss,
             vocabulary,
             math.log(vocabulary),
@@ -157,12 +158,12 @@ def check_audio(loudness: Sequence[float], transcripts: Sequence[Sequence[int]])
     """Warn about recordings that are silent, or in which the model recognizes no words.
 
     Args:
-        loudness: Root mean square of the samples of each file, which are in [-1, 1].
-        transcripts: The generated tokens of each file; empty for an encoder-only model.
+        loudness: Root mean square of each file's samples, which are in [-1, 1].
+        transcripts: The tokens generated for each file. Empty for an encoder-only model.
     """
     silent = int((np.array(loudness) < SILENCE).sum())
     if silent > WARN_SHARE * len(loudness):
-        message = "%d of the %d recordings are silent (below %.3f of full scale). Give other recordings."
+        message = "%d of the %d recordings are silent (below %.3f of full scale). Use other recordings."
         logger.warning(message, silent, len(loudness), SILENCE)
     empty = sum(not tokens for tokens in transcripts)
     if empty > WARN_SHARE * len(loudness):
@@ -173,29 +174,31 @@ def check_audio(loudness: Sequence[float], transcripts: Sequence[Sequence[int]])
 # Minimum number of tokens in a passage. Single texts can be shorter.
 MIN_PASSAGE_LENGTH = 16
 GOLDEN_RATIO = (1 + 5**0.5) / 2
-# Minimum number of tokens of a calibration. `check_amount` warns if there are fewer than recommended.
+# Minimum number of tokens in the calibration data. `check_token_count` warns below the recommended number.
 MIN_TOKENS = 100
-# Texts are called short if the longest one, times this number, is still below the positions of the model.
+# Texts are considered short if this factor times the longest text is still below the model's number of positions.
 SHORT_TEXT_FACTOR = 4
-# Maximum number of tokens in a batch during the fit, and during measurements, which also need logits.
+# Maximum number of tokens in a batch during fitting, and during measurements, which also need logits.
 BATCH_TOKENS, MEASURED_BATCH_TOKENS = 8192, 4096
-# More tokens than any text has.
+# A number of tokens that exceeds any text length.
 UNLIMITED = 2**30
-# Fields of a generation configuration with tokens that the model does not choose. The last ones are for Whisper.
+# Fields of a generation configuration with tokens that the model does not choose. The last fields are for Whisper.
 PROMPT_TOKENS = ("decoder_start_token_id", "forced_bos_token_id", "no_timestamps_token_id", "lang_to_id", "task_to_id")
-# Key of a batch for the encoder outputs, [b, m, D], if they are already known.
+# Batch key for the encoder outputs [b, m, D], if they are already known.
 ENCODER_OUTPUTS = "encoder_outputs"
 # The label of tokens that are not predicted.
 IGNORED = -100
-# Key of a batch for the audio features, which are as large as the encoder outputs.
+# Batch key for the audio features, which are as large as the encoder outputs.
 AUDIO_FEATURES = "input_features"
 Batch = dict[str, torch.Tensor]
-# Indices of the examples to fit to, and of the held-out examples.
+# Indices of the fitting examples and of the held-out examples.
 ExampleSplit = tuple[list[int], list[int]]
 
 
-def reads_passages(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> bool:
-    """Return whether half of the texts of a calibration are continued with the texts after them.
+def should_join_passages(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration
+) -> bool:
+    """Return whether half of the calibration texts are joined with the texts that follow them.
 
     Raises:
         ValueError: if `passages` is True and the model is an encoder-decoder.
@@ -203,22 +206,22 @@ def reads_passages(model_class: type[PreTrainedModel], config: PreTrainedConfig,
     has_both = get_decoder_input(model_class, config) is not DecoderInput.NOTHING
     if calibration.passages and has_both:
         raise ValueError(
-            f"`passages` must not be True for {model_class.__name__}, because its decoder would need targets for "
-            "them. Leave it out."
+            f"`passages` is not supported for {model_class.__name__} because its decoder would need targets for the "
+            "passages. Remove it."
         )
-    return calibration.can_be_passages and not has_both and calibration.passages is not False
+    return calibration.supports_passages and not has_both and calibration.passages is not False
 
 
 def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> dict[int, tuple[str, int]]:
-    """Join every second text with the texts after it.
+    """Join every second text with the texts that follow it.
 
-    The lengths of the passages are spread evenly on a logarithmic scale between `MIN_PASSAGE_LENGTH` and `longest`. A
-    text that is at least as long as its passage stays unchanged.
+    Passage lengths are distributed evenly on a logarithmic scale between `MIN_PASSAGE_LENGTH` and `longest`. A text
+    that is at least as long as its passage stays unchanged.
 
     Args:
         texts: The texts.
-        counts: Number of tokens of each text without special tokens. Words cannot be counted instead, because Chinese
-            text and chemical formulas have none.
+        counts: Number of tokens in each text without special tokens. Words cannot be counted instead because Chinese
+            text and chemical formulas are not divided into words.
         longest: Maximum number of tokens in a passage.
 
     Returns:
@@ -227,7 +230,7 @@ def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> 
     shortest = min(MIN_PASSAGE_LENGTH, longest)
     joined = {}
     for i in range(0, len(texts), 2):
-        # Multiples of the golden ratio modulo 1 are spread evenly over any range of texts without random numbers.
+        # Multiples of the golden ratio modulo 1 are distributed evenly over any range of texts without random numbers.
         length = round(shortest * (longest / shortest) ** (i // 2 * GOLDEN_RATIO % 1))
         parts, tokens = [texts[i]], counts[i]
         # The first text follows the last one, and no text is used twice in a passage.
@@ -242,11 +245,12 @@ def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> 
 
 
 def add_text_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> Calibration:
-    """Return a calibration with `whole_length` and `cut_share`. Warn if texts are truncated.
+    """Return calibration settings with `whole_length` and `cut_share` set. Warn if texts are truncated.
 
     Args:
-        calibration: A calibration. If it has audio or already has lengths, it is returned unchanged.
-        tokenizer: Tokenizer of the model.
+        calibration: The calibration settings. They are returned unchanged for audio, or if the lengths are already
+            set.
+        tokenizer: The model's tokenizer.
         config: Configuration of the model that reads the texts.
     """
     if calibration.audio is not None or calibration.whole_length is not None:
@@ -260,8 +264,10 @@ def add_text_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> C
     length: int = whole if calibration.max_length is None else calibration.max_length
     share = sum(count > length for count in counts) / len(counts)
     if share:
-        reason = "--max_length" if length < whole else "the maximum of the model"
-        message = "%.1f %% of the calibration examples are truncated to %d tokens (%s). The longest has %d tokens."
+        reason = "--max_length" if length < whole else "the model's maximum"
+        message = (
+            "%.1f %% of the calibration examples are truncated to %d tokens (%s). The longest example has %d tokens."
+        )
         logger.warning(message, 100 * share, length, reason, max(counts))
     return replace(calibration, whole_length=whole, cut_share=share)
 
@@ -272,13 +278,13 @@ def make_batches(
     """Make batches of texts with similar lengths.
 
     Args:
-        model: The original model. It generates missing targets.
-        tokenizer: Its tokenizer.
-        calibration: The calibration.
+        model: The original model, which generates missing targets.
+        tokenizer: The model's tokenizer.
+        calibration: The calibration settings.
         generator: Random number generator that selects the held-out texts.
 
     Returns:
-        The batches to fit to, and the held-out batches.
+        The fitting batches and the held-out batches.
     """
     calibration = add_text_lengths(calibration, tokenizer, model.config)
     fit_rows, held_out = split_examples(calibration, generator)
@@ -292,13 +298,13 @@ def make_batches(
         chunks = progress_bar(chunks, desc="generating targets", unit="batch", leave=False)
     batches: tuple[list[Batch], list[Batch]] = ([], [])
     for part, rows in chunks:
-        length = calibration.max_length or calibration.written_length
+        length = calibration.max_length or calibration.generated_length
         batches[part].append(_make_batch(model, tokenizer, rows, (encoded, segments, targets), length))
     return batches
 
 
 def _limit_tokens(rows: list[int], encoded: Sequence[Sequence[int]], limit: int) -> list[int]:
-    """Return the first examples that have at most `limit` tokens together, but at least one example."""
+    """Return the leading examples with at most `limit` tokens in total, but at least one example."""
     total, count = 0, 0
     while count < len(rows) and (not count or total + len(encoded[rows[count]]) <= limit):
         total, count = total + len(encoded[rows[count]]), count + 1
@@ -308,14 +314,15 @@ def _limit_tokens(rows: list[int], encoded: Sequence[Sequence[int]], limit: int)
 def make_untruncated_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
 ) -> list[Batch]:
-    """Make batches of the held-out examples for measuring the quality of a model.
+    """Make batches of the held-out examples for measuring model quality.
 
-    The examples are as users give them: not joined to passages, and only truncated at the positions of the model.
-    They have targets only if the calibration does.
+    The examples are not joined into passages, and are only truncated at the model's maximum number of positions. They
+    have targets only if `calibration` contains targets.
 
     Args:
-        model, tokenizer, calibration: As for `make_batches`.
-        generator: Random number generator that selects the held-out examples. Its seed is that of `make_batches`.
+        model, tokenizer, calibration: See `make_batches`.
+        generator: Random number generator that selects the held-out examples, with the same seed as for
+            `make_batches`.
     """
     calibration = add_text_lengths(calibration, tokenizer, model.config)
     rows = split_examples(calibration, generator)[1]
@@ -331,7 +338,7 @@ def make_untruncated_batches(
 
 
 def split_examples(calibration: Calibration, generator: torch.Generator) -> ExampleSplit:
-    """Return the indices of the examples to fit to, and those of randomly selected held-out examples."""
+    """Split the examples at random and return the indices of the fitting and held-out examples."""
     permutation = torch.randperm(len(calibration.examples), generator=generator).tolist()
     return permutation[calibration.held_out_count :], permutation[: calibration.held_out_count]
 
@@ -342,19 +349,21 @@ def group_by_length(
     """Group examples with similar lengths into batches.
 
     Args:
-        calibration: The calibration with the batch size.
-        lengths: Number of tokens of each example.
+        calibration: The calibration settings with the batch size.
+        lengths: Number of tokens in each example.
         split: The result of `split_examples`.
         max_tokens: Maximum number of tokens in a batch, including padding.
 
     Returns:
-        For each batch, its part (0: to fit to, 1: held out) and the indices of its examples.
+        For each batch, its part (0 for fitting, 1 for held out) and the indices of its examples.
     """
     chunks = []
     for part, rows in enumerate(split):
         chunk: list[int] = []
         for row in sorted(rows, key=lambda i: (lengths[i], i)):
-            if chunk and (len(chunk) == calibration.batch_rows or (len(chunk) + 1) * lengths[row] > max_tokens):
+            if chunk and (
+                len(chunk) == calibration.resolved_batch_size or (len(chunk) + 1) * lengths[row] > max_tokens
+            ):
                 chunks.append((part, chunk))
                 chunk = []
             chunk.append(row)
@@ -363,18 +372,18 @@ def group_by_length(
 
 
 def make_decoder_arguments(generated: torch.Tensor, pad_token_id: int) -> Batch:
-    """Return the decoder inputs that predict generated tokens [b, t], which begin with the start token."""
+    """Return the decoder inputs that predict generated tokens [b, t], which start with the decoder start token."""
     ids = generated[:, :-1].cpu()
     mask = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != pad_token_id).long()], dim=1)
     return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
 
 
 def get_generated_tokens(batch: Batch, generation: GenerationConfig | None) -> list[list[int]]:
-    """Return the tokens that a model generated for each example, without its prompt.
+    """Return the generated tokens of each example, without the prompt.
 
     Args:
         batch: Decoder inputs from `make_decoder_arguments`.
-        generation: The generation settings of the model, which define the start, language and task tokens of prompts.
+        generation: The model's generation settings, which define the start, language and task tokens in the prompt.
     """
     prompt = _get_prompt_tokens(generation)
     rows = zip(batch["decoder_input_ids"].tolist(), batch["decoder_attention_mask"].tolist(), strict=True)
@@ -389,7 +398,7 @@ def make_next_token_labels(
     Args:
         ids: Decoder inputs, [b, t].
         mask: 1 for tokens and 0 for padding, [b, t].
-        generation: Generation settings whose prompt tokens get the label -100. None: prompt tokens are predicted.
+        generation: Generation settings whose prompt tokens get the label -100. If None, prompt tokens are predicted.
     """
     labels = torch.full_like(ids, IGNORED)
     labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), IGNORED)
@@ -398,7 +407,7 @@ def make_next_token_labels(
 
 
 def _get_prompt_tokens(generation: GenerationConfig | None) -> set[int]:
-    """Return all tokens that generation settings define for prompts."""
+    """Return all prompt tokens defined in the generation settings."""
     prompt: set[int] = set()
     for name in PROMPT_TOKENS:
         value = getattr(generation, name, None)
@@ -406,8 +415,8 @@ def _get_prompt_tokens(generation: GenerationConfig | None) -> set[int]:
     return prompt
 
 
-def reuse_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model inputs of a batch with its known encoder outputs instead of the audio features."""
+def with_known_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch's model inputs with known encoder outputs instead of audio features, if available."""
     arguments = dict(batch)
     if (states := arguments.pop(ENCODER_OUTPUTS, None)) is not None:
         arguments.pop(AUDIO_FEATURES)
@@ -415,13 +424,13 @@ def reuse_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def drop_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model inputs of a batch without known encoder outputs, so that the model runs its encoder."""
+def without_known_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch's model inputs without known encoder outputs, so that the model runs its encoder."""
     return {name: value for name, value in batch.items() if name != ENCODER_OUTPUTS}
 
 
 def pad_rows(rows: list[list[int]], pad_token_id: int) -> Batch:
-    """Return token ids of different lengths as a batch with padding on the right and an attention mask."""
+    """Pad token id lists of different lengths on the right, and return a batch with an attention mask."""
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, pad_token_id)
     lengths = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
@@ -431,16 +440,16 @@ def pad_rows(rows: list[list[int]], pad_token_id: int) -> Batch:
 def tokenize_texts(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], length: int
 ) -> tuple[list[list[int]], list[list[int]] | None]:
-    """Return the token ids of texts, truncated to `length`, and their token type ids if the model has any.
+    """Return the token ids of texts, truncated to `length`, and their token type ids if the model uses them.
 
     Args:
         config: Configuration of the model that reads the texts.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         texts: Texts, or pairs of texts.
         length: Maximum number of tokens.
 
     Raises:
-        ValueError: if the tokenizer has no padding token, or more tokens than the model.
+        ValueError: if the tokenizer has no padding token, or has more tokens than the model.
     """
     if tokenizer.pad_token_id is None:
         raise ValueError("`tokenizer` must have a padding token to make batches. Set `tokenizer.pad_token`.")
@@ -453,7 +462,7 @@ def tokenize_texts(
     if max(map(max, encoded)) >= config.vocab_size:
         raise ValueError(
             f"`tokenizer` must not have more tokens than the model ({config.vocab_size}), got a larger id. Check that "
-            "it belongs to the model."
+            "the tokenizer belongs to the model."
         )
     return encoded, segments
 
@@ -461,17 +470,17 @@ def tokenize_texts(
 def _tokenize_examples(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, split: ExampleSplit
 ) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
-    """Return the token ids, token type ids and target ids of all examples, with passages, after checking them."""
+    """Join and tokenize all examples, check them, and return their token ids, token type ids and target ids."""
     texts: Any = calibration.texts
     config = model.config
     encoded, segments = tokenize_texts(config, tokenizer, texts, calibration.length)
     check_texts(tokenizer, texts, encoded)
     positions = max_input_length(config)
-    if reads_passages(type(model), config, calibration):
+    if should_join_passages(type(model), config, calibration):
         longest = min(calibration.passage_length, positions or calibration.passage_length)
         special = _special_tokens(tokenizer)
         counts = [sum(token not in special for token in row) for row in encoded]
-        for rows in map(sorted, split):  # separately, so that no passage to fit to contains a held-out text
+        for rows in map(sorted, split):  # separately, so that no fitting passage contains a held-out text
             part_texts, part_counts = [texts[row] for row in rows], [counts[row] for row in rows]
             for i, (passage, length) in join_passages(part_texts, part_counts, longest).items():
                 (encoded[rows[i]],), types = tokenize_texts(config, tokenizer, [passage], length)
@@ -484,45 +493,50 @@ def _tokenize_examples(
     longest = max(map(len, [*encoded, *(targets or [])]))
     if positions is not None and longest > positions:
         raise ValueError(
-            f"`max_length` of a calibration must be at most {positions}, the positions of the model, got a text with "
-            f"{longest} tokens. Give a smaller `max_length`."
+            f"`max_length` in `Calibration` must be at most {positions}, the model's number of positions, got a text "
+            f"with {longest} tokens. Use a smaller `max_length`."
         )
     if positions is not None and longest * SHORT_TEXT_FACTOR < positions:
         logger.warning(
-            "The longest calibration example has %d tokens, but the model reads up to %d. The model can lose quality "
-            "on longer text. Give longer examples, or the lines of documents, or a larger --max_length.",
+            "The longest calibration example has %d tokens, but the model can read up to %d. The model may lose "
+            "quality on longer text. Provide longer examples or the lines of whole documents, or increase "
+            "--max_length.",
             longest,
             positions,
         )
     tokens = sum(map(len, encoded))
     if tokens < MIN_TOKENS:
         raise ValueError(
-            f"The calibration text must have at least {MIN_TOKENS} tokens, got {tokens} tokens in {len(encoded)} "
-            "lines. Give about a thousand lines of text that is typical for the model."
+            f"The calibration text must contain at least {MIN_TOKENS} tokens, got {tokens} tokens in {len(encoded)} "
+            "lines. Provide about a thousand lines of text that are typical of the model's inputs."
         )
     return encoded, segments, targets
 
 
 def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> None:
-    """Check that a calibration has target texts if the decoder needs them, and none if it does not read them.
+    """Check that target texts are set if the decoder needs them, and are not set if it does not read them.
 
     Raises:
-        ValueError: if targets are missing or superfluous.
+        ValueError: if targets are missing or not supported.
     """
     reads, name = get_decoder_input(model_class, config), model_class.__name__
     if calibration.target_texts is None and reads is DecoderInput.TARGETS:
         raise ValueError(
-            f"`target_texts` must be given for {name}, because it cannot generate targets. Use "
+            f"`target_texts` is required for {name} because it cannot generate targets. Use "
             "--calibration_target_file on the command line."
         )
     if calibration.target_texts is not None and reads in (DecoderInput.SOURCE, DecoderInput.NOTHING):
-        raise ValueError(f"`target_texts` must not be given for {name}, whose decoder reads no targets. Leave it out.")
+        raise ValueError(
+            f"`target_texts` is not supported for {name}, whose decoder does not read targets. Remove it."
+        )
 
 
 def generate_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
-    """Return the decoder inputs that predict the greedy output of the model for a batch of texts."""
+    """Return the decoder inputs with which the model predicts its own greedy output for a batch of texts."""
     device, positions = next(model.parameters()).device, max_input_length(model.config)
-    length = length if positions is None else min(length, positions - 1)  # one position is for the start token
+    length = (
+        length if positions is None else min(length, positions - 1)
+    )  # one position is reserved for the start token
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     with ignore_saved_length_limits(model):
         generate: Any = model.generate
@@ -537,14 +551,14 @@ def _make_batch(
     examples: tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None],
     length: int | None,
 ) -> Batch:
-    """Return the model inputs for some examples.
+    """Return the model inputs for the given examples.
 
     Args:
         model: The original model.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         rows: Indices of the examples.
         examples: Token ids, token type ids and target ids of all examples.
-        length: Maximum number of tokens that the model generates if there are no targets. None: it generates nothing.
+        length: Maximum number of tokens to generate if there are no targets. If None, nothing is generated.
     """
     encoded, segments, targets = examples
     batch = pad_rows([encoded[i] for i in rows], tokenizer.pad_token_id)

@@ -1,17 +1,18 @@
-"""Calibration: fitting new attentions to the outputs of the original ones on text or audio.
+"""Calibration: fits new attention modules to the outputs of the original ones on text or audio.
 
-    examples ──► batches ──► original model ──► inputs of each attention            (batches, recording)
+    examples ──► batches ──► original model ──► inputs of each module               (batches, recording)
                     │                                   │
-                    │        shared latents: one pass over all attentions that read them
+                    │        shared latents: one pass over all modules that read them
                     │                                   │
-                    │        for each attention:  new heads ─► latent ─► kernel     (methods, fitting)
+                    │        for each module:     new heads ─► latent ─► kernel     (methods, fitting)
                     │                                   │
-                    │        averaged heads instead, if their error on held-out examples is smaller
+                    │        averaged heads if their error on held-out examples is smaller
                     ▼
     held-out examples ──► outputs of the whole original model                       (source_outputs)
 
-Each attention is fitted to its inputs in the original model, and therefore independently of the others. The inputs of
-as many attentions as fit into memory are recorded in one pass over the batches (`recording.group_modules`).
+Each module is fitted on the inputs that it receives in the original model, and therefore independently of the others.
+In each pass over the batches, the inputs of as many modules as fit into memory are recorded
+(`recording.group_modules`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,118 +39,120 @@ from ..attention_tensors import (
 )
 from ..calibration_settings import Calibration
 from ..checkpoint.models import TensorSource
-from ..plan import ConversionPlan, explain_not_calibrated, seeded_generator
+from ..plan import ConversionPlan, explain_not_calibrated, make_seeded_generator
 from ..report import CalibrationResult
 from .batches import (
     Batch,
     add_text_lengths,
-    check_amount,
     check_source_loss,
     check_targets,
+    check_token_count,
     make_batches,
     make_untruncated_batches,
-    reads_passages,
+    should_join_passages,
 )
 from .examples import make_audio_batches
-from .fitting import error_compared_with, round_error
-from .methods import latent_forms
+from .fitting import make_error_function, round_error
+from .methods import compute_latent_forms
 from .recording import compute_attention, group_modules, record_inputs
-from .source_outputs import SourceModel, SourceOutputs
+from .source_outputs import SourceLoader, SourceOutputs
 
-# Batches of model inputs: of the examples to fit to, and of the held-out examples.
+# Batches of model inputs for the fitting examples and for the held-out examples.
 Batches = tuple[list[Batch], list[Batch]]
 
 
 def calibrate(
     plan: ConversionPlan,
     reader: TensorSource,
-    source: SourceModel,
+    source: SourceLoader,
     calibration: Calibration,
     with_source_outputs: bool = True,
     batches: Batches | None = None,
 ) -> CalibrationResult:
-    """Fit every attention that the plan changes to the outputs of the original attention.
+    """Fit every attention module that the plan changes to the outputs of the original module.
 
     Args:
-        plan: The plan of the conversion. Its method is a `CalibratedMethod`.
+        plan: The conversion plan. Its method must be a `CalibratedMethod`.
         reader: The tensors of the original model.
-        source: Function that loads the original model in this package's class. Only its generation settings are
-            changed.
-        calibration: The text or audio.
-        with_source_outputs: Whether the converted model will be compared with the original one.
-        batches: The batches of an earlier calibration of this model with the same examples and seed.
+        source: Function that loads the original model in this package's class. Only the model's generation settings
+            are changed.
+        calibration: The calibration settings with the text or audio.
+        with_source_outputs: Whether to compute the original model's outputs for a later comparison.
+        batches: The batches from an earlier calibration of this model with the same examples and seed.
 
     Raises:
-        ValueError: as for `is_calibrated`, and if there is too little text, no tokenizer, or an attention that the
-            text does not reach.
+        ValueError: if `should_calibrate` raises an error, there is too little text, there is no tokenizer, or an
+            attention module receives no input.
     """
-    if not is_calibrated(plan, calibration):
+    if not should_calibrate(plan, calibration):
         return CalibrationResult({})
-    with _start_run(plan, reader, source, calibration, batches) as run:
+    with _open_calibration_run(plan, reader, source, calibration, batches) as run:
         outputs = run.compute_source_outputs() if with_source_outputs else None
         run.find_shared_latents()
         return CalibrationResult(run.fit_attentions(), outputs, run.batches, run.settings())
 
 
-def forms_on_text(
+def measure_latent_forms(
     plan: ConversionPlan,
     modules: Sequence[AttentionModule],
     reader: TensorSource,
-    source: SourceModel,
+    source: SourceLoader,
     calibration: Calibration,
 ) -> list[LatentForms]:
-    """Return the quadratic forms of latents of some attentions with their original heads, measured on text.
+    """Measure the quadratic forms for the latents of the given attention modules with their original heads.
 
     Args:
-        plan, reader, source, calibration: As for `calibrate`.
+        plan, reader, source, calibration: See `calibrate`.
         modules: The attention modules.
 
     Raises:
-        ValueError: as for `calibrate`.
+        ValueError: See `calibrate`.
     """
-    with _start_run(plan, reader, source, calibration) as run:
+    with _open_calibration_run(plan, reader, source, calibration) as run:
         return [
-            latent_forms(calls.tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
+            compute_latent_forms(calls.tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
             for calls in run.record_calls(modules)
         ]
 
 
-def is_calibrated(plan: ConversionPlan, calibration: Calibration) -> bool:
-    """Return whether a plan has attentions to fit to the text or audio.
+def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
+    """Return whether a plan contains attention modules that must be fitted to the text or audio.
 
     Raises:
-        ValueError: if a calibration is not possible, for example because the original model has talking heads or is a
-            BERT with cross-attention, or useless, because the conversion only adds talking heads.
+        ValueError: if calibration is not possible (for example, if the original model has talking heads or is a BERT
+            model with cross-attention), or if it has no effect because the conversion only adds talking heads.
     """
-    if not plan.reduced:
+    if not plan.reduced_modules:
         if any(module.projections for module in plan.modules):
             raise ValueError(
-                "`calibration` must only be given for fewer key/value heads, a latent or a kernel. Talking heads need "
-                "none: leave it out."
+                "`calibration` is only supported for fewer key/value heads, a latent or a kernel. Talking heads do "
+                "not need it. Remove it."
             )
         return False
     if plan.reads_audio is not (calibration.audio is not None):
         kind, option = ("audio", "calibration_audio_dir") if plan.reads_audio else ("text", "calibration_file")
         name = plan.model_class.__name__.removeprefix("AttnVariant")
-        raise ValueError(f"`calibration` must be {kind} for {name}. Give it (--{option}).")
+        raise ValueError(f"`calibration` must be {kind} for {name}. Set it (--{option}).")
     if (reason := explain_not_calibrated(plan)) is not None:
-        raise ValueError(f'`method` {plan.method.name!r} cannot be used for this model: {reason}. Use method "mean".')
+        raise ValueError(
+            f'`method` {plan.method.name!r} is not supported for this model because {reason}. Use method "mean".'
+        )
     if not plan.reads_audio:
         check_targets(plan.model_class, plan.config, calibration)
     return True
 
 
 @contextmanager
-def _start_run(
+def _open_calibration_run(
     plan: ConversionPlan,
     reader: TensorSource,
-    source: SourceModel,
+    source: SourceLoader,
     calibration: Calibration,
     batches: Batches | None = None,
 ) -> Iterator["CalibrationRun"]:
-    """Load the original model, make its batches, and name the attention in errors of linear algebra.
+    """Load the original model and make its batches. Linear algebra errors in this context name the attention module.
 
-    Arguments as for `calibrate`.
+    Takes the same arguments as `calibrate`.
     """
     model, processor = source(plan)
     processor = calibration.processor or processor
@@ -159,15 +162,17 @@ def _start_run(
     if batches is None:
         batches = _make_batches(plan, model, processor, calibration)
         config: Any = plan.config
-        check_amount([module.site.get_stack_name(config) for module in plan.reduced], config.hidden_size, batches[0])
+        check_token_count(
+            [module.site.get_stack_name(config) for module in plan.reduced_modules], config.hidden_size, batches[0]
+        )
     run = CalibrationRun(plan, reader, model, processor, calibration, batches)
     try:
         yield run
-    except torch.linalg.LinAlgError as error:  # the weights are finite, but the outputs on the text are not
+    except torch.linalg.LinAlgError as error:  # the weights are finite, but the outputs on this text are not
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"The attention {run.current_name!r} cannot be fitted, because its outputs on the calibration are too "
-            f"large or not finite ({reason}). Check the weights of the checkpoint, or convert with method "
+            f"The attention module {run.current_name!r} cannot be fitted because its outputs on the calibration data "
+            f"are too large or not finite ({reason}). Check the checkpoint's weights, or convert with method "
             '"mean" (--method mean).'
         ) from error
 
@@ -175,10 +180,10 @@ def _start_run(
 def _make_batches(
     plan: ConversionPlan, model: AttnVariantModelMixin, processor: Any, calibration: Calibration
 ) -> Batches:
-    """Return the batches of the original model, and set its generation settings to those of the batches."""
+    """Return the calibration batches, and set the model's generation settings to greedy decoding."""
     is_audio = calibration.audio is not None
     if not is_audio and get_decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
-        # Its own settings, such as beams or penalties, do not matter here, except for the first token of outputs.
+        # The model's own settings, such as beams or penalties, do not matter here, except for the first output token.
         begin = model.generation_config.forced_bos_token_id
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.generation_config.forced_bos_token_id = begin
@@ -190,12 +195,12 @@ def _make_batches(
 
 
 def _make_held_out_generator(plan: ConversionPlan) -> torch.Generator:
-    """Return the random number generator that selects the held-out examples."""
-    return seeded_generator(plan.seed, "held-out texts")
+    """Create the random number generator that selects the held-out examples."""
+    return make_seeded_generator(plan.seed, "held-out texts")
 
 
 class AttentionCalls(NamedTuple):
-    """An attention of the original model with its calls on the text. If it has a latent, the inputs are latents."""
+    """An original attention module and its recorded calls. If it has a latent, the inputs are the latents."""
 
     module: AttentionModule
     tensors: AttentionTensors
@@ -208,7 +213,7 @@ class AttentionCalls(NamedTuple):
 
 
 class CalibrationRun:
-    """The calibration of all attentions: it finds the shared latents first, and then fits each attention."""
+    """Calibrates all attention modules: first computes the shared latents, then fits each module."""
 
     def __init__(
         self,
@@ -220,22 +225,22 @@ class CalibrationRun:
         batches: Batches,
     ):
         self._plan, self._reader, self._model, self._processor = plan, reader, model, processor
-        self._method = cast(CalibratedMethod, plan.method)  # `resolve_method` takes no other with a calibration
+        self._method = cast(CalibratedMethod, plan.method)  # ensured by `resolve_method`
         self.calibration, self.batches = calibration, batches
-        self.current_name = plan.reduced[0].name  # for error messages
-        # For attentions that share a latent: their new heads, their quadratic forms, and the latents by name.
+        self.current_name = plan.reduced_modules[0].name  # for error messages
+        # For modules that share a latent: their new heads, their quadratic forms, and the latents by name.
         self._new_heads: dict[str, AttentionTensors] = {}
         self._forms: dict[str, LatentForms] = {}
         self._latents: dict[str | None, torch.Tensor] = {}
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the calibration for the report."""
+        """Return the calibration settings for the report."""
         calibration = self.calibration
-        are_passages = reads_passages(self._plan.model_class, self._plan.config, calibration)
+        are_passages = should_join_passages(self._plan.model_class, self._plan.config, calibration)
         return calibration.settings(self._plan.method, calibration.passage_length if are_passages else None)
 
     def compute_source_outputs(self) -> SourceOutputs:
-        """Return the outputs of the original model on the held-out examples, without truncation."""
+        """Return the original model's outputs on the untruncated held-out examples."""
         batches = self.batches[1]
         if self.calibration.audio is None:
             generator = _make_held_out_generator(self._plan)
@@ -245,35 +250,35 @@ class CalibrationRun:
         return outputs
 
     def find_shared_latents(self) -> None:
-        """Compute the latents that several attentions share, after one pass over all these attentions."""
-        sharing = [module for module in self._plan.reduced if module.new_latent is not None]
+        """Compute the latents that several modules share, in one pass over all these modules."""
+        sharing = [module for module in self._plan.reduced_modules if module.new_latent is not None]
         for calls in self.record_calls(sharing):
             name, tensors = calls.module.name, self._convert_heads(calls)
             if calls.heads.relation == "pool":
                 self._new_heads[name] = tensors.to("cpu")
-            self._forms[name] = latent_forms(tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
+            self._forms[name] = compute_latent_forms(tensors, calls.heads, calls.layer.inputs, calls.layer.generator)
         for latent in dict.fromkeys(module.new_latent for module in sharing):
             readers = [module for module in sharing if module.new_latent == latent]
             forms = [form for module in readers for form in self._forms[module.name][:2]]
             self._latents[latent] = best_latent(forms, readers[0].heads.new_rank)
 
     def fit_attentions(self) -> dict[str, AttentionTensors]:
-        """Return the new projections of every attention, by module name."""
+        """Fit every module and return its new projections, by module name."""
         converted = {}
-        for calls in self.record_calls(self._plan.reduced):
+        for calls in self.record_calls(self._plan.reduced_modules):
             name = calls.module.name
             tensors = self._new_heads.pop(name, None)
             tensors = self._convert_heads(calls) if tensors is None else tensors.to(calls.tensors.query_weight.device)
             if calls.heads.rank_relation == "compress":
-                tensors = self._add_latent(calls, tensors)
+                tensors = self._convert_to_latent(calls, tensors)
             if calls.module.gets_kernel:
-                tensors = _remove_error(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
+                tensors = _remove_error_details(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)
                 tensors = self._method.with_kernel(tensors, calls.heads, calls.layer)
-            converted[name] = _add_errors(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
+            converted[name] = _add_error_details(calls.tensors, tensors, calls.heads, calls.layer).to("cpu")
         return converted
 
     def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[AttentionCalls]:
-        """Yield the calls of each attention. Attentions whose inputs fit into memory are recorded together."""
+        """Yield the calls of each module, recording as many modules together as fit into memory."""
         if not modules:
             return
         fit_batches, held_out_batches = self.batches
@@ -284,54 +289,54 @@ class CalibrationRun:
                 for module in group:
                     self.current_name = module.name
                     bar.set_description(f"calibrating {module.name}", refresh=is_interactive())
-                    # The recorded inputs are the latents of an attention that has any.
-                    tensors = replace(module.read(self._read), latent_weight=None)
+                    # If a module has a latent, the recorded inputs are the latents.
+                    tensors = replace(module.read_tensors(self._read), latent_weight=None)
                     inputs = recorded.pop(module.name)
                     uses = max(1, len(inputs) // len(batches))
                     inputs, held_out = inputs[: uses * len(fit_batches)], inputs[uses * len(fit_batches) :]
                     with torch.no_grad():
                         targets = [compute_attention(tensors, batch, module.heads.query)[0] for batch in inputs]
-                    error = error_compared_with(tensors, module.heads, held_out)
+                    error = make_error_function(tensors, module.heads, held_out)
                     context: dict[str, Any] = {"calibration": self.calibration, "inputs": inputs, "targets": targets}
                     layer = self._plan.layer(module, uses=uses, held_out_error=error, **context)
                     yield AttentionCalls(module, tensors, layer)
                     bar.update()
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return a tensor of the original model in float32, on the device of the calibration."""
+        """Return a tensor from the original model in float32, on the device used for calibration."""
         return self._reader.read(name).float().to(next(self._model.parameters()).device)
 
     def _convert_heads(self, calls: AttentionCalls) -> AttentionTensors:
-        """Return the projections of an attention with its new heads."""
+        """Return a module's projections with the new heads."""
         if calls.heads.relation != "pool":
             return self._plan.with_new_heads(calls.module, calls.tensors)
         return self._method.convert_module(calls.tensors, calls.heads, calls.layer)
 
-    def _add_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
-        """Return the projections of an attention with its latent."""
+    def _convert_to_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
+        """Return a module's projections with the new latent."""
         module, heads = calls.module, calls.heads
         forms = self._forms.pop(module.name, None)
         if forms is None:
-            forms = latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
+            forms = compute_latent_forms(tensors, heads, calls.layer.inputs, calls.layer.generator)
         weight = self._latents.get(module.new_latent)
         if weight is None:
             weight = best_latent([forms.key, forms.value], heads.new_rank)
         latent = LatentInText(weight, forms, module.site.shares_latent)
-        return self._method.with_latent(_remove_error(tensors), heads, calls.layer, latent)
+        return self._method.with_latent(_remove_error_details(tensors), heads, calls.layer, latent)
 
 
-def _remove_error(tensors: AttentionTensors) -> AttentionTensors:
-    """Remove the error that only includes the new heads, because the report contains the error after all changes."""
+def _remove_error_details(tensors: AttentionTensors) -> AttentionTensors:
+    """Remove the error measured after changing only the heads, because the report contains the final error."""
     details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
     return replace(tensors, details=details)
 
 
-def _add_errors(
+def _add_error_details(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
 ) -> AttentionTensors:
-    """Return an attention with its error on held-out text, and that of averaged heads, in `details`.
+    """Add the held-out errors of the fitted and averaged heads to `details`.
 
-    If averaged heads have a smaller error, they are returned instead. This prevents harm from too little text.
+    If averaged heads have a smaller error, they are returned instead. This avoids quality loss from too little text.
     """
     details = dict(converted.details)
     if "output_relative_error" not in details:

@@ -1,4 +1,4 @@
-"""Calibration examples in the forms that users have: lists, text files, tables, and folders of audio."""
+"""Reads calibration examples from lists, text files, tables, and folders of audio files."""
 
 import os
 import random
@@ -27,29 +27,29 @@ from .batches import (
     split_examples,
 )
 
-# Suffixes of audio files. All except the first need the package soundfile.
+# Suffixes of audio files. All except the first require the soundfile package.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
-# The first bytes of wav files.
+# The first bytes of a WAV file.
 CONTAINERS = (b"RIFF", b"RIFX", b"RF64")
 
 
 def read_audio_calibration(
     folder: str | os.PathLike, *, size: int | None = None, seed: int = 0, **settings: Any
 ) -> Calibration:
-    """Find the audio files in a folder and its subfolders, and select some of them randomly.
+    """Find the audio files in a folder and its subfolders, and select some of them at random.
 
     Args:
         folder: Folder with audio files (`AUDIO_FILES` lists their suffixes).
-        size: Maximum number of files, at least two. None: 64.
-        seed: Seed of the selection.
+        size: Maximum number of files (at least two). If None, 64.
+        seed: Random seed for the selection.
         settings: Further arguments of `Calibration`.
 
     Returns:
-        The calibration.
+        The calibration settings with the selected files.
 
     Raises:
         OSError: if the folder does not exist.
-        ValueError: if it contains too few files.
+        ValueError: if the folder contains too few files.
 
     Example:
 
@@ -79,7 +79,7 @@ def read_audio_calibration(
 
 
 def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
-    """Read an audio file and average its channels.
+    """Load an audio file and average its channels.
 
     Args:
         path: Path of the file.
@@ -89,7 +89,7 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
 
     Raises:
         OSError: if the file does not exist.
-        ValueError: if the file is not audio, or needs the package soundfile and it is not installed.
+        ValueError: if the file is not audio, or if it requires soundfile and this package is not installed.
     """
     path = Path(path).expanduser()
     if path.suffix.lower() == ".wav":
@@ -99,16 +99,17 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
             with path.open("rb") as file:
                 if file.read(4) not in CONTAINERS:
                     raise ValueError(
-                        f"{path} must be a wav file, which begins with RIFF. Convert it or remove it."
+                        f"{path} must be a WAV file, which starts with RIFF. Convert or remove it."
                     ) from None
-            reason = f"is not a PCM wav file ({str(error) or 'it is truncated'})"
+            reason = f"is not a PCM WAV file ({str(error) or 'it is truncated'})"
     else:
         reason = f"is a {path.suffix} file" if path.suffix else "has no suffix"
     try:
         import soundfile
     except ImportError:
         raise ValueError(
-            f"{path} {reason}. Install soundfile (`pip install soundfile`) to read it, or convert it to a PCM wav."
+            f"{path} {reason}. Install soundfile (`pip install soundfile`) to read it, or convert it to a PCM WAV "
+            "file."
         ) from None
     try:
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
@@ -118,7 +119,7 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
 
 
 def _read_wav(path: Path) -> tuple[np.ndarray, int]:
-    """Read a PCM wav file without further packages."""
+    """Read a PCM WAV file without additional packages."""
     with wave.open(os.fspath(path)) as file:
         width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
         data = np.frombuffer(file.readframes(file.getnframes()), dtype=np.uint8)
@@ -139,29 +140,29 @@ def make_audio_batches(
     calibration: Calibration,
     generator: torch.Generator,
 ) -> tuple[list[Batch], list[Batch]]:
-    """Make batches of audio files.
+    """Make batches from audio files.
 
-    The decoder inputs are the greedy output of the model without timestamps, in the language and for the task of its
+    The model's greedy output without timestamps is used as decoder input, with the language and task from its
     generation configuration.
 
     Args:
         model: The original model.
-        feature_extractor: Its feature extractor.
-        calibration: The calibration.
+        feature_extractor: The model's feature extractor.
+        calibration: The calibration settings.
         generator: Random number generator that selects the held-out files.
 
     Returns:
-        The batches to fit to, and the held-out batches.
+        The fitting batches and the held-out batches.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if a file has a wrong sampling rate, or there is too little speech.
+        ValueError: if a file has the wrong sampling rate, or there is too little speech.
     """
     decodes = hasattr(model.base_model, "decoder")
     if decodes and not model.can_generate():
         raise ValueError(
-            f"{type(model).__name__} must be able to generate text for a calibration on audio. Set `architectures` in "
-            "config.json to a model with a language-modeling head."
+            f"Calibration on audio requires a model that generates text, got {type(model).__name__}. Set "
+            "`architectures` in config.json to a class with a language modeling head."
         )
     features, loudness = zip(*(read_features(feature_extractor, path) for path in calibration.examples), strict=True)
     chunks: Any = group_by_length(calibration, [0] * len(features), split_examples(calibration, generator))
@@ -177,15 +178,15 @@ def make_audio_batches(
 
 
 def read_features(feature_extractor: Any, path: str | os.PathLike) -> tuple[torch.Tensor, float]:
-    """Read an audio file and return the input features of the model [bins, frames], and its root mean square.
+    """Read an audio file and return the model's input features [bins, frames] and the root mean square of the samples.
 
     Args:
-        feature_extractor: Feature extractor of the model.
+        feature_extractor: The model's feature extractor.
         path: Path of the file.
 
     Raises:
         OSError: if the file does not exist.
-        ValueError: if it cannot be read or has a wrong sampling rate.
+        ValueError: if the file cannot be read or has the wrong sampling rate.
     """
     samples, rate = load_audio(path)
     expected_rate = feature_extractor.sampling_rate
@@ -203,19 +204,20 @@ def make_audio_batch(
 ) -> Batch:
     """Return the model inputs for recordings, with greedily generated decoder inputs and the encoder outputs.
 
-    The encoder of a Whisper needs most of the time, so its outputs are stored for later uses of the batch.
+    Whisper's encoder takes most of the time, so its outputs are stored and reused whenever the batch is used.
 
     Args:
         model: The original model.
-        features: Input features of each recording, [bins, frames].
+        features: Input features [bins, frames] of each recording.
         max_length: Maximum number of tokens in the output.
-        decodes: Whether the model has a decoder.
+        decodes: Whether the model has a decoder whose output is generated.
     """
     batch = {"input_features": torch.stack(list(features))}
     if decodes:
         with _record_encoder_outputs(model) as outputs:
             batch |= generate_transcripts(model, batch, max_length)
-        # The first call may only detect the language. If a call has a part of the batch, its rows are not known.
+        # The first call may only detect the language. If a call processes only part of the batch, the rows are
+        # unknown.
         if outputs and all(len(states) == len(features) for states in outputs):
             batch[ENCODER_OUTPUTS] = outputs[-1].cpu()
     return batch
@@ -223,7 +225,7 @@ def make_audio_batch(
 
 @contextmanager
 def _record_encoder_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collect the outputs of the encoder within this context."""
+    """Collect the encoder outputs within this context."""
     outputs: list[torch.Tensor] = []
     encoder: Any = model.get_encoder()
     hook = encoder.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
@@ -235,12 +237,12 @@ def _record_encoder_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tenso
 
 @torch.no_grad()
 def generate_transcripts(model: PreTrainedModel, batch: Batch, max_length: int) -> Batch:
-    """Return the decoder inputs that predict the greedy output of the model for a batch of audio."""
+    """Return the decoder inputs with which the model predicts its own greedy output for a batch of audio."""
     # Whisper's own code reserves half of the positions for a prompt.
     limit = min(max_length, model.config.max_target_positions // 2)
     # Whisper's code adds the prompt to `max_length`. With `max_new_tokens`, it would warn that both are set.
     options = {"do_sample": False, "num_beams": 1, "return_timestamps": False, "max_length": limit}
-    # With a single call, the output includes the prompt. Otherwise a window with a timestamp is processed in parts.
+    # In a single call, the output includes the prompt. Otherwise, windows with timestamps are processed in parts.
     options |= {"force_unique_generate_call": True, "return_dict_in_generate": True}
     features = batch["input_features"].to(model.device)
     mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames]: there is no padding
@@ -256,22 +258,22 @@ def _check_speech(batches: Sequence[Sequence[Batch]], decodes: bool) -> None:
     if decodes and (tokens := sum(int(batch["decoder_attention_mask"].sum()) for batch in all_batches)) < MIN_TOKENS:
         files = sum(len(batch["input_features"]) for batch in all_batches)
         raise ValueError(
-            f"The calibration audio must have at least {MIN_TOKENS} tokens of speech, got {tokens} tokens in {files} "
-            "files. Give more speech."
+            f"The calibration audio must contain at least {MIN_TOKENS} tokens of speech, got {tokens} tokens in "
+            f"{files} files. Provide more speech."
         )
 
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:
-    """Return the calibration that a user gave in any form.
+    """Convert calibration data in any supported form to a `Calibration`. None is returned unchanged.
 
     Args:
-        calibration: A calibration, texts or pairs of texts, the path of a text file, a table or a folder of audio, or
-            None.
-        seed: Seed for the selection of examples from a file or folder.
+        calibration: A `Calibration`, texts or pairs of texts, the path of a text file, a table or a folder of audio
+            files, or None.
+        seed: Random seed for selecting examples from a file or folder.
 
     Raises:
-        TypeError: if it is anything else.
-        ValueError, OSError: as for `Calibration`, `read_calibration` and `read_audio_calibration`.
+        TypeError: if `calibration` has any other type.
+        ValueError, OSError: See `Calibration`, `read_calibration` and `read_audio_calibration`.
     """
     if calibration is None or isinstance(calibration, Calibration):
         return calibration
@@ -286,8 +288,8 @@ def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibr
     if isinstance(calibration, Sequence) and not isinstance(calibration, bytes | bytearray):
         return Calibration(calibration)
     raise TypeError(
-        "`calibration` must be a list of texts or of pairs of texts, the path of a text file, a table or a folder of "
-        f"audio, or a `Calibration`, got {type(calibration).__name__}."
+        "`calibration` must be a list of texts or pairs of texts, the path of a text file, a table or a folder of "
+        f"audio files, or a `Calibration`, got {type(calibration).__name__}."
     )
 
 
@@ -301,24 +303,24 @@ def read_calibration(
     seed: int = 0,
     **settings: Any,
 ) -> Calibration:
-    """Read calibration text from a file and select examples randomly.
+    """Read calibration text from a file and select examples at random.
 
     Args:
-        path: UTF-8 text with one example per line, or a table (.csv, .tsv, .json, .jsonl). Both can be compressed
-            (.gz).
-        columns: For a table, its column of texts, or two columns of texts that the model reads as pairs. None: "text".
-        target_file: For encoder-decoders, a file with the target of each line.
-        target_column: For encoder-decoders, the column of targets in a table.
-        size: Maximum number of examples, at least two. None: 2048.
-        seed: Seed of the selection.
+        path: A UTF-8 text file with one example per line, or a table (.csv, .tsv, .json, .jsonl). Both can be
+            compressed (.gz).
+        columns: For a table, the text column, or two columns that the model reads as pairs. If None, "text".
+        target_file: For encoder-decoders, a file with the target for each line.
+        target_column: For encoder-decoders, the target column in a table.
+        size: Maximum number of examples (at least two). If None, 2048.
+        seed: Random seed for the selection.
         settings: Further arguments of `Calibration`.
 
     Returns:
-        The calibration.
+        The calibration settings with the selected examples.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if a file has wrong contents, or an argument does not apply to it.
+        ValueError: if the contents of a file are invalid, or an argument does not apply to its format.
 
     Example:
 
@@ -346,14 +348,14 @@ def _read_examples(
     target_file: str | os.PathLike | None,
     target_column: str | None,
 ) -> tuple[list[Any], list[str] | None]:
-    """Read texts or pairs of texts, and targets if there are any. Arguments as for `read_calibration`."""
+    """Read texts or pairs of texts, and their targets if there are any (see `read_calibration`)."""
     columns_name = "`columns` of `read_calibration` (--calibration_columns)"
     target_name = "`target_column` of `read_calibration` (--calibration_target_column)"
     text_names = resolve_text_columns([path], columns, columns_name)
     if text_names:
         if target_file is not None:
             raise ValueError(
-                "`target_file` (--calibration_target_file) must not be given for a table. Use `target_column` "
+                "`target_file` (--calibration_target_file) is not supported for tables. Use `target_column` "
                 "(--calibration_target_column)."
             )
         argument_names = columns_name + (f" and {target_name}" if target_column else "")
@@ -362,7 +364,7 @@ def _read_examples(
         return texts, [row[-1] for row in rows] if target_column else None
     if target_column is not None:
         raise ValueError(
-            f"`target_column` (--calibration_target_column) must only be given for a table, got {path}. Use "
+            f"`target_column` (--calibration_target_column) is only supported for tables, not for {path}. Use "
             "`target_file` (--calibration_target_file)."
         )
     if target_file is None:

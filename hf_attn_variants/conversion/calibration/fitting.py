@@ -1,15 +1,15 @@
-"""Fitting projections to the outputs of the original attention: by ridge regression, and by Adam.
+"""Fits projections to the outputs of the original attention module by ridge regression and Adam.
 
-Least squares with as many unknowns as tokens would fit noise. For example, the decoder of a Whisper had 1,200 tokens
-of 32 recordings and 513 unknowns per output: the result was worse on other recordings than zeros. Therefore the output
-projection is computed by ridge regression (Hoerl and Kennard, 1970). Cross-validation over examples selects its
-strength. It can also select the unchanged projection.
+With about as many unknowns as tokens, least squares would fit noise. For example, a Whisper decoder read 1,200 tokens
+from 32 recordings, and each output had 513 unknowns. On other recordings, the result was worse than an output of zero.
+The output projection is therefore computed by ridge regression (Hoerl and Kennard, 1970). Its strength is selected by
+cross-validation over examples, which can also select the unchanged projection.
 
-Let c be the outputs of the heads and y the output of the original attention, both centered if there is a bias. The
-regression is one of
+Let c be the head outputs and y the output of the original module, both centered if there is a bias. The regression is
+one of
 
-    W + sum (y - W c) c^T (sum c c^T + k I)^-1      shrinks towards the present projection W
-    sum y c^T (sum c c^T + k I)^-1                  shrinks towards zero, for attentions that cannot be reproduced
+    W + sum (y - W c) c^T (sum c c^T + k I)^-1      shrinks towards the current projection W
+    sum y c^T (sum c c^T + k I)^-1                  shrinks towards zero, for modules that cannot be reproduced
 """
 
 import math
@@ -23,33 +23,33 @@ from torch import nn
 from ..attention_tensors import AttentionInputs, AttentionTensors, HeadCounts, LayerContext
 from .recording import compute_attention
 
-# Share of the mean second moment that is added to each direction before whitening, so that rare directions are not
+# Share of the mean second moment that is added to each direction before whitening so that rare directions are not
 # amplified.
 DAMPING = 0.1
-# Number of steps between measurements on held-out text, and number of steps without improvement that ends the fit.
+# Number of steps between measurements on held-out text, and number of steps without improvement before fitting stops.
 MEASURED_EVERY, PATIENCE = 40, 160
-# Number of folds for cross-validation.
+# Number of cross-validation folds.
 FOLDS = 5
-# The values of k for cross-validation, relative to the mean second moment of c. With much text the first is the best.
+# Values of k for cross-validation, relative to the mean second moment of c. With enough text, the first is the best.
 STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
-# The values of k after a fit. Each result is measured on held-out text.
+# Values of k after fitting. Each result is measured on held-out text.
 REFIT_STRENGTHS = (1e-6, 1e-2, 1.0)
 
 
 def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tuple[AttentionTensors, float | None]:
-    """Fit the projections of one attention to outputs with Adam, as long as the error on held-out text decreases.
+    """Fit a module's projections to target outputs with Adam, as long as the error on held-out text decreases.
 
-    The gradient only passes through this attention. Adam optimizes W C^1/2, where C is the second moment of the input
-    of W. A step then changes the outputs equally in all directions that occur in the text.
+    Gradients only pass through this module. Adam optimizes W C^1/2, where C is the second moment of W's input. Each
+    step then changes the outputs equally in all directions that occur in the text.
 
     Args:
         tensors: The initial projections.
         heads: The head counts.
-        layer: The inputs, their targets, and the calibration with the options of the steps.
+        layer: The inputs, the target outputs, and the calibration settings with the fitting options.
 
     Returns:
-        The projections with the smallest error of all measurements, and this error. The error is None if none of the
-        measurements was finite.
+        The projections with the smallest measured error, and this error. The error is None if no measurement was
+        finite.
     """
     inputs, targets, calibration, generator = layer.inputs, layer.targets, layer.calibration, layer.generator
     coordinates = _Whitened(tensors, heads, inputs)
@@ -89,10 +89,10 @@ def relative_error(
     """Return sqrt(sum |output - target|^2 / sum |target - mean target|^2) over the valid positions.
 
     Args:
-        tensors: The projections of the attention.
+        tensors: The projections of the module.
         heads: The head counts.
-        inputs: Inputs of the attention on text.
-        targets: Expected outputs, [b, n, D] each.
+        inputs: Recorded inputs of the module.
+        targets: Expected outputs, each of shape [b, n, D].
 
     Returns:
         The error, or None if there is no text or the error is not finite.
@@ -108,24 +108,24 @@ def relative_error(
 
 
 @torch.no_grad()
-def error_compared_with(
+def make_error_function(
     tensors: AttentionTensors, heads: HeadCounts, held_out: Sequence[AttentionInputs]
 ) -> Callable[[AttentionTensors], float | None]:
-    """Return a function that measures the error of other projections on held-out text against this attention."""
+    """Return a function that measures how much the outputs of other projections differ from this module's outputs."""
     targets = [compute_attention(tensors, batch, heads.query)[0] for batch in held_out]
     return lambda converted: relative_error(converted, heads, held_out, targets)
 
 
 def round_error(error: float | None) -> float | None:
-    """Return an error with the precision of reports."""
+    """Round an error to the precision used in reports."""
     return None if error is None else round(error, 4)
 
 
 class _Whitened:
-    """The projections W of one attention (the bias is the last column) in whitened coordinates W C^1/2.
+    """A module's projections W, with the bias as the last column, in whitened coordinates W C^1/2.
 
-    C is the second moment of the input of each projection: hidden states, latents or outputs of the heads. If values
-    have a bias and keys do not (Whisper), a bias of the keys is fitted and then dropped, because a softmax ignores it.
+    C is the second moment of each projection's input: hidden states, latents or head outputs. If the values have a
+    bias but the keys do not (Whisper), a key bias is fitted and then discarded because a softmax ignores it.
     """
 
     def __init__(self, tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]):
@@ -158,13 +158,13 @@ class _Whitened:
             role: (self._pad_joined(role) @ self._roots[name][1]).requires_grad_()
             for role, name in self._input_names.items()
         }
-        # The learned tensors of a kernel are not whitened, because their inputs are heads.
+        # A kernel's learned tensors are not whitened because their inputs are heads.
         names = () if tensors.kernel is None else tensors.kernel.learned
         self._learned = {name: tensors.kernel_tensors[name].clone().requires_grad_() for name in names}
         self.parameters = [*self._weights.values(), *self._learned.values()]
 
     def tensors(self) -> AttentionTensors:
-        """Return the projections in plain coordinates. Gradients pass through them."""
+        """Return the projections in the original coordinates, with gradients."""
         changed: dict[str, Any] = {"kernel_tensors": self._original.kernel_tensors | self._learned}
         for role in self._input_names:
             changed |= self._unwhiten(role)
@@ -172,25 +172,27 @@ class _Whitened:
 
     @torch.no_grad()
     def detached_tensors(self) -> AttentionTensors:
-        """Return the projections in plain coordinates without gradients, as copies."""
+        """Return copies of the projections in the original coordinates, without gradients."""
         plain = {name: tensor for role in self._input_names for name, tensor in self._unwhiten(role).items()}
         changed: dict[str, Any] = {name: tensor.contiguous() for name, tensor in plain.items()}
         learned = {name: tensor.detach().clone() for name, tensor in self._learned.items()}
         return replace(self._original, **changed, kernel_tensors=self._original.kernel_tensors | learned)
 
     def _pad_joined(self, role: str) -> torch.Tensor:
-        """Return [W | b]. If the input has a column for a bias and the role has no bias, b is zero."""
-        joined = self._original.joined(role)
+        """Return [W | b], where b is zero if the input has a bias column but the role has no bias."""
+        joined = self._original.join_weight_and_bias(role)
         return nn.functional.pad(joined, (0, self._roots[self._input_names[role]][1].shape[0] - joined.shape[1]))
 
     def _unwhiten(self, role: str) -> dict[str, torch.Tensor]:
-        """Return the fields of a role in plain coordinates."""
+        """Return a role's fields in the original coordinates."""
         plain = self._weights[role] @ self._roots[self._input_names[role]][0].T
-        return self._original.split_joined(role, plain[:, : self._original.joined(role).shape[1]])
+        return self._original.split_weight_and_bias(
+            role, plain[:, : self._original.join_weight_and_bias(role).shape[1]]
+        )
 
 
 def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return C^-1/2 and C^1/2 for the damped second moment C of rows [n, D], in coordinates of its eigenvectors."""
+    """Return C^-1/2 and C^1/2 in eigenvector coordinates for the damped second moment C of rows [n, D]."""
     moment: Any = 0.0
     count = 0
     for part in rows:
@@ -203,12 +205,12 @@ def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 def _append_one(states: torch.Tensor) -> torch.Tensor:
-    """Return states with an additional element of 1, which is the input of the bias."""
+    """Append an element of 1, the input of the bias, to each state."""
     return nn.functional.pad(states, (0, 1), value=1.0)
 
 
 def _root_mean_square(tensor: torch.Tensor) -> float:
-    """Return the root mean square of a tensor, or 0.001 if it is zero."""
+    """Return the root mean square of a tensor, or 0.001 if the tensor is zero."""
     return float(tensor.detach().square().mean().sqrt()) or 1e-3
 
 
@@ -216,20 +218,20 @@ def _root_mean_square(tensor: torch.Tensor) -> float:
 def refit_output(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> AttentionTensors:
-    """Return the attention with a new output projection and bias from a regression of the targets on its heads.
+    """Refit the output projection and bias by regressing the target outputs on the head outputs.
 
-    Cross-validation selects the strength of the regression. The projections must not have been fitted to these outputs
-    already, because cross-validation would overestimate them (use `refits_of_output` then).
+    Cross-validation selects the regularization strength. The projections must not already be fitted to these targets
+    because cross-validation would then overestimate them (use `iterate_output_refits` instead).
 
     Args:
-        tensors: The projections of the attention.
+        tensors: The projections of the module.
         heads: The head counts.
-        inputs: Inputs of the attention on text.
-        targets: Outputs to fit to, [b, n, D] each.
+        inputs: Recorded inputs of the module.
+        targets: Target outputs, each of shape [b, n, D].
 
     Returns:
-        The attention with a new output projection. It is unchanged if cross-validation finds no improvement, or if
-        there is only one example.
+        The projections with a new output projection. They are unchanged if cross-validation finds no improvement, or
+        if there is only one example.
     """
     folds = _compute_folds(tensors, heads, inputs, targets)
     if len(folds) < 2:
@@ -247,12 +249,12 @@ def refit_output(
 
 
 @torch.no_grad()
-def refits_of_output(
+def iterate_output_refits(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
-    """Yield the attention with output projections from ridge regressions towards the present one, by strength.
+    """Yield projections with output projections from ridge regressions towards the current one, one per strength.
 
-    Arguments as for `refit_output`.
+    Takes the same arguments as `refit_output`.
     """
     moments = _sum_moments(_compute_folds(tensors, heads, inputs, targets))
     regression = _RidgeRegression(moments, tensors.output_bias is not None)
@@ -263,9 +265,9 @@ def refits_of_output(
 def _replace_output(
     tensors: AttentionTensors, regression: "_RidgeRegression", strength: float, base: int
 ) -> AttentionTensors:
-    """Return the attention with the output projection of a regression. `base` as for `_RidgeRegression.solve`."""
+    """Return the projections with an output projection from a regression (see `_RidgeRegression.solve`)."""
     weight, bias = regression.solve(strength, base)
-    old, old_bias = tensors.pair("output")
+    old, old_bias = tensors.weight_and_bias("output")
     changed: dict[str, Any] = {"output_weight": weight.to(old) + (old if base == 0 else 0.0)}
     if old_bias is not None:
         changed["output_bias"] = bias.to(old) + (old_bias if base == 0 else 0.0)
@@ -274,14 +276,14 @@ def _replace_output(
 
 @dataclass(frozen=True)
 class _Moments:
-    """Sums over tokens in float64 for regressions on the outputs of heads c, with targets y - W c and y.
+    """Sums over tokens in float64 for regressions on the head outputs c, with targets y - W c and y.
 
     Args:
         count: Number of tokens.
         context: sum c, [in].
         target: Sums of both targets, [2, out].
         square: sum c c^T, [in, in].
-        cross: Sums of both targets times c, [2, out, in].
+        cross: Sums of the products of both targets and c, [2, out, in].
         energy: Sums of the squares of both targets, [2].
     """
 
@@ -299,7 +301,7 @@ class _Moments:
         return _Moments(*(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def centered(self, context: torch.Tensor, target: torch.Tensor) -> "_Moments":
-        """Return the moments after subtracting means from c [in] and from both targets [2, out]."""
+        """Return the moments after subtracting the given means from c [in] and from both targets [2, out]."""
         square = self.square - torch.outer(self.context, context) - torch.outer(context, self.context)
         cross = self.cross - self.target[:, :, None] * context - target[:, :, None] * self.context
         energy = self.energy - 2 * (self.target * target).sum(1) + self.count * target.square().sum(1)
@@ -312,10 +314,10 @@ class _Moments:
 def _compute_folds(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> list[_Moments]:
-    """Return the moments of each fold of the examples. Arguments as for `refit_output`."""
+    """Return the moments for each cross-validation fold. Takes the same arguments as `refit_output`."""
     folds: dict[int, _Moments] = {}
-    # The index of an example in its batch selects its fold. Therefore it is in the same fold if a forward pass calls
-    # the module several times (ALBERT). Batches with one example are folds as a whole.
+    # An example's index in its batch determines its fold, which therefore stays the same if a forward pass calls the
+    # module several times (ALBERT). Batches with a single example form a fold as a whole.
     is_single = all(len(target) == 1 for target in targets)
     for number, (batch, target) in enumerate(zip(inputs, targets, strict=True)):
         output, context = compute_attention(tensors, batch, heads.query)
@@ -330,7 +332,7 @@ def _compute_folds(
 
 
 def _compute_moments(context: torch.Tensor, residual: torch.Tensor, target: torch.Tensor) -> _Moments:
-    """Return the moments of tokens with outputs of the heads c, y - W c and y, [rows, ...] each."""
+    """Return the moments for rows of head outputs c, residuals y - W c and targets y."""
     both = torch.stack([residual, target])  # [2, rows, out]
     return _Moments(
         len(context),
@@ -343,7 +345,7 @@ def _compute_moments(context: torch.Tensor, residual: torch.Tensor, target: torc
 
 
 def _sum_moments(folds: Sequence[_Moments]) -> _Moments:
-    """Return the moments of all folds together."""
+    """Return the total moments over all folds."""
     total = folds[0]
     for fold in folds[1:]:
         total = total + fold
@@ -351,7 +353,7 @@ def _sum_moments(folds: Sequence[_Moments]) -> _Moments:
 
 
 class _RidgeRegression:
-    """Ridge regressions on some examples. One eigendecomposition serves all strengths."""
+    """Ridge regressions that share one eigendecomposition for all regularization strengths."""
 
     def __init__(self, moments: _Moments, has_bias: bool):
         means: Any = (moments.context / moments.count, moments.target / moments.count)
@@ -363,11 +365,11 @@ class _RidgeRegression:
         self.cross = moments.cross @ self.vectors  # in coordinates of the eigenvectors, [2, out, in]
 
     def factors(self, strength: float) -> torch.Tensor:
-        """Return the factor of each eigenvector's part of sum y c^T, [in]."""
+        """Return the factors [in] by which each eigenvector's component of sum y c^T is multiplied."""
         return 1 / (self._values + strength * self._scale)
 
     def solve(self, strength: float, base: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the solution [out, in] and its bias [out]: to add to W if base is 0, instead of W if it is 1."""
+        """Return the solution [out, in] and its bias [out], to add to W if `base` is 0 or to replace W."""
         weight = (self.cross[base] * self.factors(strength)) @ self.vectors.T
         context, target = self.means
         return weight, target[base] - weight @ context
@@ -376,7 +378,7 @@ class _RidgeRegression:
 def _measure_errors(
     fit_moments: _Moments, test_moments: _Moments, has_bias: bool
 ) -> list[tuple[tuple[float, int], float]]:
-    """Return the squared error on the test examples, by strength and base."""
+    """Return the squared error on the test examples for each strength and base."""
     regression = _RidgeRegression(fit_moments, has_bias)
     test_moments = test_moments.centered(*regression.means)
     square = regression.vectors.T @ test_moments.square @ regression.vectors

@@ -1,35 +1,36 @@
 """Conversion methods that fit new heads to the outputs of the original attention on text.
 
-**Closed form of heads.** BERT, ALBERT and T5 have no rotary positions inside the dot product. Therefore only products
+**Closed form of heads.** BERT, ALBERT and T5 have no rotary positions inside the dot product. Therefore, only products
 of weights matter: head i has the logits x^T B_i y with B_i = W_q,i^T W_k,i, and adds W_o,i W_v,i sum_j p_ij y_j to the
-output. Heads can be reordered, and the groups are those that lose least (`best_groups`). For the g heads of a group:
+output. Heads can be reordered, and `find_best_groups` chooses the groups that lose the least. For the g heads in a
+group:
 
 - Keys: the best shared key head in the least-squares sense over the text spans the first d right singular vectors of
-  the stacked T_i^1/2 [K_i] S^1/2. T_i is the second moment of the queries of head i. S is that of the keys of the
-  group, centered within each text, because a softmax ignores what all keys have in common. The queries are then
+  the stacked T_i^1/2 [K_i] S^1/2. T_i is the second moment of head i's queries. S is the second moment of the group's
+  keys, centered within each text because a softmax ignores what all keys have in common. The queries are then
   refitted exactly.
 - Values: the shared value head spans the first d right singular vectors of the stacked W_o,i [V_i] Z^1/2. Z is the
-  second moment of the values of the group, averaged by the attention weights of its heads.
-- Output: W_o and its bias are fitted for all heads together by regression on the outputs of the attention, with the
-  weights and values of the new heads (`fitting.refit_output`). Other heads can replace what one head lost.
+  second moment of the group's values, averaged with the attention weights of its heads.
+- Output: W_o and its bias are fitted for all heads together by regressing the original attention outputs on the
+  outputs of the new heads (`fitting.refit_output`). Other heads can thus compensate for what one head lost.
 
-All computations use moments of at most h*d numbers in float64. A fit of all projections with Adam follows (`fitting`).
+All computations use float64 moments of dimension h*d or less. Then all projections are fitted with Adam (`fitting`).
 
-**Forms of latents.** A latent causes an error E y of the keys or values of each input y. The form measures its effect
-on the output of the attention on text, to first order (`attention_tensors.LatentForm`). An error of the keys changes
-the logits of query q by q^T E y_j, and the output by
+**Latent forms.** A latent causes an error E y in the keys or values of each input y. The form measures its first-order
+effect on the attention output for text (`attention_tensors.LatentForm`). An error in the keys changes the logits of
+query q by q^T E y_j, and the output by
 
-    W_o,i W_v,i sum_j p_ij (y_j - z_i) (q_i^T E y_j),   z_i = sum_j p_ij y_j   (q_i with the scaling of the logits)
+    W_o,i W_v,i sum_j p_ij (y_j - z_i) (q_i^T E y_j),   z_i = sum_j p_ij y_j   (q_i includes the logit scaling)
 
-This is linear in E. In a random direction e of the output, its square is (q_i^T E a_i)^2 with
+This is linear in E. Its square along a random output direction e is (q_i^T E a_i)^2 with
 
     a_i = sum_j p_ij s_ij y_j,   s_ij = e^T W_o,i W_v,i (y_j - z_i)
 
-An error of the values changes the output by W_o,i E z_i. If queries and a_i are independent (as in K-FAC, arXiv
-1503.05671), the form of the keys is G = sum_i W_k,i^T E[q q^T] W_k,i with S of a_i. The form of the values is
-G = sum_i W_v,i^T W_o,i^T W_o,i W_v,i with S of z_i. The S of each head has the weight of its G. Both forms are squared
-errors of the output. Therefore no weights have to be chosen between keys and values, or between layers that read the
-same encoder outputs.
+An error in the values changes the output by W_o,i E z_i. If queries and a_i are assumed to be independent (as in
+K-FAC, arXiv 1503.05671), the form for the keys has G = sum_i W_k,i^T E[q q^T] W_k,i, and S is the second moment of
+a_i. The form for the values has G = sum_i W_v,i^T W_o,i^T W_o,i W_v,i, and S is the second moment of z_i. The S of
+each head is weighted by its G. Because both forms measure squared output errors, no weights have to be chosen between
+keys and values, or between layers that read the same encoder outputs.
 """
 
 from __future__ import annotations
@@ -55,47 +56,48 @@ from ..attention_tensors import (
     LatentInText,
     LayerContext,
     join_heads,
-    on_latent,
+    project_onto_latent,
     reorder_heads,
     repeat_heads,
     split_heads,
 )
 from ..calibration_settings import FIT_DEFAULTS
-from .fitting import fit, refit_output, refits_of_output, round_error
+from .fitting import fit, iterate_output_refits, refit_output, round_error
 from .recording import attention_weights
 
 logger = logging.getLogger(__name__)
 
-# Weight of directions that do not occur in the text, relative to the mean direction: they can occur in other text.
+# Weight of directions that do not occur in the text, relative to the mean direction, because they can occur in other
+# text.
 UNSEEN_SHARE = 1e-4
 
 
 @torch.no_grad()
-def latent_forms(
+def compute_latent_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], generator: torch.Generator
 ) -> LatentForms:
-    """Return the quadratic forms of the keys and values of an attention on text. Their energy is per query.
+    """Return the quadratic forms for a module's keys and values, measured on text. Their energy is per query.
 
     Args:
-        tensors: The projections of an attention with a softmax and without a latent.
+        tensors: The projections of an attention module with a softmax and without a latent.
         heads: The head counts.
-        inputs: Inputs of the attention on text.
+        inputs: Recorded inputs of the module.
         generator: Random number generator for the directions e.
     """
     count, shared = heads.query, heads.query // heads.value[1]
     key, value = projections = [
-        _by_query_head(weight, heads)
+        _repeat_for_query_heads(weight, heads)
         for weight in (tensors.key_weight, tensors.value_weight)  # [h, d, D]
     ]
     output = tensors.output_weight.double().unflatten(1, (count, -1)).transpose(0, 1)  # [h, D, d]
     products = (_compute_query_moments(tensors, heads, inputs), output.mT @ output)  # [h, d, d]
-    # The share of each head in the S of all heads.
+    # Each head's share in the S of all heads.
     shares = [(metric @ weight * weight).sum((1, 2)) for weight, metric in zip(projections, products, strict=True)]
     moments = [key.new_zeros(key.shape[2], key.shape[2]) for _ in projections]  # S of a, and S of z
     energies: list[Any] = [0.0, 0.0]
     sums, queries = key.new_zeros(count, key.shape[2]), 0
     for batch in inputs:
-        mixes = _compute_mixes(tensors, value, output, batch, generator)
+        mixes = _compute_mixture_coefficients(tensors, value, output, batch, generator)
         for role, mix in enumerate(mixes):
             moments[role] += _compute_moment(mix, batch.key_value_states, shares[role])
             energies[role] += _compute_energy(mix, batch.key_value_states, projections[role], products[role])
@@ -103,7 +105,7 @@ def latent_forms(
         queries += int(batch.valid.sum())
     mean_read = None
     if tensors.value_bias is not None:
-        # The bias represents the mean input of a value head, so the form of the latent does not include it.
+        # The bias represents the mean input of a value head, so the latent form does not include it.
         mean_read = sums.unflatten(0, (-1, shared)).mean(1) / queries  # [k, D]
         center = mean_read.repeat_interleave(shared, dim=0)
         for head in range(count):
@@ -121,14 +123,14 @@ def latent_forms(
     return LatentForms(key_form, value_form, mean_read)
 
 
-def _compute_mixes(
+def _compute_mixture_coefficients(
     tensors: AttentionTensors,
     value: torch.Tensor,
     output: torch.Tensor,
     batch: AttentionInputs,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the coefficients of a and z of each query head in the inputs of keys and values, [b, h, n, m] each."""
+    """Return the coefficients [b, h, n, m] of each query head's a and z in terms of the key/value inputs."""
     weights = attention_weights(tensors, batch, len(value)).masked_fill(~batch.valid[:, None, :, None], 0.0)
     probe = torch.randn(*batch.states.shape[:2], output.shape[1], generator=generator).to(batch.key_value_states)  # e
     directions = torch.einsum("bno,hod->bhnd", probe, output.to(probe))
@@ -138,12 +140,12 @@ def _compute_mixes(
 
 
 def _project_states(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the projection of states [b, m, D] by the weights of heads [h, d, D]: [b, h, m, d]."""
+    """Project states [b, m, D] with the weights of heads [h, d, D] to [b, h, m, d]."""
     return torch.einsum("bmi,hdi->bhmd", states, weight.to(states))
 
 
 def _compute_moment(mix: torch.Tensor, states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return the second moment [D, D] of the mixtures of states of all heads, weighted by the share of each head."""
+    """Return the second moment [D, D] of all heads' mixtures of states, weighted by the share of each head."""
     rows = (mix * shares.sqrt().to(mix)[:, None, None]).flatten(1, 2)  # [b, h*n, m]
     return torch.einsum("bmi,bmj->ij", states, (rows.mT @ rows) @ states).double()
 
@@ -151,13 +153,13 @@ def _compute_moment(mix: torch.Tensor, states: torch.Tensor, shares: torch.Tenso
 def _compute_energy(
     mix: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, metric: torch.Tensor
 ) -> torch.Tensor:
-    """Return the energy of the projected mixtures of states, measured by the metric of each head [h, d, d]."""
+    """Return the energy of the projected mixtures of states, measured with each head's metric [h, d, d]."""
     mixed = mix @ _project_states(states, weight)  # [b, h, n, d]
     return (torch.einsum("bhnd,bhne->hde", mixed, mixed).double() * metric).sum()
 
 
 def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -> LatentForm:
-    """Return the form with this energy, after adding the weight of unseen directions to the metric."""
+    """Return a form with the given energy, after adding the weight of unseen directions to the metric."""
     metric = metric / metric.trace().clamp_min(1e-300) * metric.shape[0]
     metric.diagonal().add_(UNSEEN_SHARE)
     return LatentForm(gram * (energy / (gram * metric).sum().clamp_min(1e-300)), metric)
@@ -166,7 +168,7 @@ def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -
 def _compute_query_moments(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]
 ) -> torch.Tensor:
-    """Return the second moment of the scaled queries of each head, [h, d, d]."""
+    """Return the second moments [h, d, d] of each head's scaled queries."""
     moments: Any = 0.0
     for batch in inputs:
         query = tensors.project("query", batch.states).unflatten(-1, (heads.query, -1))[batch.valid]  # [rows, h, d]
@@ -175,46 +177,46 @@ def _compute_query_moments(
     return moments / sum(int(batch.valid.sum()) for batch in inputs)
 
 
-# Number of rounds of alignment.
+# Number of alignment rounds.
 ROUNDS = 30
-# Weight of directions that do not occur in the text, relative to those that do: they can occur in other text.
+# Weight of directions that do not occur in the text, relative to those that do, because they can occur in other text.
 UNSEEN = 1e-4
-# Moments of keys weight each key equally, or by the attention that it gets. These shares of the latter are tried.
+# Keys are weighted equally or by the attention that they receive. These shares of the latter weighting are tried.
 ATTENDED_SHARES = (0.0, 0.5, 1.0)
-# The learning rate of a latent does not decrease further below this relative error of the closed form.
+# A latent's learning rate does not decrease further below this relative error of the closed form.
 MIN_RATE_ERROR = 1e-3
 
 
 class Aligned(CalibratedMethod):
-    """Mean pooling after an orthogonal Procrustes alignment of the heads of each group.
+    """Mean pooling after an orthogonal Procrustes alignment of the heads in each group.
 
-    The queries and keys of a head can be rotated together, and its values together with W_o, without changing the
-    output: q^T k = (R q)^T (R k). The rotations bring the keys and values of a group as close together as possible on
-    the text. Groups consist of consecutive heads. Nothing is refitted.
+    A head's queries and keys can be rotated together without changing the output, because q^T k = (R q)^T (R k). The
+    same applies to its values and W_o. The rotations bring the keys and values of a group as close together as
+    possible on the text. Groups consist of consecutive heads. Nothing is refitted.
     """
 
     name = "aligned"
 
     @torch.no_grad()
     def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the projections after alignment and averaging. Arguments as for `CalibratedMethod`."""
+        """Return the projections after alignment and averaging (see `CalibratedMethod.convert_module`)."""
         groups = consecutive_groups(heads.query, heads.key[1])
-        moments = head_moments(tensors, heads, layer.inputs, groups)
+        moments = compute_head_moments(tensors, heads, layer.inputs, groups)
         key_rotations = torch.cat([_align_heads(moment, heads.head_dim) for moment in moments.keys])  # [h, d, d]
         value_rotations = torch.cat([_align_heads(moment.mean(0), heads.head_dim) for moment in moments.values])
         rotate_queries = partial(_rotate_and_average, rotations=key_rotations, new_heads=heads.query)
         rotate_keys = partial(_rotate_and_average, rotations=key_rotations, new_heads=len(groups))
         rotate_values = partial(_rotate_and_average, rotations=value_rotations, new_heads=len(groups))
-        changed: dict[str, Any] = tensors.mapped("query", rotate_queries)
-        changed |= tensors.mapped("key", rotate_keys)
-        changed |= tensors.mapped("value", rotate_values)
+        changed: dict[str, Any] = tensors.apply_to_role("query", rotate_queries)
+        changed |= tensors.apply_to_role("key", rotate_keys)
+        changed |= tensors.apply_to_role("value", rotate_values)
         output = tensors.output_weight.double().unflatten(1, (heads.query, -1))  # [D, h, d]
         output = torch.einsum("ohe,hde->ohd", output, value_rotations).flatten(1).to(tensors.output_weight.dtype)
         return replace(tensors, **changed, output_weight=output)
 
 
 def _rotate_and_average(projection: torch.Tensor, rotations: torch.Tensor, new_heads: int) -> torch.Tensor:
-    """Rotate each head of a projection by its rotation [h, d, d] and average the heads down to `new_heads`."""
+    """Apply a rotation [h, d, d] to each head of a projection, and average the heads in groups to `new_heads`."""
     heads, head_dim = rotations.shape[:2]
     repeated = repeat_heads(projection, projection.shape[0] // head_dim, heads)
     rotated = torch.einsum("hde,he...->hd...", rotations, split_heads(repeated.double(), heads))  # [h, d, ...]
@@ -224,9 +226,9 @@ def _rotate_and_average(projection: torch.Tensor, rotations: torch.Tensor, new_h
 
 
 def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the rotations [g, d, d] that bring the heads of a second moment [g*d, g*d] as close together as possible.
+    """Return the rotations [g, d, d] that bring the heads with second moment [g*d, g*d] as close as possible.
 
-    One head at a time is rotated towards the sum of the others. This is the orthogonal Procrustes problem. Its
+    Heads are rotated one at a time towards the sum of the others. This is the orthogonal Procrustes problem, whose
     solution is U V^T for the singular value decomposition U S V^T of the cross-moment.
     """
     size = moment.shape[0] // head_dim
@@ -242,22 +244,22 @@ def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class Calibrated(CalibratedMethod):
-    """The closed form, followed by `Calibration.fit_steps` of fitting if this decreases the error on held-out text.
+    """The closed form, followed by `Calibration.fit_steps` fitting steps if they reduce the error on held-out text.
 
-    The `details` in the report contain both errors.
+    The report's `details` contain both errors.
     """
 
     name = "calibrated"
     options = tuple(FIT_DEFAULTS)
 
     def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the projections with new heads. Arguments as for `CalibratedMethod`."""
+        """Return the projections with new heads (see `CalibratedMethod.convert_module`)."""
         groups = consecutive_groups(heads.query, heads.key[1])
-        if heads_are_free(heads, layer.inputs):
-            groups = best_groups(tensors, heads, layer.inputs, layer.generator, layer.uses)
+        if can_reorder_heads(heads, layer.inputs):
+            groups = find_best_groups(tensors, heads, layer.inputs, layer.generator, layer.uses)
             tensors = reorder_heads(tensors, heads, groups)
         tensors = replace(tensors, details=tensors.details | {"head_groups": groups})
-        forms = closed_forms(tensors, heads, layer.inputs, layer.targets)
+        forms = iterate_closed_forms(tensors, heads, layer.inputs, layer.targets)
         measured = ((layer.held_out_error(form), form) for form in forms)
         error, closed = min(measured, key=lambda pair: math.inf if pair[0] is None else pair[0])
         closed = replace(closed, details=closed.details | {"output_relative_error": round_error(error)})
@@ -266,17 +268,17 @@ class Calibrated(CalibratedMethod):
     def with_latent(
         self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
     ) -> AttentionTensors:
-        """Return the attention with a latent: keys and values by regression, then the output, then a fit of all.
+        """Return projections with a latent. Keys, values and then the output are regressed, and then all are fitted.
 
-        The latent is fitted too if only this attention uses it. The default learning rate is multiplied by the
-        relative error of the closed form.
+        The latent is also fitted if no other module uses it. The default learning rate is multiplied by the relative
+        error of the closed form.
         """
-        tensors = on_latent(tensors, latent.weight, latent.forms)
+        tensors = project_onto_latent(tensors, latent.weight, latent.forms)
         tensors = refit_output(tensors, heads, layer.inputs, layer.targets)
         return self._fit(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
 
     def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the attention with a kernel: the output by regression, then a fit of the kernel and projections."""
+        """Return projections with a kernel. The output is regressed, then kernel and projections are fitted."""
         return self._fit(refit_output(tensors, heads, layer.inputs, layer.targets), heads, layer)
 
     def _fit(
@@ -287,20 +289,20 @@ class Calibrated(CalibratedMethod):
         fixed_latent: torch.Tensor | None = None,
         closed_error: float | None = None,
     ) -> AttentionTensors:
-        """Return the closed form or the result of the fit, whichever has the smaller error on held-out text.
+        """Return the closed form or the fitted result, whichever has the smaller error on held-out text.
 
         Args:
             closed: The closed form.
-            heads, layer: As for `convert_module`.
-            fixed_latent: A latent that is not fitted, because other attentions use it too.
-            closed_error: The error of the closed form on held-out text, if it is already known.
+            heads, layer: See `convert_module`.
+            fixed_latent: A latent that is not fitted because other modules also use it.
+            closed_error: The closed form's error on held-out text, if it is already known.
         """
         calibration, measure = layer.calibration, layer.held_out_error
         if not calibration.fit_option("fit_steps"):
             return closed
         before, start = measure(closed) if closed_error is None else closed_error, closed
         if closed.latent_weight is not None and calibration.fit_learning_rate is None and before is not None:
-            # The closed form of a latent is already close to the optimum, and large steps would move away from it.
+            # A latent's closed form is already close to the optimum, and large steps would move away from it.
             rate = max(before, MIN_RATE_ERROR) * calibration.fit_option("fit_learning_rate")
             layer = replace(layer, calibration=replace(calibration, fit_learning_rate=rate))
         if fixed_latent is not None:
@@ -313,7 +315,7 @@ class Calibrated(CalibratedMethod):
 
         layer = replace(layer, held_out_error=lambda tensors: measure(add_latent(tensors)))
         fitted, after = fit(start, heads, layer)
-        for refitted in refits_of_output(fitted, heads, layer.inputs, layer.targets):
+        for refitted in iterate_output_refits(fitted, heads, layer.inputs, layer.targets):
             error = layer.held_out_error(refitted)
             if error is not None and (after is None or error < after):
                 fitted, after = refitted, error
@@ -325,19 +327,19 @@ class Calibrated(CalibratedMethod):
 
 
 @torch.no_grad()
-def closed_forms(
+def iterate_closed_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
-    """Yield the best shared heads in the least-squares sense, for each of `ATTENDED_SHARES`.
+    """Yield projections with the best shared heads in the least-squares sense, for each of `ATTENDED_SHARES`.
 
     Args:
-        tensors: The original projections. Heads that will share a head must be consecutive.
+        tensors: The original projections. Query heads that will share a key/value head must be consecutive.
         heads: The head counts.
-        inputs: Inputs of the attention on text.
-        targets: Outputs of the attention, [b, n, D] each.
+        inputs: Recorded inputs of the module.
+        targets: Outputs of the module, each of shape [b, n, D].
     """
     groups = consecutive_groups(heads.query, heads.key[1])
-    moments = head_moments(tensors, heads, inputs, groups, with_attended_keys=True)
+    moments = compute_head_moments(tensors, heads, inputs, groups, with_attended_keys=True)
     with_values = _share_values(tensors, heads, groups, moments)
     for share in ATTENDED_SHARES:
         keys = [_mix_moments(*pair, share) for pair in zip(moments.keys, moments.attended_keys, strict=True)]
@@ -347,7 +349,7 @@ def closed_forms(
 
 
 def _mix_moments(moment: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
-    """Return a weighted sum of two moments after normalizing their energies. `share` is the weight of the second."""
+    """Return a weighted sum of two moments after normalizing their energies. `share` is the second moment's weight."""
     first, second = (matrix / matrix.trace().clamp_min(1e-300) for matrix in (moment, other))
     return (1 - share) * first + share * second
 
@@ -359,21 +361,23 @@ def _share_keys(
     queries: torch.Tensor,
     keys: Sequence[torch.Tensor],
 ) -> AttentionTensors:
-    """Return the attention with the best shared key head for each group, and with queries fitted to it.
+    """Return projections with the best shared key head for each group, and with refitted queries.
 
     Args:
         tensors: The original projections.
         heads: The head counts.
-        groups: The query heads of each group.
+        groups: The query heads in each group.
         queries: Second moments of the queries, [h, d, d].
-        keys: Second moments of the stacked keys of each group, [g*d, g*d].
+        keys: Second moment of each group's stacked keys, [g*d, g*d].
     """
-    query, key = (_by_query_head(tensors.joined(role), heads) for role in ("query", "key"))  # [h, d, D + 1]
+    query, key = (
+        _repeat_for_query_heads(tensors.join_weight_and_bias(role), heads) for role in ("query", "key")
+    )  # [h, d, D + 1]
     new: dict[str, list[torch.Tensor]] = {"query": [], "key": []}
     energies = []
     for group, moment in zip(groups, keys, strict=True):
-        metric = [square_root(_add_unseen(queries[head], query[head])) for head in group]
-        moment = _add_unseen(moment, key[group].flatten(0, 1))
+        metric = [square_root(_add_unseen_directions(queries[head], query[head])) for head in group]
+        moment = _add_unseen_directions(moment, key[group].flatten(0, 1))
         shared, old, energy = _find_shared_head(key[group], metric, moment)
         energies.append(round(energy, 4))
         refitted = old.transpose(1, 2) @ query[group]  # [g, d, D + 1]
@@ -381,49 +385,51 @@ def _share_keys(
         new["key"].append(shared * scale)
         new["query"].append((refitted / scale).flatten(0, 1))
     new_query, new_key = torch.cat(new["query"]), torch.cat(new["key"])
-    changed = tensors.split_joined("query", new_query) | tensors.split_joined("key", new_key)
+    changed = tensors.split_weight_and_bias("query", new_query) | tensors.split_weight_and_bias("key", new_key)
     return _replace_tensors(tensors, changed, {"kept_key_energy": energies})
 
 
 def _share_values(
     tensors: AttentionTensors, heads: HeadCounts, groups: Sequence[Sequence[int]], moments: HeadMoments
 ) -> AttentionTensors:
-    """Return the attention with the best shared value head for each group, and an output projection fitted to it.
+    """Return projections with the best shared value head for each group, and with a refitted output projection.
 
     Args:
         tensors: The original projections.
         heads: The head counts.
-        groups: The query heads of each group.
-        moments: The second moments on text.
+        groups: The query heads in each group.
+        moments: The second moments measured on text.
     """
-    value = _by_query_head(tensors.joined("value"), heads)  # [h, d, D + 1]
+    value = _repeat_for_query_heads(tensors.join_weight_and_bias("value"), heads)  # [h, d, D + 1]
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     new: dict[str, list[torch.Tensor]] = {"value": [], "output": []}
     energies = []
     for group, value_moments in zip(groups, moments.values, strict=True):
         metric = [square_root(weight.T @ weight) for weight in output[group]]
-        moment = _add_unseen(value_moments.mean(0), value[group].flatten(0, 1))
+        moment = _add_unseen_directions(value_moments.mean(0), value[group].flatten(0, 1))
         shared, old, energy = _find_shared_head(value[group], metric, moment)
         energies.append(round(energy, 4))
         refitted = (output[group] @ old).transpose(1, 2)  # [g, d, D]
         scale = _compute_balance(refitted, shared)
         new["value"].append(shared * scale)
         new["output"].append((refitted / scale).flatten(0, 1))
-    changed = {"output_weight": torch.cat(new["output"]).T} | tensors.split_joined("value", torch.cat(new["value"]))
+    changed = {"output_weight": torch.cat(new["output"]).T} | tensors.split_weight_and_bias(
+        "value", torch.cat(new["value"])
+    )
     return _replace_tensors(tensors, changed, {"kept_value_energy": energies})
 
 
 def _replace_tensors(
     tensors: AttentionTensors, changed: dict[str, torch.Tensor], details: dict[str, Any]
 ) -> AttentionTensors:
-    """Return the attention with changed fields in the dtype of the queries, and with additional details."""
+    """Return projections with changed fields, converted to the dtype of the queries, and with additional details."""
     like = tensors.query_weight.dtype
     fields: dict[str, Any] = {name: tensor.to(like).contiguous() for name, tensor in changed.items()}
     return replace(tensors, **fields, details=tensors.details | details)
 
 
-def _add_unseen(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """Add the moment [d, d] of white noise after a projection [d, D], with the share `UNSEEN` of the energy."""
+def _add_unseen_directions(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """Add the moment [d, d] of projected white noise to `moment`, with the share `UNSEEN` of its energy."""
     white = projection @ projection.T
     return moment + (UNSEEN * moment.trace() / white.trace().clamp_min(1e-300)) * white
 
@@ -431,15 +437,15 @@ def _add_unseen(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
 def _find_shared_head(
     old: torch.Tensor, metric: Sequence[torch.Tensor], moment: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return the best d-dimensional projection that the heads of a group can share.
+    """Return the best d-dimensional projection that the heads in a group can share.
 
     Args:
-        old: The projections of the group, [g, d, D + 1].
-        metric: For each head, the square root of the matrix that weights its errors, [d, d].
-        moment: The second moment of the stacked outputs of the projections, [g*d, g*d].
+        old: The group's projections, [g, d, D + 1].
+        metric: For each head, the square root [d, d] of the matrix that weights its errors.
+        moment: The second moment of the projections' stacked outputs, [g*d, g*d].
 
     Returns:
-        The shared projection [d, D + 1], the matrices that compute each old head from it [g, d, d], and the share of
+        The shared projection [d, D + 1], the matrices [g, d, d] that compute each old head from it, and the share of
         energy that it preserves.
     """
     size, head_dim = old.shape[0], old.shape[1]
@@ -452,8 +458,8 @@ def _find_shared_head(
     return shared, from_shared, float(energy[:head_dim].sum() / energy.sum().clamp_min(1e-300))
 
 
-def _by_query_head(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
-    """Return a projection [k*d, ...] per query head in float64, [h, d, ...]. Shared heads are repeated."""
+def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
+    """Return a projection [k*d, ...] in float64 with one head per query head, [h, d, ...], repeating shared heads."""
     projection = projection.double()
     return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
 
@@ -461,31 +467,31 @@ def _by_query_head(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
 def _compute_balance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return factors [d, 1] that multiply the rows of `second` [d, D] and divide the rows of `first` [g, d, ...].
 
-    Both then have rows of the same size, so that they lose least when they are rounded to bfloat16.
+    Both then have rows of the same magnitude, which minimizes rounding errors in bfloat16.
     """
     sizes = first.square().mean((0, 2)).sqrt(), second.square().mean(1).sqrt()
     return (sizes[0].clamp_min(1e-30) / sizes[1].clamp_min(1e-30)).sqrt()[:, None]
 
 
-# Directions with less weight than this, relative to the largest, are numerical noise of float32 activations.
+# Directions below this weight, relative to the largest weight, are numerical noise in float32 activations.
 RANK_TOLERANCE = 1e-7
-# Maximum number of tokens for the search. It needs the moments of all heads together, which cost h times as much as
-# those of groups.
+# Maximum number of tokens for the search. It needs joint moments of all heads, which cost h times as much as the
+# moments of groups.
 SEARCH_TOKENS = 8192
 RANDOM_STARTS = 16
-# Maximum memory for the search, which needs two sets of the moments.
+# Maximum memory for the search, which needs two sets of moments.
 MAX_SEARCH_BYTES = 8 * 2**30
 Groups = list[list[int]]
 
 
 def _project_heads(tensors: AttentionTensors, role: str, heads: HeadCounts, states: torch.Tensor) -> torch.Tensor:
-    """Return the queries, keys or values of all query heads (shared heads are repeated): [b, n, D] to [b, n, h, d]."""
+    """Return the queries, keys or values [b, n, h, d] of all query heads. Shared heads are repeated."""
     projected = tensors.project(role, states).unflatten(-1, (-1, heads.head_dim))
     return projected.repeat_interleave(heads.query // projected.shape[2], dim=2)
 
 
 def _center_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs) -> torch.Tensor:
-    """Return the keys of all tokens minus their mean in each text, which a softmax ignores: [rows, h, d]."""
+    """Return the keys [rows, h, d] of all tokens minus their mean in each text, which a softmax ignores."""
     present = batch.key_mask()
     keys = _project_heads(tensors, "key", heads, batch.key_value_states)
     counts = present.sum(1).clamp_min(1)[:, None, None]
@@ -494,17 +500,17 @@ def _center_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionI
 
 
 class HeadMoments(NamedTuple):
-    """Second moments on text in float64, for the closed form.
+    """Second moments in float64, measured on text, for the closed form.
 
     Attributes:
-        queries: Moments of the queries of each head, [h, d, d].
-        keys: For each group of query heads that will share a key/value head, the moment of its stacked centered keys,
+        queries: Moments of each head's queries, [h, d, d].
+        keys: For each group of query heads that will share a key/value head, the moment of the stacked centered keys,
             [g*d, g*d].
-        values: For each group, the moments of its stacked values after the attention of each head, [g, g*d, g*d].
-        attended_keys: For each group, the moment of its stacked keys as its heads attend to them, [g*d, g*d]. Each key
-            has the weight p that a query gives it, and the mean z under p is subtracted. An error E of the keys
-            changes the softmax by a Kullback-Leibler divergence of half of sum_j p_j (q^T E (k_j - z))^2, to second
-            order. The list is empty unless it is requested.
+        values: For each group, the moments of the stacked values after each head's attention, [g, g*d, g*d].
+        attended_keys: For each group, the attention-weighted moment of the stacked keys, [g*d, g*d]. Each key is
+            weighted by the weight p that a query gives it, and the mean z under p is subtracted. To second order, an
+            error E in the keys changes the softmax by a Kullback-Leibler divergence of half of
+            sum_j p_j (q^T E (k_j - z))^2. The list is empty unless it is requested.
     """
 
     queries: torch.Tensor
@@ -513,19 +519,19 @@ class HeadMoments(NamedTuple):
     attended_keys: list[torch.Tensor]
 
 
-def head_moments(
+def compute_head_moments(
     tensors: AttentionTensors,
     heads: HeadCounts,
     inputs: Sequence[AttentionInputs],
     groups: Sequence[Sequence[int]],
     with_attended_keys: bool = False,
 ) -> HeadMoments:
-    """Return the moments of the heads of an attention on text.
+    """Compute the second moments of an attention module's heads on text.
 
     Args:
-        tensors: The projections of the attention.
+        tensors: The projections of the module.
         heads: The head counts.
-        inputs: Inputs of the attention on text.
+        inputs: Recorded inputs of the module.
         groups: Groups of query heads that will share a key/value head.
         with_attended_keys: Whether to compute `HeadMoments.attended_keys`.
     """
@@ -552,7 +558,7 @@ def head_moments(
                 attended = (weights[:, head] @ stacked)[batch.valid]
                 moment += attended.T @ attended
         for group, moment in zip(groups, attended_keys, strict=False):
-            moment += _attended_key_moment(tensors, heads, batch, weights[:, list(group)], list(group))
+            moment += _compute_attended_key_moment(tensors, heads, batch, weights[:, list(group)], list(group))
     return HeadMoments(
         queries / query_count,
         [moment / key_count for moment in keys],
@@ -561,14 +567,14 @@ def head_moments(
     )
 
 
-def _attended_key_moment(
+def _compute_attended_key_moment(
     tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, weights: torch.Tensor, group: list[int]
 ) -> torch.Tensor:
-    """Return the moment of attended keys of a group in one batch. `weights` are those of its heads, [b, g, n, m]."""
+    """Return the attended-key moment of a group in one batch. `weights` are its attention weights [b, g, n, m]."""
     keys = _project_heads(tensors, "key", heads, batch.key_value_states)[:, :, group].flatten(2)  # [b, m, g*d]
     weights = weights.masked_fill(~batch.valid[:, None, :, None], 0.0)
     weighted = keys * weights.sum((1, 2))[..., None]
-    means = (weights @ keys[:, None]).transpose(1, 2)[batch.valid].flatten(0, 1)  # z for each query and head
+    means = (weights @ keys[:, None]).transpose(1, 2)[batch.valid].flatten(0, 1)  # z of each query and head
     return (keys.flatten(0, 1).T @ weighted.flatten(0, 1) - means.T @ means).double() / len(group)
 
 
@@ -579,57 +585,57 @@ def square_root(moment: torch.Tensor) -> torch.Tensor:
 
 
 def pseudo_inverse(root: torch.Tensor) -> torch.Tensor:
-    """Return the pseudo-inverse of a `square_root`."""
+    """Return the pseudo-inverse of a matrix from `square_root`."""
     values, vectors = torch.linalg.eigh((root + root.T) / 2)
     floor = values.max().clamp_min(1e-300) * math.sqrt(RANK_TOLERANCE)
     return (vectors * torch.where(values > floor, 1 / values.clamp_min(floor), 0.0)) @ vectors.T
 
 
-def heads_are_free(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:
-    """Return whether heads can be reordered, that is, whether only their own projections distinguish them.
+def can_reorder_heads(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:
+    """Return whether heads can be reordered, that is, whether they differ only in their projections.
 
-    T5's self-attentions cannot, because head i has the same position bias in all layers.
+    This is not possible in T5's self-attention because head i has the same position bias in all layers.
     """
     is_symmetric = heads.query == heads.output and heads.key == heads.value
     return is_symmetric and all(batch.position_bias is None for batch in inputs)
 
 
 @torch.no_grad()
-def best_groups(
+def find_best_groups(
     tensors: AttentionTensors,
     heads: HeadCounts,
     inputs: Sequence[AttentionInputs],
     generator: torch.Generator,
     uses: int = 1,
 ) -> Groups:
-    """Search the groups of query heads that lose the least energy of logits and values if each group shares a head.
+    """Search for the groups of query heads that lose the least logit and value energy if each group shares a head.
 
-    The search first minimizes the loss of pairs of heads within groups, with swaps from random starts. The best
+    The search first minimizes the pairwise loss within groups by swapping heads, from random starting points. The best
     result, or groups of consecutive heads if they are better, is then improved by swaps that minimize the loss of
     whole groups.
 
     Args:
-        tensors: The projections of the attention. `heads_are_free` must hold.
+        tensors: The projections of the module. `can_reorder_heads` must be True.
         heads: The head counts.
-        inputs: Inputs of the attention on text.
-        generator: Random number generator for the starts.
+        inputs: Recorded inputs of the module.
+        generator: Random number generator for the starting points.
         uses: Number of consecutive inputs that come from the same batch of text.
 
     Returns:
-        The query heads of each group.
+        The query heads in each group.
     """
     count = heads.key[1]
-    units = consecutive_groups(heads.query, heads.key[0])  # heads that already share a head stay together
+    units = consecutive_groups(heads.query, heads.key[0])  # query heads that already share a head stay together
     if count == 1 or count == len(units):
         return consecutive_groups(heads.query, count)
     if (needed_bytes := 16 * heads.query * (heads.query * heads.head_dim) ** 2) > MAX_SEARCH_BYTES:
-        message = "The search for groups of %d heads of size %d would need %.0f GB. Consecutive heads share a head."
+        message = "Grouping consecutive heads because the search for groups of %d heads of size %d would need %.0f GB."
         logger.warning(message, heads.query, heads.head_dim, needed_bytes / 1e9)
         return consecutive_groups(heads.query, count)
     loss = _make_sharing_loss(tensors, heads, _sample_inputs(inputs, uses), units)
 
     def pairs_loss(group: Sequence[int]) -> float:
-        """Return the sum of the losses of all pairs in a group."""
+        """Return the total loss of all pairs in a group."""
         return sum(loss(pair) for pair in itertools.combinations(sorted(group), 2))
 
     starts = [torch.randperm(len(units), generator=generator).tolist() for _ in range(RANDOM_STARTS)]
@@ -647,10 +653,10 @@ def best_groups(
 def _make_sharing_loss(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], units: Groups
 ) -> Callable[[Sequence[int]], float]:
-    """Return a function of a group of units: the share of the energy of logits and values that it loses."""
+    """Return a function that computes the share of logit and value energy that a group of units loses."""
     d = heads.head_dim
     all_heads = list(range(heads.query))
-    queries, (keys,), (values,), _ = head_moments(tensors, heads, inputs, [all_heads])
+    queries, (keys,), (values,), _ = compute_head_moments(tensors, heads, inputs, [all_heads])
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
     # In these coordinates the energy is the trace, and d dimensions preserve the sum of the d largest eigenvalues.
     keys = _transform(keys, [square_root(moment) for moment in queries])
@@ -661,7 +667,7 @@ def _make_sharing_loss(
     losses: dict[tuple[int, ...], float] = {}
 
     def loss(group: Sequence[int]) -> float:
-        """Return the loss of a group. Known losses are not computed again."""
+        """Return the loss of a group. Losses are cached."""
         group = tuple(sorted(group))
         if group not in losses:
             members = [head for unit in group for head in units[unit]]
@@ -676,7 +682,7 @@ def _make_sharing_loss(
 
 
 def _transform(moment: torch.Tensor, roots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the moment of stacked heads after each head is multiplied by its matrix in `roots`."""
+    """Return the moment of stacked heads after multiplying each head by its matrix in `roots`."""
     scale = torch.block_diag(*roots)
     return scale @ moment @ scale.T
 
@@ -685,13 +691,13 @@ def _sample_inputs(inputs: Sequence[AttentionInputs], uses: int) -> list[Attenti
     """Return evenly spaced inputs with about `SEARCH_TOKENS` tokens."""
     tokens = sum(int(batch.valid.sum()) for batch in inputs)
     stride = max(1, tokens // SEARCH_TOKENS)
-    while math.gcd(stride, uses) > 1:  # otherwise the sample would only contain some of the layers
+    while math.gcd(stride, uses) > 1:  # otherwise, the sample would only contain some of the layers
         stride += 1
     return list(inputs)[::stride]
 
 
 def _improve_by_swaps(groups: Groups, loss: Callable[[Sequence[int]], float]) -> Groups:
-    """Swap members of two groups as long as this decreases the sum of the losses of the groups."""
+    """Swap members between groups as long as this decreases the total loss."""
     groups = [list(group) for group in groups]
     improved = True
     while improved:

@@ -1,4 +1,4 @@
-"""The inputs of each attention of the original model on a calibration, recorded in passes that fit into memory."""
+"""Records the inputs of the original attention modules on calibration data, in passes that fit into memory."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from ...modeling.variant_names import EAGER, RECORDING, SDPA
 from ...progress import progress_bar
 from ..attention_modules import AttentionModule
 from ..attention_tensors import AttentionInputs, AttentionTensors
-from .batches import drop_encoder_outputs, reuse_encoder_outputs
+from .batches import with_known_encoder_outputs, without_known_encoder_outputs
 
-UNREADABLE = "The original model cannot read the calibration, so its configuration is wrong"
-# Maximum size of recorded inputs. If the modules need more, they are recorded in several passes over the text.
+UNREADABLE = "The original model cannot read the calibration data, so its configuration is invalid"
+# Maximum size of recorded inputs. If the modules need more memory, they are recorded in several passes over the text.
 MAX_RECORDED_BYTES = 3 * 2**30
 
 
 def compute_attention(
     tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the output of one attention for recorded inputs, with torch's fused attention or with its own kernel.
+    """Compute a module's output for recorded inputs with PyTorch's fused attention or the module's own kernel.
 
     Args:
-        tensors: The projections of the attention.
+        tensors: The projections of the module.
         inputs: The recorded inputs.
         query_heads: Number of query heads.
 
     Returns:
-        The output [b, n, D] and the outputs of the heads [b, n, h*d]. Rows of queries without keys, and the gradients
-        of these rows, are arbitrary: only use valid rows.
+        The output [b, n, D] and the concatenated head outputs [b, n, h*d]. Rows of queries without keys and their
+        gradients are arbitrary, so only valid rows should be used.
     """
     projected = _project_heads(tensors, inputs, query_heads)
     if tensors.kernel is None:
         context = fused_attention(*projected, **_attention_arguments(inputs)).flatten(2)
     else:
-        # The last query attends to all keys except padding, so its row is the mask of the keys.
+        # The last query attends to all keys except padding, so its row is the key mask.
         mask = None if inputs.mask is None else inputs.mask[..., -1:, :]
         query, key, value = projected
         attention: Any = tensors  # it has the attributes of a module with a kernel
@@ -59,12 +59,12 @@ def compute_attention(
 
 
 def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
-    """Return the attention weights [b, h, n, m] for recorded inputs. Arguments as for `compute_attention`."""
+    """Return the attention weights [b, h, n, m] for recorded inputs. Takes the arguments of `compute_attention`."""
     return attention_with_weights(*_project_heads(tensors, inputs, query_heads), **_attention_arguments(inputs))[1]
 
 
 def _project_heads(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> list[torch.Tensor]:
-    """Return the queries [b, h, n, d], and the keys and values [b, k, m, d]."""
+    """Return the queries [b, h, n, d], keys [b, k, m, d] and values [b, k, m, d]."""
     head_dim = tensors.query_weight.shape[0] // query_heads
     latent = tensors.latent(inputs.key_value_states)
     role_inputs = (("query", inputs.states), ("key", latent), ("value", latent))
@@ -74,7 +74,7 @@ def _project_heads(tensors: AttentionTensors, inputs: AttentionInputs, query_hea
 
 
 def _attention_arguments(inputs: AttentionInputs) -> dict[str, Any]:
-    """Return the arguments of attention functions that recorded inputs contain."""
+    """Return the recorded inputs as keyword arguments for attention functions."""
     return {name: getattr(inputs, name) for name in ("mask", "position_bias", "scaling", "is_causal")}
 
 
@@ -82,19 +82,19 @@ def _attention_arguments(inputs: AttentionInputs) -> dict[str, Any]:
 def record_inputs(
     model: AttnVariantModelMixin, paths: Sequence[str], batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> dict[str, list[AttentionInputs]]:
-    """Run a model on batches and record the inputs of its attentions.
+    """Run a model on batches and record the inputs of its attention modules.
 
     Args:
-        model: A model of this package.
+        model: A model from this package.
         paths: Paths of attention modules inside the base model.
         batches: Model inputs with their attention masks.
 
     Returns:
-        {path: inputs of each call}. A module that a forward pass calls several times (ALBERT's shared layers) has
-        one item for each call.
+        {path: inputs of each call}. If a forward pass calls a module several times (ALBERT's shared layers), there is
+        one item per call.
     """
     recorder = _Recorder(model, paths)
-    arguments = reuse_encoder_outputs if recorder.only_needs_decoder() else drop_encoder_outputs
+    arguments = with_known_encoder_outputs if recorder.only_needs_decoder() else without_known_encoder_outputs
     implementation = model.config._attn_implementation
     device = next(model.parameters()).device
     with recorder.record():
@@ -111,11 +111,11 @@ def record_inputs(
 
 
 class _AllRecorded(Exception):
-    """Raised to end a forward pass when all attentions are recorded."""
+    """Raised to end a forward pass when all requested modules have been recorded."""
 
 
 class _Recorder:
-    """A recorder of the inputs of some attentions, in the order of their calls."""
+    """Records the inputs of the given attention modules in the order of their calls."""
 
     def __init__(self, model: AttnVariantModelMixin, paths: Sequence[str]):
         self.batch: dict[str, torch.Tensor] = {}
@@ -131,7 +131,7 @@ class _Recorder:
         self._inputs: dict[nn.Module, torch.Tensor] = {}
 
     def only_needs_decoder(self) -> bool:
-        """Return whether all recorded attentions are in the decoder."""
+        """Return whether all modules to record are in the decoder."""
         return all(site.stack == "decoder" for _, site, _, _ in self._modules.values())
 
     @contextmanager
@@ -152,7 +152,7 @@ class _Recorder:
         self._calls_expected, self._calls_in_batch = self._calls_in_batch, 0
 
     def _store_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        """Store the input of a projection (a forward pre-hook)."""
+        """Store the input of a projection. This is a forward pre-hook."""
         self._inputs[module] = args[0]
 
     def attention(
@@ -166,12 +166,12 @@ class _Recorder:
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Record a call of the attention function and return its result (the interface of Transformers)."""
+        """Record a call to the attention function and return its result. Implements the Transformers interface."""
         if module in self._modules:
             path, site, query_linear, key_linear = self._modules[module]
             states, key_value_states = self._inputs[query_linear], self._inputs[key_linear]
             mask_name = "decoder_attention_mask" if site.stack == "decoder" else "attention_mask"
-            # The mask of a decoder-only model is `attention_mask`. Audio has no mask, so all positions are valid.
+            # In a decoder-only model, the mask is `attention_mask`. Audio has no mask, so all positions are valid.
             valid = self.batch.get(mask_name, self.batch.get("attention_mask"))
             valid = torch.ones_like(states[..., 0], dtype=torch.bool) if valid is None else valid.bool()
             mask, bias = _compute_mask_and_bias(module, query, key, attention_mask, position_bias, **kwargs)
@@ -194,10 +194,10 @@ def _compute_mask_and_bias(
     position_bias: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the additive mask and the bias that give full attention the same result as an attention pattern."""
+    """Return the additive mask and bias with which full attention gives the same result as an attention pattern."""
     bias = position_bias
 
-    @roll_padded_rows  # it moves rows, and moves the attention weights back: here, the mask takes their place
+    @roll_padded_rows  # reorders rows, and restores the order of the result (the mask)
     def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
         key_range = kwargs.get("key_range", module.key_range)
@@ -215,16 +215,16 @@ def _compute_mask_and_bias(
     return mask, bias
 
 
-# The recorder of the conversion in this thread. It is reset afterwards, so that no model stays in memory.
+# The recorder used by the conversion in this thread. It is reset afterwards so that no model stays in memory.
 _RECORDER: ContextVar[_Recorder] = ContextVar("recorder")
 
 
 def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the recorder of this thread."""
+    """Call the attention function of this thread's recorder."""
     return _RECORDER.get().attention(*args, **kwargs)
 
 
-# Transformers finds attention functions, and the masks that they need, by name.
+# Transformers looks up attention functions and their mask functions by name.
 AttentionInterface.register(RECORDING, _recording_attention)
 AttentionMaskInterface.register(RECORDING, ALL_MASK_ATTENTION_FUNCTIONS[EAGER])
 
@@ -234,12 +234,12 @@ def group_modules(
 ) -> Iterator[list[AttentionModule]]:
     """Yield groups of modules whose recorded inputs fit into `MAX_RECORDED_BYTES`.
 
-    Each module needs memory for its own inputs. All cross-attentions of a group share the encoder outputs.
+    Each module needs memory for its own inputs. All cross-attention modules in a group share the encoder outputs.
 
     Args:
         modules: The attention modules.
         model_class: Class of the model.
-        config: Its configuration.
+        config: Configuration of the model.
         batches: The batches to record.
     """
     encoder_positions, decoder_positions = map(sum, zip(*map(_count_positions, batches), strict=True))
@@ -263,9 +263,9 @@ def group_modules(
 
 
 def _count_positions(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Return the number of positions that the encoder (or the only stack) and the decoder read in a batch.
+    """Return the numbers of positions in a batch that the encoder (or the decoder-only model) and the decoder read.
 
-    The encoder reads every second frame of audio features [b, bins, frames].
+    For audio features [b, bins, frames], the encoder reads every second frame.
     """
     audio = batch.get("input_features")
     encoder_positions = batch["input_ids"].numel() if audio is None else audio[:, 0].numel() // 2

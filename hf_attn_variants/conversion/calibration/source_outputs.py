@@ -1,4 +1,4 @@
-"""The original model of a calibration, and how close a converted model is to its outputs on held-out examples."""
+"""Loads the original model for calibration, and compares converted models with it on held-out examples."""
 
 import copy
 import math
@@ -16,50 +16,56 @@ from ...model_properties import DecoderInput, LogitsKind, get_decoder_input, get
 from ...modeling.attention.variant_mixins import AttnVariantModelMixin
 from ...progress import progress_bar
 from ..calibration_settings import Calibration
-from ..checkpoint.models import ModelReader, assemble, load_tokenizer_of, model_of_tensors, reading_checkpoint
+from ..checkpoint.models import (
+    ModelReader,
+    assemble_model,
+    build_model_from_tensors,
+    convert_loading_errors,
+    load_tokenizer_of,
+)
 from ..checkpoint.tensor_files import CheckpointReader
 from ..plan import ConversionPlan
-from ..report import BOUNDS, SHARES, Quality, edit_distance, ratio_interval
-from ..writing import generation_config
+from ..report import BOUNDS, SHARES, Quality, edit_distance, ratio_confidence_interval
+from ..writing import read_generation_config
 from .batches import (
     ENCODER_OUTPUTS,
     IGNORED,
     Batch,
-    drop_encoder_outputs,
     generate_targets,
     get_generated_tokens,
     make_next_token_labels,
-    reuse_encoder_outputs,
+    with_known_encoder_outputs,
+    without_known_encoder_outputs,
 )
 from .examples import make_audio_batch
 
-# Function that loads the original model of a plan in float32, and its tokenizer or feature extractor if there is one.
-SourceModel = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
+# Function that loads a plan's original model in float32, and its tokenizer or feature extractor if there is one.
+SourceLoader = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 
 
-def source_in_memory(reader: ModelReader, model: PreTrainedModel) -> SourceModel:
-    """Return the function that makes the original model of a plan from a model in memory."""
+def source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> SourceLoader:
+    """Return a function that builds a plan's original model from a model in memory."""
 
     def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, None]:
         tensors = {name: reader.read(name).float() for name in reader.entries}
-        return assemble(plan.model_class, plan.source_config, tensors, model), None
+        return assemble_model(plan.model_class, plan.source_config, tensors, model), None
 
     return source
 
 
-def source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceModel:
-    """Return the function that loads the model in a folder, and its processor unless the calibration has one.
+def source_loader_for_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceLoader:
+    """Return a function that loads the model in a folder, and its processor unless `calibration` contains one.
 
-    The function raises an `OSError` if a file is missing or cannot be read, and a `ValueError` if a file is invalid.
+    The function raises `OSError` if a file is missing or cannot be read, and `ValueError` if a file is invalid.
     """
 
     def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, Any]:
         tensors = {name: reader.read(name) for name in reader.entries}
         tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-        # In float32 even if config.json has another dtype: second moments overflow in half precision.
+        # float32 is used even if config.json has another dtype because second moments overflow in half precision.
         config = deepcopy(plan.source_config)
-        model = model_of_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
-        if (generation := generation_config(plan, folder)) is not None:
+        model = build_model_from_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
+        if (generation := read_generation_config(plan, folder)) is not None:
             model.generation_config = generation
         has_processor = calibration is not None and calibration.processor is not None
         return model, None if has_processor else load_processor(folder, calibration)
@@ -68,56 +74,56 @@ def source_of_folder(reader: CheckpointReader, folder: Path, calibration: Calibr
 
 
 def load_processor(folder: Path, calibration: Calibration | None) -> Any:
-    """Return the tokenizer of a checkpoint folder, or its feature extractor if the calibration is audio.
+    """Load the tokenizer from a checkpoint folder, or the feature extractor for audio calibration.
 
     Raises:
-        OSError: if the folder has none.
-        ValueError: if it cannot be loaded.
+        OSError: if the folder has no tokenizer or feature extractor.
+        ValueError: if the tokenizer or feature extractor cannot be loaded.
     """
     if calibration is not None and calibration.audio is not None:
         try:
-            with reading_checkpoint(folder):
+            with convert_loading_errors(folder):
                 return AutoFeatureExtractor.from_pretrained(folder)
         except OSError:
             raise FileNotFoundError(
-                f"{folder} must contain preprocessor_config.json or processor_config.json for a calibration on audio. "
-                "Add one of them, or give `Calibration(..., feature_extractor=feature_extractor)`."
+                f"{folder} must contain preprocessor_config.json or processor_config.json for calibration on audio. "
+                "Add one of them, or pass `Calibration(..., feature_extractor=feature_extractor)`."
             ) from None
-    return load_tokenizer_of(folder, ". Add them, or give `Calibration(..., tokenizer=tokenizer)`.")
+    return load_tokenizer_of(folder, ". Add them, or pass `Calibration(..., tokenizer=tokenizer)`.")
 
 
 MASKED = 0.15  # share of masked tokens, as in arXiv 1810.04805
-# Minimum number of embeddings for subtracting their mean.
+# Minimum number of embeddings required to subtract their mean.
 MIN_CENTERED = 4
 # Relative differences between float32 embeddings below this are rounding errors.
 ROUNDING = 1e-5
-# A loss of more than this times that of a random guess is worse than a guess. Random weights exceed it by only a few
-# hundredths.
+# A loss is considered worse than a random guess if it exceeds the loss of a random guess by this factor. Random
+# weights exceed that loss by only a few hundredths.
 WORSE_THAN_A_GUESS = 1.05
-# An output only counts as runaway if it has more than twice as many tokens as this.
+# An output only counts as runaway if it has more than twice this number of tokens.
 MIN_RUNAWAY_LENGTH = 8
 # If the original model predicts one class for more than this share of the examples, examples for which both models
-# predict it are left out. Otherwise a model that always predicts this class would be within tolerance, or close to it.
-# For tags, the most frequent tag is always left out.
+# predict it are excluded. Otherwise, a model that always predicts this class would be within tolerance, or close to
+# it. For tags, the most frequent tag is always excluded.
 COMMON = 0.75
 
 
 class SourceOutputs:
-    """The outputs of the original model on held-out examples, for comparison with converted models.
+    """The original model's outputs on held-out examples, for comparison with converted models.
 
-    The model itself is not stored.
+    The original model itself is not stored.
     """
 
     def __init__(self, model: PreTrainedModel, processor: Any, calibration: Calibration, batches: Sequence[Batch]):
-        """Run the original model.
+        """Run the original model and store its outputs.
 
         Args:
             model: The original model.
-            processor: Its tokenizer or feature extractor.
-            calibration: The calibration.
+            processor: The model's tokenizer or feature extractor.
+            calibration: The calibration settings.
             batches: Model inputs for the held-out examples.
         """
-        self._length, self.device = calibration.written_length, next(model.parameters()).device
+        self._length, self.device = calibration.generated_length, next(model.parameters()).device
         self._generation = getattr(model, "generation_config", None)
         self._generates = get_decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS
         self._logits_kind = get_logits_kind(model)
@@ -129,7 +135,7 @@ class SourceOutputs:
         self._batches: Sequence[Batch] = batches
         self._targets: Sequence[Batch | None] = [None] * len(batches)
         if self._measure == "tokens" and calibration.audio is None:
-            # The generated outputs are compared. The loss is that of the targets if the calibration has any.
+            # The generated outputs are compared. The loss is computed for the targets if there are any.
             self._targets = batches if calibration.target_texts is not None else self._targets
             bar = progress_bar(batches, desc="generating held-out outputs", unit="batch", leave=False)
             self._batches = [
@@ -145,12 +151,12 @@ class SourceOutputs:
         except ValueError:
             if self._measure not in ("predictions", "scores"):
                 raise
-            # BART's classifiers need an end token, and raise an error if it was truncated.
+            # BART's classifiers raise an error if the end-of-sequence token was truncated.
             self._measure = "embeddings"
             self._source_outputs = self._compute_outputs(model, is_source=True)
         if self._measure == "predictions" and self._logits_kind is LogitsKind.LABELS:
-            # A label that most examples have is informative if it is missing. If there are neither such labels nor
-            # rare ones, the scores are compared instead.
+            # If most examples have a label, its absence is informative. If there are neither such labels nor rare
+            # ones, the scores are compared instead.
             rows = torch.stack(self._source_outputs["predictions"])
             self._is_frequent = rows.float().mean(0) > 0.5
             if not (rows ^ self._is_frequent).any():
@@ -159,10 +165,10 @@ class SourceOutputs:
 
     @property
     def loss(self) -> float | None:
-        """The loss of the original model in nats per token, or None if it was not measured."""
+        """The original model's loss in nats per token, or None if it was not measured."""
         return _compute_loss(self._source_outputs)
 
-    def compared_with(self, model: PreTrainedModel) -> Quality:
+    def compare_with(self, model: PreTrainedModel) -> Quality:
         """Return the quality of a converted model of the same class."""
         training = model.training
         with self._use_generation_config(model):
@@ -172,7 +178,7 @@ class SourceOutputs:
         examples, total = len(amounts), float(counts.sum())
         alike = not total or (self._measure == "scores" and examples == 1)  # a single score has no variance
         if self._measure in ("embeddings", "scores"):
-            alike = alike or _are_alike(torch.stack(self._source_outputs[self._measure]))
+            alike = alike or _are_all_equal(torch.stack(self._source_outputs[self._measure]))
         value = math.nan if alike else float(amounts.sum()) / total
         is_finite = math.isfinite(value)
         before, after = self.loss, _compute_loss(outputs)
@@ -187,14 +193,14 @@ class SourceOutputs:
             if self._measure == "tokens"
             else 0,
             alike=alike,
-            # A model that does not know this kind of text cannot lose quality on it.
+            # A model that was not trained on this type of text cannot lose quality on it.
             unknown=before is not None and before > WORSE_THAN_A_GUESS * math.log(self._vocabulary),
-            interval=ratio_interval(amounts, counts, self._measure in SHARES) if is_finite else None,
+            interval=ratio_confidence_interval(amounts, counts, self._measure in SHARES) if is_finite else None,
             is_rare=self._measure == "predictions" and self._get_common_prediction() is not None,
         )
 
     def _compare(self, outputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the numerator and denominator of each example. `Quality.value` is the ratio of their sums."""
+        """Return the numerators and denominators of all examples. `Quality.value` is the ratio of their sums."""
         source, others = self._source_outputs[self._measure], outputs[self._measure]
         if self._measure == "tokens":
             pairs = [(edit_distance(a, b), len(a)) for a, b in zip(source, others, strict=True)]
@@ -207,7 +213,7 @@ class SourceOutputs:
         return amounts, counts
 
     def _get_common_prediction(self) -> int | None:
-        """Return the prediction that is left out if both models make it, or None if all predictions count."""
+        """Return the prediction that is excluded if both models make it, or None if all predictions are counted."""
         if self._logits_kind is LogitsKind.LABELS:
             return None
         values, counts = torch.cat(self._source_outputs["predictions"]).unique(return_counts=True)
@@ -215,7 +221,7 @@ class SourceOutputs:
         return int(values[counts.argmax()]) if is_common else None
 
     def _is_counted(self, predictions: torch.Tensor) -> torch.Tensor:
-        """Return which predictions count."""
+        """Return a boolean mask of the predictions that are counted."""
         if self._logits_kind is LogitsKind.LABELS:
             return predictions ^ self._is_frequent
         common = self._get_common_prediction()
@@ -223,7 +229,7 @@ class SourceOutputs:
 
     @contextmanager
     def _use_generation_config(self, model: PreTrainedModel) -> Iterator[None]:
-        """Give a model the generation settings of the original model within this context."""
+        """Make a model use the original model's generation settings within this context."""
         if self._generation is None:
             yield
             return
@@ -236,7 +242,7 @@ class SourceOutputs:
 
     @torch.no_grad()
     def _compute_outputs(self, model: PreTrainedModel, is_source: bool = False) -> dict[str, list[Any]]:
-        """Return the outputs to compare, {name: an item for each example}."""
+        """Return the outputs to compare, {name: one item per example}."""
         outputs: dict[str, list[Any]] = {}
         device = next(model.parameters()).device
         for batch, targets in zip(
@@ -250,7 +256,9 @@ class SourceOutputs:
                 name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor
                 for name, tensor in arguments.items()
             }
-            arguments = reuse_encoder_outputs(arguments) if is_source else drop_encoder_outputs(arguments)
+            arguments = (
+                with_known_encoder_outputs(arguments) if is_source else without_known_encoder_outputs(arguments)
+            )
             for name, value in self._compute_batch(model, arguments, labels, is_source, targets).items():
                 outputs.setdefault(name, []).extend(value)
         return outputs
@@ -261,11 +269,13 @@ class SourceOutputs:
         """Return the outputs to compare for one batch."""
         if self._measure == "embeddings":
             return {"embeddings": _compute_embeddings(model.base_model(**batch, output_hidden_states=True), batch)}
-        if self._chooses:  # multiple choice with a single choice returns its score
+        if self._chooses:  # a multiple-choice model with a single choice returns its score
             batch = {name: tensor[:, None] for name, tensor in batch.items()}
         generated = None if is_source or self._measure != "tokens" else self._generate(model, batch)
         # For audio, `_generate` has already run the encoder.
-        inputs = batch if generated is None else reuse_encoder_outputs(batch | _get_encoder_outputs(generated, model))
+        inputs = (
+            batch if generated is None else with_known_encoder_outputs(batch | _get_encoder_outputs(generated, model))
+        )
         if targets is not None:
             inputs = {name: tensor.to(model.device) for name, tensor in targets.items()}
         output = model(**inputs)
@@ -277,18 +287,18 @@ class SourceOutputs:
             labels = make_next_token_labels(inputs["decoder_input_ids"], inputs["decoder_attention_mask"])
         outputs: dict[str, Any] = {"loss": _sum_token_losses(output, labels)}
         if self._measure == "tokens":
-            # The decoder inputs of the original model are its own output.
+            # The original model's own output is used as its decoder input.
             outputs["tokens"] = get_generated_tokens(batch if generated is None else generated, self._generation)
         return outputs
 
     def _generate(self, model: Any, batch: Batch) -> Batch:
-        """Return the decoder inputs that predict the greedy output of a model."""
+        """Return the decoder inputs with which a model predicts its own greedy output."""
         if "input_features" in batch:
             return make_audio_batch(model, list(batch["input_features"]), self._length)
         return generate_targets(model, _remove_decoder_inputs(batch), self._length)
 
     def _get_predictions(self, output: Any, batch: Batch) -> list[torch.Tensor]:
-        """Return for each example its class, the start and end of its answer, the tags of its words, or its labels."""
+        """Return each example's predicted class, answer start and end, tags, or labels."""
         if "start_logits" in output:
             is_read = batch["attention_mask"].bool()
             pair = [logits.masked_fill(~is_read, -math.inf) for logits in (output.start_logits, output.end_logits)]
@@ -305,17 +315,17 @@ class SourceOutputs:
 
 
 def _remove_decoder_inputs(batch: Batch) -> Batch:
-    """Return the encoder inputs of a batch."""
+    """Return a batch without its decoder inputs."""
     return {name: tensor for name, tensor in batch.items() if not name.startswith("decoder_")}
 
 
 def _get_encoder_outputs(batch: Batch, model: PreTrainedModel) -> Batch:
-    """Return the encoder outputs in a batch, on the device of a model."""
+    """Return the encoder outputs in a batch, moved to the model's device."""
     return {name: states.to(model.device) for name, states in batch.items() if name == ENCODER_OUTPUTS}
 
 
 def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -> str:
-    """Return the measure in `BOUNDS` for a model."""
+    """Return the key of `BOUNDS` that applies to a model."""
     if generates:
         return "tokens"
     if model.get_output_embeddings() is not None:
@@ -330,9 +340,9 @@ def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -
 
 
 def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]) -> list[Batch] | None:
-    """Return the batches with `labels`: the masked tokens, or each next token. Other tokens have the label `IGNORED`.
+    """Return batches with `labels` for masked tokens or next tokens. All other tokens have the label `IGNORED`.
 
-    The result is None if the tokenizer has no mask token or no token is masked.
+    Returns None if the tokenizer has no mask token, or if no token is masked.
     """
     if getattr(model.config, "is_decoder", False):
         return [
@@ -354,7 +364,7 @@ def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]
 
 
 def _sum_token_losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Return for each example the sum of the losses of its labels and their number, [b, 2]."""
+    """Return the summed label loss and the number of labels for each example, [b, 2]."""
     logits = output.prediction_logits if "prediction_logits" in output else output.logits
     labels = labels.to(logits.device)
     chosen = labels >= 0
@@ -364,7 +374,7 @@ def _sum_token_losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_loss(outputs: dict[str, list[Any]]) -> float | None:
-    """Return the mean loss over all labels, or None if labels are missing."""
+    """Return the mean loss over all labels, or None if there are no labels."""
     if "loss" not in outputs:
         return None
     total, count = torch.stack(outputs["loss"]).double().sum(0).tolist()
@@ -372,7 +382,7 @@ def _compute_loss(outputs: dict[str, list[Any]]) -> float | None:
 
 
 def _compute_embeddings(output: Any, batch: Batch) -> torch.Tensor:
-    """Return the mean of the last hidden states of each example, [b, D]."""
+    """Return the mean last hidden state of each example, [b, D]."""
     states = output.get("last_hidden_state")
     if states is None:  # a model without a separate base model
         states = output.get("decoder_hidden_states", output.get("hidden_states"))[-1]
@@ -385,7 +395,7 @@ def _compute_embeddings(output: Any, batch: Batch) -> torch.Tensor:
 def _compute_differences(
     measure: str, source: torch.Tensor, others: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numerator and denominator of each example for losses [b, 2], scores [b, s] or embeddings [b, D]."""
+    """Return each example's numerator and denominator for losses [b, 2], scores [b, s] or embeddings [b, D]."""
     if measure == "loss":
         return others[:, 0] - source[:, 0], source[:, 1]
     if measure == "scores":
@@ -395,12 +405,12 @@ def _compute_differences(
     return cosines, torch.ones_like(cosines)
 
 
-def _are_alike(embeddings: torch.Tensor) -> bool:
-    """Return whether several examples have the same embedding or scores [b, D], except for rounding errors."""
+def _are_all_equal(embeddings: torch.Tensor) -> bool:
+    """Return whether all examples have the same embedding or scores [b, D], up to rounding errors."""
     spread = (embeddings - embeddings.mean(0)).norm()
     return len(embeddings) > 1 and bool(spread <= ROUNDING * embeddings.norm())
 
 
 def _count_runaway(source: Sequence[Sequence[int]], converted: Sequence[Sequence[int]]) -> int:
-    """Return the number of examples with more than twice as many generated tokens as the original model."""
+    """Return the number of examples for which the converted model generates over twice as many tokens."""
     return sum(len(b) > 2 * max(len(a), MIN_RUNAWAY_LENGTH) for a, b in zip(source, converted, strict=True))

@@ -1,4 +1,4 @@
-"""Models from tensors: loading them with Transformers, reading their tensors, and building them in memory."""
+"""Loads models and tokenizers with Transformers, reads model tensors, and builds models in memory."""
 
 import copy as copying
 import logging
@@ -16,12 +16,12 @@ from ...errors import is_out_of_memory
 from ...modeling.fields.mechanism_fields import has_kernel
 from ...modeling.mechanisms.kernels.kernel_table import get_random_buffer_names
 from ...modeling.variant_names import get_plain_implementation
-from .source import learned_tokens, local_folder
-from .tensor_files import CheckpointReader, TensorEntry, dtype_name, require_finite
+from .source import find_local_folder, list_learned_tokens
+from .tensor_files import CheckpointReader, TensorEntry, check_finite, dtype_name
 
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
-# Suffixes of the files that a tokenizer can be loaded from.
+# Suffixes of the files from which a tokenizer can be loaded.
 _TOKENIZER_FILE_SUFFIXES = (
     "tokenizer.json",
     "vocab.txt",
@@ -35,14 +35,14 @@ _TOKENIZER_FILE_SUFFIXES = (
 
 
 @contextmanager
-def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
-    """Yield the name to load a checkpoint from. Loading errors within this context become OSError or ValueError.
+def convert_loading_errors(source: str | os.PathLike) -> Iterator[str]:
+    """Yield the name from which to load a checkpoint, and convert loading errors to OSError or ValueError.
 
     Args:
         source: A folder or a Hub id.
     """
-    # If a path does not exist, Transformers would complain about an invalid Hub id, so this is checked first.
-    folder = local_folder(source)
+    # Existence is checked first because Transformers would complain about an invalid Hub id for a missing path.
+    folder = find_local_folder(source)
     name = os.fspath(source)
     # Transformers, huggingface_hub and safetensors raise their own types of errors.
     try:
@@ -56,23 +56,23 @@ def reading_checkpoint(source: str | os.PathLike) -> Iterator[str]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        # The first line of errors of huggingface_hub is the field, and the second line is the value.
+        # In errors from huggingface_hub, the first line is the field, and the second line is the value.
         text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         raise ValueError(f"{name}: {type(error).__name__}: {text}") from error
 
 
 def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint.
+    """Load a checkpoint's tokenizer.
 
     Args:
         source: A folder or a Hub id.
-        advice: As for `check_learned_tokens`.
+        advice: The end of the error message (see `check_learned_tokens`).
         options: Arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
-        OSError, ValueError: as for `reading_checkpoint`, `check_tokenizer_files` and `check_learned_tokens`.
+        OSError, ValueError: See `convert_loading_errors`, `check_tokenizer_files` and `check_learned_tokens`.
     """
-    with reading_checkpoint(source) as folder:
+    with convert_loading_errors(source) as folder:
         check_tokenizer_files(folder, advice)
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     check_learned_tokens(tokenizer, source, advice)
@@ -80,64 +80,64 @@ def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) ->
 
 
 def check_tokenizer_files(source: str, advice: str = "") -> None:
-    """Check that a folder has files of a tokenizer.
+    """Check that a folder contains tokenizer files.
 
     Args:
         source: A folder, or a Hub id, for which nothing is checked.
-        advice: As for `check_learned_tokens`.
+        advice: The end of the error message (see `check_learned_tokens`).
 
     Raises:
-        OSError: if the folder has no file that a tokenizer can be loaded from.
+        OSError: if the folder contains no file from which a tokenizer can be loaded.
     """
     folder = Path(source)
     if folder.is_dir() and not any(
-        name.endswith((*_TOKENIZER_FILE_SUFFIXES, "config.json")) for name in _file_names(folder)
+        name.endswith((*_TOKENIZER_FILE_SUFFIXES, "config.json")) for name in _list_file_names(folder)
     ):
         raise _no_tokenizer_error(source, advice)
 
 
 def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.PathLike, advice: str) -> None:
-    """Check that a tokenizer was loaded from files. Without files, Transformers v5 makes one that knows no words.
+    """Check that a tokenizer was loaded from files, because Transformers v5 otherwise creates an empty tokenizer.
 
     Args:
-        tokenizer: A tokenizer that Transformers loaded.
-        source: The folder or Hub id that it was loaded from.
-        advice: The end of the message with the advice what to do, including the preceding punctuation.
+        tokenizer: A tokenizer that was loaded with Transformers.
+        source: The folder or Hub id from which the tokenizer was loaded.
+        advice: The end of the error message with advice on what to do, including the preceding punctuation.
 
     Raises:
-        OSError: if the tokenizer has no vocabulary. The message names the files of the folder.
+        OSError: if the tokenizer has no vocabulary. The message lists the files in the folder.
     """
-    if learned_tokens(tokenizer):
+    if list_learned_tokens(tokenizer):
         return
     folder = Path(os.path.expanduser(source))
-    if names := [name for name in _file_names(folder) if name.endswith(_TOKENIZER_FILE_SUFFIXES)]:
+    if names := [name for name in _list_file_names(folder) if name.endswith(_TOKENIZER_FILE_SUFFIXES)]:
         raise FileNotFoundError(
-            f"{os.fspath(source)} has {', '.join(names)}, but AutoTokenizer finds no words there, because a "
+            f"{os.fspath(source)} contains {', '.join(names)}, but AutoTokenizer loads an empty vocabulary because "
             f"{type(tokenizer).__name__} needs other files or these belong to another tokenizer{advice}"
         )
     raise _no_tokenizer_error(source, advice)
 
 
-def _file_names(folder: Path) -> list[str]:
-    """Return the names of the files in a folder, sorted."""
+def _list_file_names(folder: Path) -> list[str]:
+    """Return the sorted names of the files in a folder."""
     return sorted(path.name for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
 
 
 def _no_tokenizer_error(source: str | os.PathLike, advice: str) -> FileNotFoundError:
-    """Return the error for a folder without tokenizer files."""
+    """Return the error to raise for a folder without tokenizer files."""
     return FileNotFoundError(f"{os.fspath(source)} has no tokenizer files{advice}")
 
 
-def model_of_tensors(
+def build_model_from_tensors(
     model_class: type[ModelT], config: Any, tensors: Mapping[str, torch.Tensor], folder: Path, **options: Any
 ) -> ModelT:
-    """Return a model with the tensors of a folder, as `from_pretrained` loads it from the folder itself.
+    """Build a model from named tensors with `from_pretrained`.
 
     Args:
         model_class: Class of the model.
-        config: Its configuration.
+        config: Configuration of the model.
         tensors: {name: tensor} for all tensors.
-        folder: The folder, for messages.
+        folder: The folder from which the tensors were read, for log messages.
         options: Further arguments of `from_pretrained`.
 
     Raises:
@@ -148,31 +148,31 @@ def model_of_tensors(
         record.msg = str(record.msg).replace("from: None", f"from: {folder}")
         return True
 
-    # The report about missing and unexpected tensors names the source of the tensors.
+    # The report about missing and unexpected tensors mentions where the tensors come from.
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(insert_folder)
     try:
-        with reading_checkpoint(folder):
+        with convert_loading_errors(folder):
             return model_class.from_pretrained(None, config=config, state_dict=tensors, **options)
     finally:
         logger.removeFilter(insert_folder)
 
 
 class ModelReader:
-    """A reader of the tensors of a model in memory. `read` does not copy them, but checks that they are finite.
+    """Reads the tensors of a model in memory without copying them, and checks that they are finite.
 
     Args:
-        model: A model of Transformers.
+        model: A Transformers model.
 
     Raises:
-        ValueError: if the model is not from Transformers, has an adapter, or is not in memory.
+        ValueError: if the model is not a Transformers model, has an adapter, or is not in memory.
     """
 
     def __init__(self, model: nn.Module):
         if not isinstance(model, PreTrainedModel):
             raise ValueError(
-                f"`model` must be a Transformers model, got {type(model).__name__}. If it is a wrapper like those "
-                "of peft, give the model inside."
+                f"`model` must be a Transformers model, got {type(model).__name__}. If it is a wrapper (such as a "
+                "PEFT model), pass the model inside it."
             )
         self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         if hasattr(model.config, "variant_fields") and has_kernel(model.config):
@@ -182,39 +182,39 @@ class ModelReader:
         for name, tensor in self._tensors.items():
             if ".lora_" in name or ".base_layer." in name:
                 raise ValueError(
-                    f"`model` must not have an adapter, got {name!r}. Merge it first (`merge_and_unload` of peft), or "
-                    "convert the model without it and train the adapter on the converted model."
+                    f"`model` must not have an adapter, got {name!r}. Merge it first (`merge_and_unload` in PEFT), or "
+                    "convert the model without it and train a new adapter on the converted model."
                 )
             if tensor.device.type == "meta":
                 raise ValueError(
-                    f"{name!r} must be in memory, but it is on the device meta. Load the model without offloading."
+                    f"{name!r} must be in memory, but it is on the meta device. Load the model without offloading."
                 )
             self.entries[name] = TensorEntry("", dtype_name(tensor.dtype), tuple(tensor.shape))
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor after checking that it is finite."""
-        return require_finite(self._tensors[name].detach(), name)
+        return check_finite(self._tensors[name].detach(), name)
 
 
-# Both classes have `entries` and `read`.
+# Both classes provide `entries` and `read`.
 TensorSource = CheckpointReader | ModelReader
 
 
-def assemble(
+def assemble_model(
     model_class: type[ModelT],
     config: Any,
     tensors: dict[str, torch.Tensor],
     model: PreTrainedModel,
     copy: bool = False,
 ) -> ModelT:
-    """Build a model from named tensors. Tied weights, buffers and all other state are those of `model`.
+    """Build a model from named tensors. Tied weights, buffers and all other state are taken from `model`.
 
     Args:
         model_class: Class of the new model.
-        config: Its configuration.
+        config: Configuration of the new model.
         tensors: {name: tensor} for all tensors.
         model: The original model.
-        copy: Whether to copy tensors that share the memory of `model`.
+        copy: Whether to copy tensors that share memory with `model`.
     """
     with torch.device("meta"):
         built = model_class(config)
@@ -229,7 +229,7 @@ def assemble(
             if copy and source is not None and tensor.data_ptr() == source.data_ptr():
                 tensor = tensor.clone()
             parameters[id(source)] = nn.Parameter(tensor, requires_grad=source is None or source.requires_grad)
-        _set_tensor(built, name, parameters[id(source)])  # tied weights stay one parameter
+        _set_tensor(built, name, parameters[id(source)])  # tied weights remain a single parameter
     for name, buffer in model.named_buffers():
         _set_tensor(built, name, buffer.clone())
     for name in buffers:
@@ -238,7 +238,7 @@ def assemble(
 
 
 def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Replace a parameter or a buffer of a model."""
+    """Replace a parameter or buffer in a model."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     module_tensors: Any = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
@@ -246,7 +246,7 @@ def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _copy_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
-    """Copy state that is not in tensors: training mode, attention implementation, checkpointing, generation."""
+    """Copy non-tensor state: training mode, attention implementation, gradient checkpointing, generation settings."""
     converted.train(model.training)
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
@@ -255,7 +255,7 @@ def _copy_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
             )
     implementation = model.config._attn_implementation
     converted.set_attn_implementation(get_plain_implementation(implementation))
-    # The weights of an untied T5 must not be tied, although its class ties them.
+    # The weights of an untied T5 model must stay untied, although its class ties them.
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     converted.all_tied_weights_keys = {
         name: to for name, to in (converted.all_tied_weights_keys or {}).items() if name in tied
@@ -265,7 +265,7 @@ def _copy_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
     missing = [name for name, tensor in (*converted.named_parameters(), *converted.named_buffers()) if tensor.is_meta]
     if missing:
         raise ValueError(
-            f"`model` must be a plain {converted.config.model_type} model, but it has no tensor {missing[0]!r}. "
-            "Convert the model without additions."
+            f"`model` must be an unmodified {converted.config.model_type} model, but it has no tensor {missing[0]!r}. "
+            "Convert the original model."
         )
     return converted

@@ -1,14 +1,15 @@
-"""Reading and writing checkpoints tensor by tensor: safetensors files, or pickles on request.
+"""Reads and writes checkpoints tensor by tensor, as safetensors files or (on request) pickle files.
 
-A reader holds at most one tensor, or one chunk of it, in memory. A safetensors file consists of 8 bytes with the
+A reader holds at most one tensor, or one chunk of a tensor, in memory. A safetensors file consists of 8 bytes with the
 length of the header (little-endian), a JSON header with the dtype, shape and byte range of each tensor, and the bytes.
-`safetensors.safe_open` is not used for three reasons. It maps files into memory, so a file that is truncated during
-reading ends the process (SIGBUS), and its pages count as memory. Its errors do not distinguish a file that is too
-short from one that is too long. It slices rows, and packed dtypes need bytes.
+`safetensors.safe_open` is not used for three reasons. First, it maps files into memory, so the process crashes
+(SIGBUS) if a file is truncated while it is read, and the mapped pages count as used memory. Second, its errors do not
+distinguish between files that are too short and too long. Third, it slices rows, but packed dtypes require byte
+ranges.
 
-**Positions.** A checkpoint with learned position embeddings can get more positions. "tiled" repeats the existing ones
-(arXiv 2004.05150, section 5). "interpolated" stretches them to the new number: each new position lies between two old
-neighbors (arXiv 2306.15595, equation 4, applied to learned positions).
+**Positions.** The number of positions in a checkpoint with learned position embeddings can be increased. "tiled"
+repeats the existing embeddings (arXiv 2004.05150, section 5). "interpolated" stretches them to the new number by
+interpolating between neighboring positions (arXiv 2306.15595, equation 4, applied to learned positions).
 """
 
 import json
@@ -31,7 +32,7 @@ from ...model_folder import read_json
 from ...modeling.fields.field_checks import check_size
 from ...modeling.mechanisms.kernels.kernel_table import KERNELS, get_kernel_class
 from ...registration import variant_config_class
-from .source import check_no_pickle
+from .source import check_no_pickled_weights
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -57,7 +58,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a torch dtype.
+    """Return the safetensors name for a torch dtype.
 
     Raises:
         ValueError: if the format does not support the dtype.
@@ -80,7 +81,7 @@ def element_size(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The location of a tensor: file, dtype (safetensors name), shape, and byte range in the data of the file."""
+    """Describes a stored tensor: its file, dtype (safetensors name), shape, and byte range in the file's data."""
 
     file: str
     dtype: str
@@ -95,22 +96,22 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor in bytes. Raises `ValueError` if its dtype cannot be written."""
+        """The size of the tensor in bytes. Raises `ValueError` if tensors of its dtype cannot be written."""
         return self.numel * element_size(self.dtype)
 
     @property
     def is_floating(self) -> bool:
-        """Whether the elements are floating-point numbers of a dtype that `--dtype` converts."""
+        """Whether the tensor has a floating-point dtype that `--dtype` can convert."""
         return self.dtype in CASTABLE
 
 
-def require_finite(tensor: torch.Tensor, name: str, location: object = "the model") -> torch.Tensor:
-    """Return a tensor after checking that its elements are finite.
+def check_finite(tensor: torch.Tensor, name: str, location: object = "the model") -> torch.Tensor:
+    """Return a tensor unchanged after checking that all elements are finite.
 
     Args:
         tensor: The tensor.
-        name: Its name, for the message.
-        location: The file or model that contains it, for the message.
+        name: Name of the tensor, for the error message.
+        location: The file or model that contains the tensor, for the error message.
 
     Raises:
         ValueError: if an element is NaN or infinite.
@@ -120,7 +121,8 @@ def require_finite(tensor: torch.Tensor, name: str, location: object = "the mode
         if not (lowest.isfinite() and largest.isfinite()):
             kind = "NaN" if largest.isnan() or lowest.isnan() else "infinite numbers"
             raise ValueError(
-                f"{location}: the tensor {name!r} must be finite, got {kind}. Repair the checkpoint or train it again."
+                f"The tensor {name!r} in {location} must be finite, got {kind}. Repair the checkpoint or retrain the "
+                "model."
             )
     return tensor
 
@@ -129,24 +131,24 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Convert the elements of a tensor to `dtype`.
 
     Raises:
-        ValueError: if a finite number becomes infinite.
+        ValueError: if a finite element becomes infinite.
     """
     converted = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
         overflowed = torch.isinf(converted) & ~torch.isinf(tensor)
         if overflowed.any():
-            raise ValueError(f"{name!r} contains numbers that are too large for {dtype}. Use bfloat16 or float32.")
+            raise ValueError(f"{name!r} contains values that are too large for {dtype}. Use bfloat16 or float32.")
     return converted
 
 
 class CheckpointReader(ABC):
-    """A reader of the tensors of a checkpoint folder. It reads one tensor at a time and checks that it is finite.
+    """Reads the tensors in a checkpoint folder one at a time, and checks that they are finite.
 
     Attributes:
-        folder: Folder of the checkpoint.
-        files: Names of the weight files in order.
-        entries: {name: `TensorEntry`} for every tensor, in the order of the files.
-        index_metadata: The `metadata` of the index, or None if there is one weight file.
+        folder: The checkpoint folder.
+        files: Ordered names of the weight files.
+        entries: {name: `TensorEntry`} for every tensor, in file order.
+        index_metadata: The `metadata` in the index, or None if there is only one weight file.
     """
 
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
@@ -155,11 +157,11 @@ class CheckpointReader(ABC):
 
     @abstractmethod
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor in its own memory."""
+        """Read one tensor into newly allocated memory."""
 
     @abstractmethod
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the elements of one tensor as short flat tensors (uint8 if torch does not have the dtype)."""
+        """Yield the elements of one tensor as short flat tensors (uint8 if PyTorch does not support the dtype)."""
 
     @abstractmethod
     def close(self) -> None:
@@ -173,10 +175,10 @@ class CheckpointReader(ABC):
 
 
 class SafetensorsReader(CheckpointReader):
-    """A reader of safetensors files. It checks all headers and file sizes before it reads the first tensor.
+    """Reads safetensors files, after checking all headers and file sizes.
 
     Raises:
-        OSError: if a file is missing or shorter than its header says.
+        OSError: if a file is missing, or is shorter than stated in its header.
         ValueError: if a header or an index is invalid.
     """
 
@@ -190,28 +192,28 @@ class SafetensorsReader(CheckpointReader):
             for name, entry in entries.items():
                 if name in self.entries:
                     raise ValueError(
-                        f"{folder}: the tensor {name!r} is in both {self.entries[name].file} and {file}. Remove one."
+                        f"The tensor {name!r} is in both {self.entries[name].file} and {file} of {folder}. Remove one."
                     )
                 self.entries[name] = entry
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor in its own memory."""
+        """Read one tensor into newly allocated memory."""
         entry = self.entries[name]
         if entry.dtype not in TORCH_DTYPES:
             raise ValueError(
-                f"{self.folder / entry.file}: {name!r} must have a dtype that torch can read, got {entry.dtype}. "
+                f"{name!r} in {self.folder / entry.file} must have a dtype that PyTorch supports, got {entry.dtype}. "
                 "Convert the original, unquantized model."
             )
         elements = self._read_elements(entry, entry.begin, entry.end, TORCH_DTYPES[entry.dtype])
-        return require_finite(elements, name, self.folder / entry.file).reshape(entry.shape)
+        return check_finite(elements, name, self.folder / entry.file).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the elements of one tensor as short flat tensors (uint8 if torch does not have the dtype)."""
+        """Yield the elements of one tensor as short flat tensors (uint8 if PyTorch does not support the dtype)."""
         entry = self.entries[name]
         dtype = TORCH_DTYPES.get(entry.dtype, torch.uint8)
         for begin in range(entry.begin, entry.end, CHUNK_BYTES):
             elements = self._read_elements(entry, begin, min(begin + CHUNK_BYTES, entry.end), dtype)
-            yield require_finite(elements, name, self.folder / entry.file)
+            yield check_finite(elements, name, self.folder / entry.file)
 
     def close(self) -> None:
         """Close the files."""
@@ -227,15 +229,15 @@ class SafetensorsReader(CheckpointReader):
         buffer = bytearray(end - begin)
         handle.seek(self._data_starts[entry.file] + begin)
         if handle.readinto(buffer) != len(buffer):
-            raise OSError(f"{self.folder / entry.file} was truncated while it was read. Repeat the command.")
+            raise OSError(f"{self.folder / entry.file} was truncated while it was being read. Run the command again.")
         return torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
 
 
 class PickleReader(CheckpointReader):
-    """A reader of `torch.save` files with `weights_only=True`, memory-mapped if their format supports it.
+    """Reads `torch.save` files with `weights_only=True`, memory-mapped if the file format supports it.
 
     Raises:
-        ValueError: if a file contains other objects than tensors.
+        ValueError: if a file contains objects other than tensors.
     """
 
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
@@ -245,25 +247,25 @@ class PickleReader(CheckpointReader):
             for name, tensor in _load_pickle(folder / file).items():
                 if not isinstance(tensor, torch.Tensor):
                     raise ValueError(
-                        f"{folder / file}: {name!r} must be a tensor, got {type(tensor).__name__}. Save only the "
-                        "`state_dict` of the model."
+                        f"{name!r} in {folder / file} must be a tensor, got {type(tensor).__name__}. Save only the "
+                        "model's `state_dict`."
                     )
                 if name in self.entries:
                     raise ValueError(
-                        f"{folder}: the tensor {name!r} is in both {self.entries[name].file} and {file}. Remove one."
+                        f"The tensor {name!r} is in both {self.entries[name].file} and {file} of {folder}. Remove one."
                     )
                 self.entries[name] = TensorEntry(file, dtype_name(tensor.dtype), tuple(tensor.shape))
                 self._tensors[name] = tensor
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor in its own memory."""
-        return require_finite(self._tensors[name], name, self.folder / self.entries[name].file).clone()
+        """Read one tensor into newly allocated memory."""
+        return check_finite(self._tensors[name], name, self.folder / self.entries[name].file).clone()
 
     def chunks(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of one tensor as short flat tensors."""
         flat = self._tensors[name].contiguous().reshape(-1)
         for chunk in flat.split(max(1, CHUNK_BYTES // flat.element_size())):
-            yield require_finite(chunk, name, self.folder / self.entries[name].file)
+            yield check_finite(chunk, name, self.folder / self.entries[name].file)
 
     def close(self) -> None:
         """Release the tensors."""
@@ -271,18 +273,18 @@ class PickleReader(CheckpointReader):
 
 
 def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> CheckpointReader:
-    """Open the weights of a checkpoint folder: one safetensors file, or shards with an index.
+    """Open the weights in a checkpoint folder, which are a single file or shards with an index.
 
     Args:
-        folder: Folder with model.safetensors, or with model.safetensors.index.json and its shards, or with pickles.
+        folder: Folder with model.safetensors, model.safetensors.index.json and its shards, or pickle files.
         allow_pickle: Whether to read pytorch_model.bin if there is no safetensors file.
 
     Returns:
-        A reader of the tensors. It is a context manager.
+        A reader for the tensors, which is also a context manager.
 
     Raises:
         OSError: if the folder has no weights, or a file is missing or truncated.
-        ValueError: if a header or an index is invalid, or the weights are pickles that are not allowed.
+        ValueError: if a header or an index is invalid, or the folder only has pickle files and these are not allowed.
     """
     folder = Path(folder)
     if (folder / WEIGHTS_NAME).is_file():
@@ -292,33 +294,33 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
     pickles = [name for name in (PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME) if (folder / name).is_file()]
     if not pickles:
         raise FileNotFoundError(
-            f"{folder} must contain {WEIGHTS_NAME} or {INDEX_NAME}. Give the folder of a safetensors checkpoint."
+            f"{folder} must contain {WEIGHTS_NAME} or {INDEX_NAME}. Pass the folder of a safetensors checkpoint."
         )
     if not allow_pickle:
-        check_no_pickle(str(folder), pickles)
+        check_no_pickled_weights(str(folder), pickles)
     if pickles[0] == PICKLE_WEIGHTS_NAME:
         return PickleReader(folder, pickles[:1])
     return PickleReader(folder, *_read_index(folder / PICKLE_INDEX_NAME))
 
 
 def _read_index(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """Return the sorted shards and the metadata of an index, after checking that all shards exist."""
+    """Return the sorted shard names and the metadata from an index, after checking that all shards exist."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         weight_map = index["weight_map"]
         files = list(dict.fromkeys(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} must be an index of shards ({type(error).__name__}: {error}). Download it again."
+            f"{path} must be a valid shard index ({type(error).__name__}: {error}). Download it again."
         ) from error
     for file in files:
-        # With a path in its index, a checkpoint could be read, and its conversion be written, outside its folder.
+        # A path in the index could cause files outside the checkpoint folder to be read or written.
         if not isinstance(file, str) or file in ("", ".", "..") or any(character in file for character in "/\\:\0"):
-            raise ValueError(f"{path}: a shard must be a file in the same folder, got {file!r}. Correct the index.")
+            raise ValueError(f"Shards in {path} must be files in the same folder, got {file!r}. Correct the index.")
     missing = [file for file in files if not (path.parent / file).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{path.parent}: {len(missing)} of {len(files)} shards are missing: {', '.join(sorted(missing)[:5])}. "
+            f"{len(missing)} of {len(files)} shards are missing in {path.parent}: {', '.join(sorted(missing)[:5])}. "
             "Download the checkpoint again."
         )
     metadata = index.get("metadata")
@@ -326,11 +328,11 @@ def _read_index(path: Path) -> tuple[list[str], dict[str, Any]]:
 
 
 def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
-    """Return the position of the data in a safetensors file, and its tensors in the order of their bytes.
+    """Return the offset of the data in a safetensors file, and its tensors ordered by their byte ranges.
 
     Raises:
-        OSError: if the file is truncated or a git-lfs pointer.
-        ValueError: if its header is invalid, or does not match its size.
+        OSError: if the file is truncated, or is a git-lfs pointer.
+        ValueError: if the header is invalid or does not match the file size.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -342,7 +344,7 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
             raise OSError(f"{path} is a git-lfs pointer instead of the file. Run `git lfs pull`.")
         if length > MAX_HEADER_BYTES:
             raise ValueError(
-                f"{path} is not a safetensors file: its header would have {length} bytes. Download it again."
+                f"{path} is not a safetensors file because its header would have {length} bytes. Download it again."
             )
         if 8 + length > size:
             raise OSError(f"{path} is truncated inside its header ({size} bytes). Download it again.")
@@ -362,17 +364,19 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
         ) from error
     expected = 8 + length + data_end
     if size < expected:
-        raise OSError(f"{path} is truncated: {size:,} bytes of {expected:,}. Download it again.")
+        raise OSError(f"{path} is truncated to {size:,} of {expected:,} bytes. Download it again.")
     if size > expected:
-        raise ValueError(f"{path} has {size:,} bytes, but its header describes {expected:,}. Download it again.")
+        raise ValueError(
+            f"{path} has {size:,} bytes instead of the {expected:,} described in its header. Download it again."
+        )
     return 8 + length, entries
 
 
 def _check_byte_ranges(entries: Mapping[str, TensorEntry]) -> int:
-    """Check that the byte ranges of tensors are valid and contiguous, and return the end of the last one.
+    """Check that the tensors' byte ranges are valid and contiguous, and return the end of the last one.
 
     Raises:
-        ValueError: if they are not.
+        ValueError: if a byte range is invalid, or the ranges are not contiguous.
     """
     position = 0
     for name, entry in entries.items():
@@ -393,34 +397,34 @@ def _check_byte_ranges(entries: Mapping[str, TensorEntry]) -> int:
 
 
 def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
-    """Load a pickle with `weights_only=True` and return its tensors, {name: tensor}."""
+    """Load a pickle file with `weights_only=True` and return its tensors, {name: tensor}."""
     try:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:
-            # Files from before torch 1.6 are not zip archives and cannot be memory-mapped.
+            # Files written before PyTorch 1.6 are not zip archives and cannot be memory-mapped.
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path} cannot be read with weights_only=True: {reason}") from error
     if not isinstance(tensors, Mapping):
         raise ValueError(
-            f"{path} must contain the `state_dict` of a model, got {type(tensors).__name__}. Save the `state_dict`."
+            f"{path} must contain a model's `state_dict`, got {type(tensors).__name__}. Save the `state_dict`."
         )
     return tensors
 
 
 class SafetensorsWriter:
-    """A writer of one safetensors file, tensor by tensor in any order. It writes the header first.
+    """Writes a safetensors file tensor by tensor, in any order, after writing the header.
 
     Args:
-        path: The file. It must not exist.
+        path: The file, which must not exist.
         tensors: {name: (dtype as a safetensors name, shape)} for every tensor.
-        metadata: Strings for the header.
+        metadata: Strings to store in the header.
 
     Raises:
         KeyError: if a tensor is unknown or written twice.
-        ValueError: if a tensor has another dtype or shape, or (at `close`) is missing.
+        ValueError: if a tensor has an unexpected dtype or shape, or is missing when `close` is called.
 
     Example:
 
@@ -435,7 +439,8 @@ class SafetensorsWriter:
     ):
         self.path = path
         self._layout: dict[str, TensorEntry] = {}
-        # Large elements first, as in the format's own library, so that each tensor is aligned to its element size.
+        # As in the safetensors library, tensors with large elements come first so that each is aligned to its element
+        # size.
         position = 0
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -element_size(item[1][0])):
             begin, position = position, position + math.prod(shape) * element_size(dtype)
@@ -452,7 +457,7 @@ class SafetensorsWriter:
         entry = self._layout[name]
         if tuple(tensor.shape) != entry.shape or tensor.dtype != TORCH_DTYPES.get(entry.dtype):
             raise ValueError(
-                f"{self.path.name}: {name!r} must be {entry.dtype} {list(entry.shape)}, got {tensor.dtype} "
+                f"{name!r} in {self.path.name} must be {entry.dtype} {list(entry.shape)}, got {tensor.dtype} "
                 f"{list(tensor.shape)}."
             )
         self.write_chunks(name, [tensor.detach().to("cpu").contiguous().reshape(-1)])
@@ -466,7 +471,7 @@ class SafetensorsWriter:
             written += self._file.write(chunk.view(torch.uint8).numpy().data)
         if written != entry.end - entry.begin:
             raise ValueError(
-                f"{self.path.name}: {name!r} must have {entry.end - entry.begin} bytes, got {written} bytes."
+                f"{name!r} in {self.path.name} must have {entry.end - entry.begin} bytes, got {written} bytes."
             )
         self._missing.remove(name)
 
@@ -475,7 +480,7 @@ class SafetensorsWriter:
         self._file.close()
         if self._missing:
             raise ValueError(
-                f"{self.path.name}: all tensors must be written, but {len(self._missing)} are missing, for example "
+                f"{len(self._missing)} tensors were not written to {self.path.name}, for example "
                 f"{min(self._missing)!r}."
             )
 
@@ -491,13 +496,13 @@ class SafetensorsWriter:
 def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, Any], size: int) -> None:
     """Write the index of a sharded checkpoint of `size` bytes.
 
-    The sizes in the `metadata` of the original index are updated. Its other values do not change.
+    The sizes in the original index's `metadata` are updated. All other values stay unchanged.
 
     Args:
         path: The file to write.
         entries: All tensors.
         metadata: The metadata of the original index.
-        size: Size of all tensors in bytes.
+        size: Total size of all tensors in bytes.
     """
     metadata = dict(metadata) | {"total_size": size}
     if "total_parameters" in metadata:
@@ -519,14 +524,14 @@ def _make_header(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str])
 POSITIONS_FIELD, EXTENSION_FIELD = POSITION_FIELDS = "max_position_embeddings", "position_extension"
 POSITION_WEIGHT = "embeddings.position_embeddings.weight"
 EXTENSIONS = ("tiled", "interpolated")
-# Buffers of old checkpoints with one element per position. They are left out because models create them.
+# Buffers in old checkpoints with one element per position. They are skipped because models create them.
 POSITION_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
-# Files with the maximum length of inputs, each with the name of its field.
+# Files that contain the maximum input length, each with the name of its field.
 LENGTH_FIELDS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json": "max_seq_length"}
 
 
-class LongerCheckpoint(CheckpointReader):
-    """A reader of a checkpoint that adds learned positions. The caller closes the files of the original reader."""
+class ExtendedPositionsReader(CheckpointReader):
+    """Reads a checkpoint and adds learned positions. The caller closes the files of the original reader."""
 
     def __init__(self, stored: CheckpointReader, name: str, positions: int, first: int, extension: str) -> None:
         super().__init__(stored.folder, stored.files, stored.index_metadata)
@@ -536,7 +541,7 @@ class LongerCheckpoint(CheckpointReader):
         self.entries[name] = replace(stored.entries[name], shape=(positions, width))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor. The position embeddings [n, D] keep their first rows; the other rows are extended."""
+        """Return one tensor. For position embeddings [n, D], the unused leading rows stay unchanged."""
         tensor = self.stored.read(name)
         if name != self.name:
             return tensor
@@ -553,12 +558,12 @@ class LongerCheckpoint(CheckpointReader):
 
 
 def _repeat_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
-    """Repeat the rows of a table [n, D] until there are `rows` of them."""
+    """Repeat the rows of a table [n, D] until it has `rows` rows."""
     return table.repeat(-(-rows // table.shape[0]), 1)[:rows]
 
 
 def _interpolate_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
-    """Interpolate a table [n, D] linearly to `rows` rows; the first and the last row do not change."""
+    """Interpolate a table [n, D] linearly to `rows` rows, preserving the first and last rows."""
     columns = table.float().T[None]  # [1, D, n]
     stretched = torch.nn.functional.interpolate(columns, rows, mode="linear", align_corners=True)
     return stretched[0].T.contiguous().to(table.dtype)
@@ -567,20 +572,21 @@ def _interpolate_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
 def extend_positions(
     config: dict[str, Any], reader: CheckpointReader, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], CheckpointReader]:
-    """Return the configuration and the reader of a checkpoint with the number of positions that `fields` contain.
+    """Return a checkpoint's configuration and reader with the number of positions in `fields`.
 
     Args:
         config: The contents of config.json.
-        reader: The reader of the tensors.
-        fields: The fields of a conversion. `max_position_embeddings` includes the first positions of RoBERTa that no
-            token uses, as in its configuration. `position_extension` is one of `EXTENSIONS` (None: "tiled").
+        reader: The reader of the original tensors.
+        fields: The conversion fields. As in RoBERTa's configuration, `max_position_embeddings` includes its unused
+            leading positions. `position_extension` is one of `EXTENSIONS` (if None, "tiled").
 
     Returns:
-        The configuration and the reader, both unchanged if `fields` do not contain `max_position_embeddings`.
+        The configuration and the reader, both unchanged if `fields` does not contain `max_position_embeddings`.
 
     Raises:
-        ValueError: if the model has no learned positions like BERT, the number is not larger than before, the
-            extension is unknown or has no number, or the model is a Linformer, whose learned sums have a fixed length.
+        ValueError: if the model does not have BERT's learned positions, the number is not larger than before, the
+            extension is unknown or set without a number, or the kernel is Linformer, whose learned sums have a fixed
+            length.
     """
     positions, extension = (fields.get(name) for name in POSITION_FIELDS)
     if extension is not None and extension not in EXTENSIONS:
@@ -588,37 +594,35 @@ def extend_positions(
         raise ValueError(f"`{EXTENSION_FIELD}` must be one of {names}, got {extension!r}.")
     if positions is None:
         if extension is not None:
-            raise ValueError(
-                f"`{EXTENSION_FIELD}` needs `{POSITIONS_FIELD}`, got {extension!r} without it. Give both."
-            )
+            raise ValueError(f"`{EXTENSION_FIELD}` {extension!r} has no effect without `{POSITIONS_FIELD}`. Set both.")
         return config, reader
     tables = [name for name in reader.entries if name.endswith(POSITION_WEIGHT)]
     if len(tables) != 1:
         raise ValueError(
-            f"`{POSITIONS_FIELD}` must only be given for models with learned positions like BERT, got a "
-            f"{config.get('model_type')!r} checkpoint. Leave it out."
+            f"`{POSITIONS_FIELD}` is only supported for models with learned positions such as BERT, not for "
+            f"{config.get('model_type')!r} checkpoints. Remove it."
         )
     old_positions = reader.entries[tables[0]].shape[0]
     check_size(POSITIONS_FIELD, positions, old_positions + 1)
     kernel = config.get("attention_kernel")
     if kernel in KERNELS and get_kernel_class(kernel).depends_on_positions:
         raise ValueError(
-            f"`{POSITIONS_FIELD}` must not change in a model with the kernel {kernel!r}, whose learned sums have "
-            f"{old_positions} positions. Leave it out."
+            f"`{POSITIONS_FIELD}` cannot be changed in a model with the kernel {kernel!r}, whose learned sums have "
+            f"{old_positions} positions. Remove it."
         )
-    longer = LongerCheckpoint(
+    longer = ExtendedPositionsReader(
         reader, tables[0], positions, _count_unused_positions(config), extension or EXTENSIONS[0]
     )
     return config | {POSITIONS_FIELD: positions}, longer
 
 
-def lengthen_tokenizer(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Write the number of positions into the files of the tokenizer and of sentence-transformers, if it was changed.
+def update_tokenizer_length(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """Update the maximum length in the tokenizer and sentence-transformers files if the number of positions changed.
 
     Args:
         stage: The new folder.
-        config: The new config.json.
-        fields: The fields of the conversion.
+        config: The contents of the new config.json.
+        fields: The conversion fields.
     """
     if fields.get(POSITIONS_FIELD) is None:
         return
@@ -630,6 +634,6 @@ def lengthen_tokenizer(stage: Path, config: Mapping[str, Any], fields: Mapping[s
 
 
 def _count_unused_positions(config: Mapping[str, Any]) -> int:
-    """Return the number of first positions that no token uses: RoBERTa starts after the index of the padding token."""
+    """Return the number of unused leading positions. In RoBERTa, positions start after the padding token index."""
     after_padding = variant_config_class(config.get("model_type", "")).positions_after_padding
     return config.get("pad_token_id", 1) + 1 if after_padding else 0

@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ...conversion.checkpoint.models import check_learned_tokens, check_tokenizer_files, reading_checkpoint
+from ...conversion.checkpoint.models import check_learned_tokens, check_tokenizer_files, convert_loading_errors
 from ...conversion.checkpoint.source import check_source
 from ...files import parse_json
 from ...modeling.attention import attention_sites
@@ -59,7 +59,7 @@ def load_tokenizer(
     """
     source = settings.tokenizer_name or settings.source
     advice = ". Set --tokenizer_name to a folder or Hub id that contains them."
-    with reading_checkpoint(source) as folder:
+    with convert_loading_errors(source) as folder:
         check_tokenizer_files(folder, advice)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
         if words and _needs_leading_space(tokenizer):
@@ -268,7 +268,7 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
         OSError: If there is no configuration.
         ValueError: If the checkpoint cannot be used, is an adapter, or stores its weights in pickle files.
     """
-    with reading_checkpoint(settings.source) as source:
+    with convert_loading_errors(settings.source) as source:
         check_source(source)
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     if hasattr(config, "relative_attention_max_distance"):
@@ -393,7 +393,7 @@ def load_model_and_unexpected_keys(
         ValueError: If the checkpoint does not match its configuration, `attn_implementation` is not available, or
             weights are missing.
     """
-    with reading_checkpoint(settings.source) as source:
+    with convert_loading_errors(settings.source) as source:
         model, report = model_class.from_pretrained(
             source,
             config=config,

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ...conversion.checkpoint.source import copy_side_files, resolve_source, side_files
+from ...conversion.checkpoint.source import copy_side_files, list_side_files, resolve_source
 from ...conversion.checkpoint.tensor_files import open_checkpoint
 from ...errors import NonFiniteLossError
 from ...files import CARD_NAME
@@ -726,7 +726,7 @@ def _copy_side_files(settings: UptrainingSettings, new_files: Sequence[str], out
     if is_trained_in_place(settings):
         return
     folder = resolve_source(settings.source, weights=False)
-    copied, _ = side_files(folder, [])
+    copied, _ = list_side_files(folder, [])
     # The model was saved with its code, and a different tokenizer must not be overwritten.
     names = [
         name
