@@ -127,7 +127,7 @@ def talking_heads() -> Drawing:
 
 
 def patterns() -> Drawing:
-    """Which of 16 tokens each of them reads; summaries, and what one half of split heads reads, in another colour."""
+    """Draw which of 16 tokens each pattern attends to. Summaries and split heads have another color."""
     n, cell, across = 16, 11, 5
     window = partial(formulas.keys_in_window, window=4)
     stride = partial(formulas.keys_by_stride, stride=4)
@@ -147,7 +147,7 @@ def patterns() -> Drawing:
         ("memory_compressed", [], 0, 4),
     ]
     size = n * cell
-    d = Drawing(across * (size + 14) + 4, -(-len(panels) // across) * (size + 36) + 4, "Which tokens a token reads")
+    d = Drawing(across * (size + 14) + 4, -(-len(panels) // across) * (size + 36) + 4, "Tokens attended to")
     for panel, (title, parts, global_tokens, summaries) in enumerate(panels):
         left, top = 4 + panel % across * (size + 14), 26 + panel // across * (size + 36)
         d.text(left + size / 2, top - 8, title, 13)

@@ -53,12 +53,12 @@ class AttentionModule:
 
     @property
     def gets_kernel(self) -> bool:
-        """Whether the conversion replaces the softmax with a kernel."""
+        """True if the conversion replaces the softmax with a kernel."""
         return self.kernel[0] is None and self.kernel[1] is not None
 
     @property
     def is_reduced(self) -> bool:
-        """Whether the module gets fewer heads, a smaller latent or a kernel, so that its weights must be computed."""
+        """True if the module gets fewer heads, a smaller latent or a kernel, so that its weights must be computed."""
         return self.heads.is_reduced or self.gets_kernel
 
     @property

@@ -82,7 +82,7 @@ class HeadCounts:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether there are fewer heads or a smaller latent afterwards, so that new weights must be computed."""
+        """True if there are fewer heads or a smaller latent afterwards, so that new weights must be computed."""
         return self.relation == "pool" or self.rank_relation == "compress"
 
 
@@ -520,7 +520,7 @@ class ConversionMethod(Protocol):
 
         This method is only called if the number of heads decreases. The values of query and output projections may
         change, but not their shapes. A bias may change, but must not be added or removed. Input tensors must not be
-        changed in place. Unchanged tensors can be returned as they are. PyTorch uses a single thread during this
+        changed in place. Unchanged tensors can be returned directly. PyTorch uses a single thread during this
         call, so expensive fitting should be done beforehand.
 
         Args:

@@ -212,7 +212,7 @@ class Calibration:
 
     @property
     def supports_passages(self) -> bool:
-        """Whether texts can be joined with the texts that follow them."""
+        """True if texts can be joined with the texts that follow them."""
         return self.audio is None and self.target_texts is None and isinstance(self.texts[0], str)
 
     @property

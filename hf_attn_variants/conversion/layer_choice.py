@@ -308,7 +308,7 @@ def compute_matching_shares(
         count += int(same.any(-1).sum())
     if not count:
         raise ValueError(
-            "`keep_matching_layers` needs texts that contain a word twice, but there are none in `calibration`. "
+            "`keep_matching_layers` needs texts that contain a word twice, but `calibration` contains no such text. "
             "Provide longer texts."
         )
     return [round(float(sums[layer].amax()) / count, 4) for layer in range(len(sums))]

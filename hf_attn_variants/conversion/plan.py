@@ -90,7 +90,7 @@ class ConversionPlan:
 
     @property
     def reads_audio(self) -> bool:
-        """Whether the input of the model is audio."""
+        """True if the input of the model is audio."""
         return self.model_class.main_input_name == "input_features"
 
     @cached_property

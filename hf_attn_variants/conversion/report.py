@@ -119,12 +119,12 @@ class Quality:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the model is within tolerance."""
+        """True if the model is within tolerance."""
         return self.verdict == "within tolerance"
 
     @property
     def is_uninformative(self) -> bool:
-        """Whether these examples cannot be used to compare the models."""
+        """True if these examples cannot be used to compare the models."""
         return self.alike or self.unknown
 
     @property
@@ -688,7 +688,7 @@ def get_package_versions() -> dict[str, str]:
 
 
 def _mean_ignoring_none(errors: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None, or None if there are none."""
+    """Return the mean of the values that are not None, or None if all are None."""
     known = [error for error in errors if error is not None]
     return sum(known) / len(known) if known else None
 

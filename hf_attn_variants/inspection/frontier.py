@@ -180,7 +180,7 @@ def load_source(
 def select_variants(
     model: AttnVariantModelMixin, requested: Mapping[str, Sequence[int] | None]
 ) -> list[dict[str, Any]]:
-    """Return the configuration fields of the requested variants, or of the default variants if there are none.
+    """Return the configuration fields of the requested variants, or of the default variants.
 
     Args:
         model: The base model.

@@ -51,7 +51,7 @@ class RunFolder:
 
     @property
     def is_converted(self) -> bool:
-        """Whether the conversion is finished."""
+        """True if the conversion is finished."""
         return self.run.convert is not None and (self.path / CONVERTED / CONFIG_NAME).is_file()
 
     def execute(self) -> None:

@@ -162,7 +162,7 @@ def test_missing_tensor_raises_an_error(make_source, edit_tensors, tmp_path):
 
 
 def test_error_without_a_name_gets_the_checkpoint_name(tmp_path):
-    """Of a tokenizer that is nowhere, transformers says that it could not connect."""
+    """Check the message for a missing tokenizer, because that of Transformers reports a failed connection."""
     with pytest.raises(OSError, match="There is no folder 'nowhere', and as a Hub id: cannot connect"):
         with convert_loading_errors("nowhere"):
             raise OSError("cannot\nconnect")

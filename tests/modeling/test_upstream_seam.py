@@ -58,12 +58,12 @@ def test_arguments_are_read_by_role_in_any_order_and_under_former_names():
 
 
 @pytest.mark.parametrize("owner", [MPNetSelfAttention, MPNetAttention])
-def test_a_class_without_the_attention_interface_is_not_called_changed(owner):
+def test_missing_attention_interface_is_not_reported_as_a_change(owner):
     with pytest.raises(TypeError, match=rf"`{owner.__name__}` .*modeling_mpnet` has no `eager_attention_forward`"):
         type("Variant", (AttentionVariantMixin, owner), {"roles": ("states", "mask")})
 
 
-def test_the_folders_of_models_are_those_of_the_configurations():
+def test_model_folders_match_the_configurations():
     assert sorted(MODEL_FOLDERS) == sorted(config_class.transformers_model_types[0] for config_class in CONFIG_CLASSES)
 
 

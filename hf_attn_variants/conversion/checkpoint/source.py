@@ -323,7 +323,7 @@ def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
 
 
 def list_learned_tokens(tokenizer: Any) -> set[str]:
-    """Return a tokenizer's regular (not special or added) tokens. There are none if it was created without files."""
+    """Return a tokenizer's tokens that are not special or added, or an empty set if it has no files."""
     return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
 
 

@@ -101,7 +101,7 @@ class TensorEntry:
 
     @property
     def is_floating(self) -> bool:
-        """Whether the tensor has a floating-point dtype that `--dtype` can convert."""
+        """True if the tensor has a floating-point dtype that `--dtype` can convert."""
         return self.dtype in CASTABLE
 
 

@@ -96,7 +96,7 @@ def lock_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool
         wait_seconds: How long to wait for another process to release the lock. Defaults to `WAIT_SECONDS`.
 
     Yields:
-        Whether another process held the lock before. If so, the contents of the folder may have changed.
+        True if another process held the lock before. If so, the contents of the folder may have changed.
 
     Raises:
         FolderInUseError: If another process still holds the lock after this time.

@@ -206,7 +206,7 @@ def _make_dataloader(data: Dataset, seed: int, num_workers: int, **options: Any)
         worker_init_fn=_ignore_stop_signals,
         # Without a separate generator, each new iterator would draw a seed from the random state of dropout.
         generator=torch.Generator().manual_seed(seed),
-        pin_memory=on_gpu and torch.cuda.is_available(),  # leave a GPU alone that the run does not use
+        pin_memory=on_gpu and torch.cuda.is_available(),  # do not initialize CUDA for a run on the CPU
         **options,
     )
 
@@ -293,7 +293,7 @@ class MaskedLMPreparer:
 
     @property
     def takes_other_block(self) -> bool:
-        """Whether the second segment of a pair can come from another block."""
+        """True if the second segment of a pair can come from another block."""
         return self.sentence_task == "nsp"
 
     def __call__(
@@ -342,7 +342,7 @@ class MaskedLMPreparer:
     def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Choose tokens and mask them as in BERT (arXiv:1810.04805).
 
-        Of the chosen tokens, 80% become the mask token, 10% become a random token, and 10% are left unchanged.
+        80% of the chosen tokens become the mask token, 10% become a random token, and 10% are left unchanged.
 
         Args:
             ids: The token ids [n].

@@ -254,7 +254,7 @@ class TrainingLoop:
         self._lr = 0.0
         self._position: Tensor | None = None
         self._signals = StopSignals()
-        # Whether any process wants to stop. All processes learn this when they exchange counts in the next step.
+        # True if any process wants to stop. All processes learn this when they exchange counts in the next step.
         self._stopping = False
         self._deadline = math.inf
         self._saved_step: int | None = None

@@ -103,7 +103,7 @@ def configure_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrained
             same.
 
     Returns:
-        Whether the tokenizer was changed.
+        True if the tokenizer was changed.
     """
     has_types, names = getattr(config, "type_vocab_size", 0) > 1, tokenizer.model_input_names
     if ("token_type_ids" in names) == has_types or (has_types and not pairs):

@@ -488,7 +488,7 @@ class OptimizationSettings(Settings):
         "Dev metric that selects the best evaluation. Its weights are kept instead of the last ones.", None
     )
     greater_is_better: bool | None = option(
-        "Whether higher values of that metric are better (default: yes, unless the metric is a loss or an error).",
+        "True if higher values of that metric are better (default: yes, unless the metric is a loss or an error).",
         None,
         resume=WITH_BEST_WEIGHTS,
         action=argparse.BooleanOptionalAction,
@@ -501,12 +501,12 @@ class OptimizationSettings(Settings):
 
     @property
     def only_evaluates(self) -> bool:
-        """Whether the run has no training steps (`num_train_epochs` is 0 and `max_train_steps` is not set)."""
+        """True if the run has no training steps (`num_train_epochs` is 0 and `max_train_steps` is not set)."""
         return self.max_train_steps is None and self.num_train_epochs == 0
 
     @property
     def keeps_best_weights(self) -> bool:
-        """Whether the run ends with the weights of its best evaluation."""
+        """True if the run ends with the weights of its best evaluation."""
         return self.metric_for_best_model is not None or self.early_stopping_patience is not None
 
     def check(self) -> None:

@@ -130,7 +130,7 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
 
     @property
     def is_causal(self) -> bool:
-        """Whether the model predicts the next token instead of masked tokens."""
+        """True if the model predicts the next token instead of masked tokens."""
         return self.objective == CAUSAL
 
     def check(self) -> None:

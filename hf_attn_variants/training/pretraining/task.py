@@ -59,7 +59,7 @@ class BlockPreparer(Protocol):
 
     @property
     def takes_other_block(self) -> bool:
-        """Whether a second block of the text (or None) must also be passed."""
+        """True if a second block of the text (or None) must also be passed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         """Return arrays that have the same shape for every block.

@@ -44,7 +44,7 @@ class TextSource(Protocol):
 
     @property
     def keeps_whitespace(self) -> bool:
-        """Whether to keep line ends, tabs and runs of spaces. Otherwise, each run becomes a single space."""
+        """True to keep line ends, tabs and runs of spaces. Otherwise, each run becomes a single space."""
 
     def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
         """Yield the articles starting at `offset`, each with its own offset."""

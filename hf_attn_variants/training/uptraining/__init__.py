@@ -223,7 +223,7 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
 
     @property
     def is_stream(self) -> bool:
-        """Whether the text is a stream of unknown length, packed into blocks, instead of rows."""
+        """True if the text is a stream of unknown length, packed into blocks, instead of rows."""
         return self.objective == SPAN_CORRUPTION
 
     @property

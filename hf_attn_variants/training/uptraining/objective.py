@@ -371,7 +371,7 @@ class TermWeights:
 
     @property
     def needs_hidden_states(self) -> bool:
-        """Whether a term requires the outputs of the layers."""
+        """True if a term requires the outputs of the layers."""
         return self.hidden_states > 0 or self.embedding_distance > 0
 
 

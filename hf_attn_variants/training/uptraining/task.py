@@ -198,7 +198,7 @@ class UptrainingData:
 
     @property
     def pairs(self) -> bool:
-        """Whether each row is a pair of texts."""
+        """True if each row is a pair of texts."""
         return isinstance(self.train.texts[0], tuple)
 
     def get_first_examples(self, count: int) -> list[Any]:
