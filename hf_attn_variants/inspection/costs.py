@@ -211,8 +211,8 @@ def values_by_layer(config: Any, field: str) -> list[Any]:
 def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     """Return the name of the attention variant in a configuration.
 
-    Examples are "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads" and "MHA + cross latent 128 + latent 64".
-    The suffix "(exact)" means that the latents are cached encoder outputs, which do not change the output.
+    Examples are "MHA", "GQA-4", "GQA-1..8 by layer", "MQA + talking heads", "MHA + cross latent 128 + latent 64" and
+    "MHA + cached encoder outputs".
 
     Args:
         config: The variant configuration.
@@ -225,9 +225,11 @@ def variant_name(config: Any, field: str = HeadSharing.field) -> str:
     for name in _list_rank_fields(config, field):
         ranks = values_by_layer(config, name)
         if known := {rank for rank in ranks if rank is not None}:
-            text = "..".join(map(str, sorted({min(known), max(known)})))
-            text += " (exact)" if known == {config.hidden_size} else ""
-            parts.append(f"{'cross ' if name.startswith('cross_') else ''}latent {text}{_describe_layers(ranks)}")
+            is_cross = name.startswith("cross_")
+            text = f"{'cross ' if is_cross else ''}latent {'..'.join(map(str, sorted({min(known), max(known)})))}"
+            if known == {config.hidden_size}:  # the latents are the input itself
+                text = "cached encoder outputs" if is_cross else "cached layer inputs"
+            parts.append(text + _describe_layers(ranks))
     if config.value_head_dim is not None:
         parts.append(f"values of {config.value_head_dim}")
     parts += describe_scores(config, (field,))

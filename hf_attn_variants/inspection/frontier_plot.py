@@ -13,7 +13,7 @@ from .held_out import MEASURES
 
 # {type of variant: (color, marker)}. The colors are distinguishable for color-blind readers.
 KINDS = {
-    "the checkpoint": ("black", "*"),
+    "base model": ("black", "*"),
     "latents": ("#0072B2", "o"),
     "fewer key/value heads": ("#D55E00", "s"),
     "both": ("#009E73", "D"),
@@ -63,7 +63,9 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
         axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.set_yscale("symlog", linthresh=_linear_threshold(rows))
     axes.set_xlabel(_format_size_label(frontier))
-    axes.set_ylabel(f"loss above the {frontier.source.loss:.3f} of the checkpoint\n({MEASURES[frontier.measure]})")
+    axes.set_ylabel(
+        f"increase of the loss over the base model ({frontier.source.loss:.3f})\n{MEASURES[frontier.measure]}"
+    )
     title = f"{Path(frontier.checkpoint).name}: loss on {frontier.held_out_texts} held-out examples"
     axes.set_title(title, parse_math=False)  # a name may contain $
     axes.grid(alpha=0.25, which="both")
@@ -79,7 +81,7 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
 def _variant_type(row: FrontierRow) -> str:
     """Return the key of `KINDS` for a row."""
     if not row.fields:
-        return "the checkpoint"
+        return "base model"
     names = {*row.fields, *(row.fields.get("per_layer_values") or {})}
     latents, heads = (any(word in name for name in names) for word in ("lora_rank", "key_value_heads"))
     return "both" if latents and heads else "latents" if latents else "fewer key/value heads"

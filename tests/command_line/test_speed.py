@@ -72,7 +72,7 @@ def test_latents_of_an_encoder_decoder_are_timed_per_token(tmp_path, capsys):
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     rows = {row["name"]: row for row in table["rows"]}
-    names = [f"MHA + cross latent {text}" for text in ("40 (exact)", "10", "10 + latent 16")]
+    names = [f"MHA + {text}" for text in ("cached encoder outputs", "cross latent 10", "cross latent 10 + latent 16")]
     assert [name for name in rows if "latent" in name] == names
     for row in rows.values():
         assert 0 < row["first_milliseconds"] < row["milliseconds"] and row["step_milliseconds"] > 0
