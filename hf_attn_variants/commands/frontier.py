@@ -117,7 +117,7 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_key_value_heads", type=int, nargs="+", help="numbers of key/value heads to try (default: several)"
     )
-    parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks to try for the self-attention")
+    parser.add_argument("--kv_lora_rank", type=int, nargs="+", help="ranks to try for self-attention")
     parser.add_argument(
         "--cross_kv_lora_rank",
         type=int,

@@ -71,7 +71,7 @@ class AttentionModule:
     @property
     def new_latent(self) -> str | None:
         """The name of the new latent if other modules share it, otherwise None."""
-        shared = self.heads.rank_relation == "compress" and self.site.shares_latent
+        shared = self.heads.latent_change == "compress" and self.site.shares_latent
         return self.new_tensors[LATENT] if shared else None
 
     def read_tensors(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
@@ -192,12 +192,12 @@ def _resolve_head_counts(site: AttentionSite, path: str, source: Any, target: An
     heads = HeadCounts(
         after.query, (before.key, after.key), (before.value, after.value), after.output, after.head_dim, (old, new)
     )
-    for field, check in ((site.kv_heads_field, "relation"), (site.rank_field, "rank_relation")):
+    for field, check in ((site.kv_heads_field, "relation"), (site.rank_field, "latent_change")):
         try:
             getattr(heads, check)
         except ValueError as error:
             raise ValueError(f"`{field}`: {error}") from None
-    if site.shares_latent and heads.rank_relation != "same":
+    if site.shares_latent and heads.latent_change != "same":
         _check_shared_latent_terms(site, source, target)
     return heads
 

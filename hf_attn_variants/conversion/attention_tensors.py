@@ -70,20 +70,20 @@ class HeadCounts:
         return relations.pop() if relations else "same"
 
     @property
-    def rank_relation(self) -> str:
+    def latent_change(self) -> str:
         """The change to the latent: "same", "compress" or "expand"."""
-        return rank_relation(*self.rank)
+        return latent_change(*self.rank)
 
     @property
     def change(self) -> str:
         """The change to the module, as shown in reports: "same", "pool", "expand", "compress" or two of these."""
-        changes = dict.fromkeys((self.relation, self.rank_relation))
+        changes = dict.fromkeys((self.relation, self.latent_change))
         return ", ".join(change for change in changes if change != "same") or "same"
 
     @property
     def is_reduced(self) -> bool:
         """True if there are fewer heads or a smaller latent afterwards, so that new weights must be computed."""
-        return self.relation == "pool" or self.rank_relation == "compress"
+        return self.relation == "pool" or self.latent_change == "compress"
 
 
 def relation(source: int, target: int) -> str:
@@ -104,7 +104,7 @@ def relation(source: int, target: int) -> str:
     )
 
 
-def rank_relation(source: int | None, target: int | None) -> str:
+def latent_change(source: int | None, target: int | None) -> str:
     """Return how a latent of rank `source` becomes one of rank `target`: "same", "compress" or "expand".
 
     A rank of None means that there is no latent.
@@ -294,7 +294,7 @@ def pool_key_value(
     return replace(tensors, **changed)
 
 
-class LatentForm(NamedTuple):
+class QuadraticErrorForm(NamedTuple):
     """The quadratic form for errors in the key or value projections: G and S (see the module docstring)."""
 
     gram: torch.Tensor  # [D, D]
@@ -312,13 +312,13 @@ class LatentForms(NamedTuple):
     The mean input is None if the forms were computed without text.
     """
 
-    key: LatentForm
-    value: LatentForm
+    key: QuadraticErrorForm
+    value: QuadraticErrorForm
     mean_read: torch.Tensor | None = None
 
 
 @torch.no_grad()
-def best_latent(forms: Sequence[LatentForm], rank: int) -> torch.Tensor:
+def best_latent(forms: Sequence[QuadraticErrorForm], rank: int) -> torch.Tensor:
     """Return the latent projection A [r, D] that loses the least energy over all forms (float64, orthonormal)."""
     _, directions = _latent_directions(forms)
     # With orthonormal rows, the latent is not larger than its input and therefore fits into the same dtype.
@@ -326,13 +326,13 @@ def best_latent(forms: Sequence[LatentForm], rank: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def energy_lost_by_rank(forms: Sequence[LatentForm]) -> torch.Tensor:
+def energy_lost_by_rank(forms: Sequence[QuadraticErrorForm]) -> torch.Tensor:
     """Return the share of energy [D + 1] that the best latent loses over all forms, for each rank from 0 to D."""
     energies = _latent_directions(forms)[0].clamp_min(0)  # ascending
     return torch.cat([energies.new_zeros(1), energies.cumsum(0)]).flip(0) / energies.sum().clamp_min(1e-300)
 
 
-def _latent_directions(forms: Sequence[LatentForm]) -> tuple[torch.Tensor, torch.Tensor]:
+def _latent_directions(forms: Sequence[QuadraticErrorForm]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the candidate directions of a latent as columns [D, D] and their energies [D] in ascending order."""
     metric: Any = sum(form.energy * form.metric / form.metric.trace() for form in forms)
     metric = metric / metric.trace().clamp_min(1e-300)
@@ -344,7 +344,7 @@ def _latent_directions(forms: Sequence[LatentForm]) -> tuple[torch.Tensor, torch
     return energies, vectors / sizes @ directions
 
 
-def preserved_energy_share(form: LatentForm, latent: torch.Tensor) -> float:
+def preserved_energy_share(form: QuadraticErrorForm, latent: torch.Tensor) -> float:
     """Return the share of a form's energy that a latent projection [r, D] preserves."""
     lost = (
         torch.eye(latent.shape[1], dtype=latent.dtype, device=latent.device)
@@ -392,12 +392,12 @@ def weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
         products = torch.einsum("hde,hfe->hdf", other_heads, other_heads)  # [h, d, d]
         gram = torch.einsum("hdi,hdf,hfj->ij", weight, products, weight)
         metric = torch.eye(gram.shape[0], dtype=gram.dtype, device=gram.device)
-        forms.append(LatentForm(gram / gram.trace().clamp_min(1e-300), metric))
+        forms.append(QuadraticErrorForm(gram / gram.trace().clamp_min(1e-300), metric))
     key_form, value_form = forms
     return LatentForms(key_form, value_form)
 
 
-def _regression_matrix(form: LatentForm, latent: torch.Tensor) -> torch.Tensor:
+def _regression_matrix(form: QuadraticErrorForm, latent: torch.Tensor) -> torch.Tensor:
     """Return the matrix R [D, r] of the regression R c of the input on its latent c."""
     latent_metric = latent @ form.metric  # [r, D]
     return torch.linalg.solve(latent_metric @ latent.T, latent_metric).T

@@ -428,7 +428,7 @@ def check_conversion(
         load_processor(folder, request.calibration)
 
 
-def _calibrated_method(name: str) -> ConversionMethod:
+def _make_calibrated_method(name: str) -> ConversionMethod:
     """Create a method from `calibration.methods`, importing the module only when it is used."""
     method: ConversionMethod = getattr(importlib.import_module(".calibration.methods", __package__), name)()
     return method
@@ -436,8 +436,8 @@ def _calibrated_method(name: str) -> ConversionMethod:
 
 METHODS: dict[str, Callable[[], ConversionMethod]] = {
     **{method.name: method for method in (MeanPooling, FirstHead, RandomHeads)},
-    "aligned": partial(_calibrated_method, "Aligned"),
-    "calibrated": partial(_calibrated_method, "Calibrated"),
+    "aligned": partial(_make_calibrated_method, "Aligned"),
+    "calibrated": partial(_make_calibrated_method, "Calibrated"),
 }
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 # For each type of change: the quality loss without text, and the result with text.

@@ -111,7 +111,7 @@ class ConversionPlan:
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
         """The other changed fields (kernels and patterns), {field: (before, after)}."""
-        head_fields = {*_list_key_value_fields(self.config), *self.config.talking_fields(), "per_layer_values"}
+        head_fields = {*_list_key_value_fields(self.config), *self.config.talking_heads_fields(), "per_layer_values"}
         pairs = self._values([name for name in self.config.variant_fields() if name not in head_fields])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
@@ -149,7 +149,7 @@ class ConversionPlan:
             new = calibrated
         else:
             new = self.with_new_heads(module, replace(tensors, latent_weight=None))
-            if module.heads.rank_relation == "compress":
+            if module.heads.latent_change == "compress":
                 forms = weight_forms(new, module.heads)
                 shared = latents.get(module.new_latent or "")
                 latent = best_latent([forms.key, forms.value], module.heads.new_rank) if shared is None else shared
@@ -241,7 +241,7 @@ def make_plan(
 def explain_not_fittable(config: Any) -> str | None:
     """Return why a model with this configuration cannot be used for calibration, or None if it can."""
     if has_talking_heads(config):
-        names = [name for name in config.talking_fields() if name.endswith(KIND)]
+        names = [name for name in config.talking_heads_fields() if name.endswith(KIND)]
         kind = next(value for name in names if (value := getattr(config, name)) not in (None, NONE))
         return (
             "it requires attention weights that sum to one, which the original model's talking heads "
@@ -407,7 +407,7 @@ def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, A
         ValueError: if existing talking heads, the number of value heads, or the softmax heads of a T5 model change.
     """
     new_lists = changes.get("per_layer_values") or {}
-    talking_changes = [name for name in source.talking_fields() if name in {*changes, *new_lists}]
+    talking_changes = [name for name in source.talking_heads_fields() if name in {*changes, *new_lists}]
     pairs = {
         (prefix, layer): (source.get_talking_heads(prefix, layer), new.get_talking_heads(prefix, layer))
         for prefix in get_talking_heads_places(source)
@@ -453,14 +453,14 @@ def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any
     Raises:
         ValueError: if the model has no attention modules for a field, or `talking_heads` is missing.
     """
-    for field in (field for field in config.talking_fields() if field in changes):
+    for field in (field for field in config.talking_heads_fields() if field in changes):
         prefix, _ = get_field_row(field)
         if prefix and prefix not in prefixes:
             raise ValueError(f"`{field}` has no effect because {name} has no such attention modules. Remove it.")
         if field.endswith(KIND):
             if not has_talking_heads(config):
                 raise ValueError(
-                    f"`{field}` must be a type of talking heads, got {changes[field]!r}. There is nothing to convert."
+                    f"`{field}` must name the talking-heads projections to add, got {changes[field]!r}. Choose one."
                 )
         elif not has_talking_heads(config, prefix or None):
             raise ValueError(f"`{field}` has no effect without `{prefix}talking_heads`. Set both.")

@@ -20,7 +20,7 @@ from ..files import CONFIG_NAME, INDEX_NAME, check_disk_space, staged_folder
 from ..model_folder import read_json
 from ..progress import progress_bar
 from .attention_modules import AttentionModule
-from .attention_tensors import AttentionTensors, LatentForm, best_latent, weight_forms
+from .attention_tensors import AttentionTensors, QuadraticErrorForm, best_latent, weight_forms
 from .checkpoint.models import TensorSource
 from .checkpoint.source import copy_side_files, list_side_files
 from .checkpoint.tensor_files import CheckpointReader, SafetensorsWriter, TensorEntry, cast, dtype_name, write_index
@@ -151,7 +151,7 @@ def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[
             # Without text, the metrics of all forms are the identity, so the forms can be added.
             grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
             ranks[name] = module.heads.new_rank
-    forms_by_name = {name: LatentForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
+    forms_by_name = {name: QuadraticErrorForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
     return {name: best_latent([form], ranks[name]) for name, form in forms_by_name.items()}
 
 

@@ -339,7 +339,7 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
         "kernels": kernels,
         "head_counts": {name: _get_value(variant, name) for name in variant.head_fields(fields)},
         "parameters": current.parameters,
-        "attention_parameters": current.attention_parameters,
+        "count_attention_parameters": current.count_attention_parameters,
         "caches": [
             (part, count, full_cache[part]) for part, count in (current.kv_cache_bytes_per_token or {}).items()
         ],

@@ -151,7 +151,7 @@ def plan_push(
     check_complete_model(folder, allow_pickle)
     with open_checkpoint(folder, allow_pickle):
         pass  # opening the checkpoint checks the headers and sizes of all weight files
-    _check_code(folder, read_config(folder).get("auto_map"))
+    _check_code_files(folder, read_config(folder).get("auto_map"))
     files, left_out = list_folder_files(folder, allow_pickle)
     if (folder / CARD_NAME).is_file():
         left_out[CARD_NAME] = "the generated model card replaces it; --card pushes it"
@@ -270,7 +270,7 @@ def push_checkpoint(
     return PushResult(repo_id, f"{api.endpoint}/{repo_id}", commit.oid, commit.oid != info.sha, stale)
 
 
-def _check_code(folder: Path, auto_map: Any) -> None:
+def _check_code_files(folder: Path, auto_map: Any) -> None:
     """Check that the folder contains the code files in `auto_map` and the files that they import."""
     values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     references = [entry for value in values for entry in (value if isinstance(value, list) else [value])]

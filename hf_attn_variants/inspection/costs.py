@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
-from ..conversion.attention_tensors import rank_relation, relation
+from ..conversion.attention_tensors import latent_change, relation
 from ..conversion.checkpoint.source import check_complete_model, find_local_folder, read_config
 from ..conversion.layer_choice import cache_bytes_per_token, num_cached_values
 from ..errors import as_value_error
@@ -100,7 +100,7 @@ class VariantCost:
         current: Whether the variant is the unchanged checkpoint.
         convertible: Whether the checkpoint can be converted to the variant.
         parameters: The number of parameters. Tied parameters count once.
-        attention_parameters: The number of parameters in the attention modules.
+        count_attention_parameters: The number of parameters in the attention modules.
         flops_per_token: The result of `flops_per_token`. For a decoder, the token is the next generated token.
         kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token`.
         kv_cache_bytes: The cache size in bytes for the whole batch, or None if the model has no cache.
@@ -113,7 +113,7 @@ class VariantCost:
     current: bool
     convertible: bool
     parameters: int
-    attention_parameters: int
+    count_attention_parameters: int
     flops_per_token: dict[str, int]
     kv_cache_bytes_per_token: dict[str, int] | None
     kv_cache_bytes: int | None
@@ -345,7 +345,7 @@ def _count_costs(
     lengths = (sizes.length, sizes.source_length)
     return {
         "parameters": parameters,
-        "attention_parameters": attention_parameters(model),
+        "count_attention_parameters": count_attention_parameters(model),
         "flops_per_token": flops_per_token(model, *lengths, decodes=True, batch_size=batch_size),
         "kv_cache_bytes_per_token": kv_cache_bytes_per_token(model, sizes.itemsize),
         "kv_cache_bytes": None if cache is None else batch_size * cache,
@@ -424,7 +424,7 @@ def list_used_fields(model_class: "type[AttnVariantModelMixin]", config: Any) ->
 
 
 def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> str:
-    """Return the key/value head field to vary, which is the decoder's, or the encoder's if there is no decoder."""
+    """Return the name of the key/value head field to vary: the decoder's, or the encoder's if there is no decoder."""
     return next(iter(list_used_fields(model_class, config)), HeadSharing.field)
 
 
@@ -456,11 +456,11 @@ def _is_convertible(source: Any, target: Any) -> bool:
     try:
         checks: list[tuple[str, Any]] = [
             *((name, relation) for name in source.kv_heads_fields()),
-            *((name, rank_relation) for name in source.rank_fields()),
+            *((name, latent_change) for name in source.rank_fields()),
         ]
         for field, check in checks:
             for pair in zip(values_by_layer(source, field), values_by_layer(target, field), strict=True):
-                old, new = (get_projection_rank(value, width) if check is rank_relation else value for value in pair)
+                old, new = (get_projection_rank(value, width) if check is latent_change else value for value in pair)
                 check(old, new)
     except ValueError:
         return False
@@ -713,7 +713,7 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
     return sum(flops.values())
 
 
-def attention_parameters(model: AttnVariantModelMixin) -> int:
+def count_attention_parameters(model: AttnVariantModelMixin) -> int:
     """Return the number of parameters in all attention modules.
 
     Linear layers, latent projections (shared ones are counted once) and talking-heads projections are included.

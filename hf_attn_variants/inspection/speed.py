@@ -162,7 +162,7 @@ def _compare_decoded(
 
 
 def _compare(fault: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raise `ValueError` with the text `fault` if two outputs differ by more than rounding."""
+    """Raise a ValueError with `fault` as its message if two outputs differ by more than rounding errors."""
     difference = float((actual - expected).abs().max() / expected.abs().max())
     if not difference <= MAX_RELATIVE_DIFFERENCE:
         raise ValueError(f"{fault}: the largest relative difference is {difference:.1e}. Nothing was timed.")

@@ -154,7 +154,7 @@ def _remove_latents(config: Any) -> Any:
 
 
 def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
-    """Build the float32 model for an engine with random weights, which are the same for engines with the same layers.
+    """Build a randomly initialized float32 model for an engine. Engines with the same layers get the same weights.
 
     For a CTranslate2 engine, it is the model from this package to export, without latents.
     """

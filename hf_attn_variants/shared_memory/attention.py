@@ -20,7 +20,7 @@ CROSS_ATTENTIONS = ("EncDecAttention", "encoder_attn", "cross_attention")
 
 
 @dataclass(frozen=True)
-class CrossAttention:
+class CrossAttentionLayout:
     """The attribute names and conventions of one kind of Transformers cross-attention module.
 
     Args:
@@ -52,12 +52,12 @@ class CrossAttention:
 
 
 T5_ROLES = ("states", "encoder_outputs", "cache", "mask", "bias")
-T5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROLES, returns=3, has_finite_masks=True)
-UMT5 = CrossAttention("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
-BART = CrossAttention("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
+T5 = CrossAttentionLayout("q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROLES, returns=3, has_finite_masks=True)
+UMT5 = CrossAttentionLayout("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
+BART = CrossAttentionLayout("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
 
 # {class that defines `forward`: kind}. Classes of the same kind have the same code in Transformers 5.15 and 5.24.
-SUPPORTED_KINDS: dict[str, CrossAttention] = {
+SUPPORTED_KINDS: dict[str, CrossAttentionLayout] = {
     "LongT5Attention": T5,
     "MT5Attention": T5,
     "SwitchTransformersAttention": T5,
@@ -84,7 +84,7 @@ def get_forward_owner(cls: type) -> type:
     return next(base for base in cls.__mro__ if "forward" in vars(base))
 
 
-def get_attention_kind(cls: type) -> CrossAttention | None:
+def get_attention_kind(cls: type) -> CrossAttentionLayout | None:
     """Return the kind of a module class, or None if the class that defines `forward` is not supported."""
     owner = get_forward_owner(cls)
     return SUPPORTED_KINDS.get(owner.__name__) if owner.__module__.startswith("transformers.models.") else None
@@ -133,12 +133,12 @@ class SharesMemory(_Attention):
     """
 
     plain: type
-    kind: CrossAttention
+    kind: CrossAttentionLayout
     arguments: MethodArguments
     cross_cache: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend from hidden states [b B, n, D] to encoder outputs [b, m, D]. The arguments are unchanged."""
+        """Attend from hidden states [b B, n, D] to encoder outputs [b, m, D]. See the overridden method."""
         states, encoder_outputs, cache, mask, *bias = self.arguments.read(args, kwargs)
         if encoder_outputs is None or not (cache is None or isinstance(cache, EncoderDecoderCache)):
             return super().forward(*args, **kwargs)
@@ -314,7 +314,7 @@ def _has_query_rows(mask: Any, states: torch.Tensor) -> bool:
 
 
 @functools.cache
-def make_sharing_class(plain: type, cross_cache: str) -> type:
+def make_cache_sharing_class(plain: type, cross_cache: str) -> type:
     """Create the class that replaces a Transformers cross-attention class. It has the same name.
 
     Args:
@@ -332,7 +332,7 @@ def make_sharing_class(plain: type, cross_cache: str) -> type:
 
 
 def _make_instance(plain: type, cross_cache: str) -> Any:
-    cls: Any = make_sharing_class(plain, cross_cache)
+    cls: Any = make_cache_sharing_class(plain, cross_cache)
     return cls.__new__(cls)
 
 

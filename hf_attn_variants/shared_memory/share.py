@@ -21,7 +21,7 @@ from .attention import (
     SharesMemory,
     cross_attentions,
     get_attention_kind,
-    make_sharing_class,
+    make_cache_sharing_class,
 )
 
 # The Transformers method that repeats the inputs for each beam. `SharedExpansion` replaces it.
@@ -133,7 +133,7 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
 def _make_sharing_class_for(module: nn.Module, cross_cache: str) -> type:
     """Return the sharing class for a cross-attention module, which may already share memory."""
     plain: Any = module.plain if isinstance(module, SharesMemory) else type(module)
-    return make_sharing_class(plain, cross_cache)
+    return make_cache_sharing_class(plain, cross_cache)
 
 
 def _restore(model: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
@@ -183,8 +183,8 @@ def _check_model(model: PreTrainedModel, modules: dict[str, nn.Module]) -> None:
     _check_supported(model)
     if any(isinstance(module, AttentionVariantMixin) for module in model.modules()):
         raise ValueError(
-            f"{name} is a Transformers class with attention modules from this package, which is not supported. Use an "
-            "encoder-decoder class from this package."
+            f"{name} combines a Transformers class with attention modules from this package. This combination is not "
+            "supported. Use an encoder-decoder class from this package."
         )
     if not modules:
         is_part = not isinstance(model, GenerationMixin)

@@ -15,8 +15,8 @@ from hf_attn_variants import AttnVariantAlbertModel, AttnVariantBertModel, cli
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.inspection import attention_projection_flops
 from hf_attn_variants.inspection.costs import (
-    attention_parameters,
     cost_table,
+    count_attention_parameters,
     flops_per_token,
     kv_cache_bytes_per_token,
     variant_name,
@@ -187,7 +187,7 @@ def test_latent_parameters_are_counted_as_attention():
         own = (".attention.self.", ".attention.output.dense", "Attention.", "cross_kv_a_proj")
         named = ((n, p) for n, p in model.named_parameters() if any(part in n for part in own))
         expected = sum(p.numel() for n, p in named if "relative_attention_bias" not in n)
-        assert attention_parameters(model) == expected
+        assert count_attention_parameters(model) == expected
 
 
 def test_decoder_only_model_is_counted_as_a_decoder():

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, T5ForConditionalGeneration
 from hf_attn_variants import convert
 from hf_attn_variants.conversion import Calibration
 from hf_attn_variants.conversion.attention_tensors import (
-    LatentForm,
+    QuadraticErrorForm,
     best_latent,
     energy_lost_by_rank,
     preserved_energy_share,
@@ -26,7 +26,7 @@ ROBERTA = next(row for row in ENCODERS if row.name == "roberta")
 def random_form(seed, size=12):
     generator = torch.Generator().manual_seed(seed)
     parts = torch.randn(2, size, size, generator=generator, dtype=torch.float64)
-    return LatentForm(*(part @ part.T for part in parts))
+    return QuadraticErrorForm(*(part @ part.T for part in parts))
 
 
 def test_loss_by_rank_equals_that_of_the_best_latent():

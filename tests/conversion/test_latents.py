@@ -14,11 +14,11 @@ from hf_attn_variants.conversion.attention_tensors import (
     AttentionInputs,
     AttentionTensors,
     HeadCounts,
-    LatentForm,
+    QuadraticErrorForm,
     best_latent,
+    latent_change,
     preserved_energy_share,
     project_onto_latent,
-    rank_relation,
     weight_forms,
 )
 from hf_attn_variants.conversion.calibration.methods import compute_latent_forms
@@ -148,8 +148,8 @@ def test_recording_in_several_chunks_changes_no_result(monkeypatch):
 
 @pytest.mark.parametrize(("before", "after", "expected"), [(None, 4, "compress"), (4, 2, "compress"), (4, 4, "same")])
 def test_rank_changes_are_checked(before, after, expected):
-    assert rank_relation(before, after) == expected
-    assert rank_relation(4, None) == "expand"
+    assert latent_change(before, after) == expected
+    assert latent_change(4, None) == "expand"
 
 
 @pytest.mark.thorough
@@ -296,7 +296,7 @@ def calls(width=10, batch=64, length=7, seed=1, scaling=0.3):
 def test_best_latent_equals_the_truncated_svd():
     generator = torch.Generator().manual_seed(0)
     gram, metric = (torch.randn(8, 20, generator=generator).double() for _ in range(2))
-    form = LatentForm(gram @ gram.T, metric @ metric.T)
+    form = QuadraticErrorForm(gram @ gram.T, metric @ metric.T)
     latent = best_latent([form], 3)
     torch.testing.assert_close(latent @ latent.T, torch.eye(3).double())
     singular = torch.linalg.svdvals(gram.T @ metric).square()

@@ -17,8 +17,8 @@ from hf_attn_variants.export.ctranslate2_check import check_ctranslate2_support
 from hf_attn_variants.export.plain import export_transformers
 from hf_attn_variants.hub.card import model_card
 from hf_attn_variants.inspection.costs import (
-    attention_parameters,
     cost_table,
+    count_attention_parameters,
     kv_cache_bytes,
     kv_cache_bytes_per_token,
 )
@@ -313,7 +313,7 @@ def test_value_size_changes_parameter_and_cache_counts(row):
         bias = saved if module.get_submodule(site.value).bias is not None else 0
         numbers += 2 * saved * width + bias
         tokens += saved * (site.get_stack_name(few.config) == "decoder")
-    assert attention_parameters(plain) - attention_parameters(few) == numbers
+    assert count_attention_parameters(plain) - count_attention_parameters(few) == numbers
     assert sum(p.numel() for p in plain.parameters()) - sum(p.numel() for p in few.parameters()) == numbers
     if tokens:
         sizes = [sum(kv_cache_bytes_per_token(item, 4).values()) for item in (plain, few)]

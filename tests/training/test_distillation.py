@@ -19,7 +19,7 @@ from hf_attn_variants.training.uptraining.objective import (
     UptrainingObjective,
     check_teacher,
     compute_embedding_distance,
-    compute_labels_divergence,
+    compute_label_divergence,
     compute_layer_error,
     compute_logits_divergence,
     compute_scores_error,
@@ -78,7 +78,7 @@ def test_logits_divergence_equals_kullback_leibler_at_the_temperature():
 @pytest.mark.parametrize("mask", [None, MASK])
 def test_multilabel_probabilities_are_compared_per_label(mask):
     student, teacher = random(2, 4).float(), random(2, 4, seed=1).float()
-    sums, items = compute_labels_divergence(student, teacher, mask, temperature=2.0)
+    sums, items = compute_label_divergence(student, teacher, mask, temperature=2.0)
     p, q = (teacher / 2).sigmoid(), (student / 2).sigmoid()
     expected = 4 * (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log())
     counted = torch.ones(2, 4) if mask is None else mask

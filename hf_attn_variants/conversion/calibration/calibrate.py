@@ -269,7 +269,7 @@ class CalibrationRun:
             name = calls.module.name
             tensors = self._new_heads.pop(name, None)
             tensors = self._convert_heads(calls) if tensors is None else tensors.to(calls.tensors.query_weight.device)
-            if calls.heads.rank_relation == "compress":
+            if calls.heads.latent_change == "compress":
                 tensors = self._convert_to_latent(calls, tensors)
             if calls.module.gets_kernel:
                 tensors = _remove_error_details(tensors).with_new_kernel(calls.module.new_kernel, calls.heads)

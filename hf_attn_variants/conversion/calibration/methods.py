@@ -17,8 +17,8 @@ group:
 All computations use float64 moments of dimension h*d or less. Then all projections are fitted with Adam (`fitting`).
 
 **Latent forms.** A latent causes an error E y in the keys or values of each input y. The form measures its first-order
-effect on the attention output for text (`attention_tensors.LatentForm`). An error in the keys changes the logits of
-query q by q^T E y_j, and the output by
+effect on the attention output for text (`attention_tensors.QuadraticErrorForm`). An error in the keys changes the
+logits of query q by q^T E y_j, and the output by
 
     W_o,i W_v,i sum_j p_ij (y_j - z_i) (q_i^T E y_j),   z_i = sum_j p_ij y_j   (q_i includes the logit scaling)
 
@@ -51,10 +51,10 @@ from ..attention_tensors import (
     AttentionTensors,
     CalibratedMethod,
     HeadCounts,
-    LatentForm,
     LatentForms,
     LatentInText,
     LayerContext,
+    QuadraticErrorForm,
     join_heads,
     project_onto_latent,
     reorder_heads,
@@ -158,11 +158,11 @@ def _compute_energy(
     return (torch.einsum("bhnd,bhne->hde", mixed, mixed).double() * metric).sum()
 
 
-def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -> LatentForm:
+def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -> QuadraticErrorForm:
     """Return a form with the given energy, after adding the weight of unseen directions to the metric."""
     metric = metric / metric.trace().clamp_min(1e-300) * metric.shape[0]
     metric.diagonal().add_(UNSEEN_SHARE)
-    return LatentForm(gram * (energy / (gram * metric).sum().clamp_min(1e-300)), metric)
+    return QuadraticErrorForm(gram * (energy / (gram * metric).sum().clamp_min(1e-300)), metric)
 
 
 def _compute_query_moments(

@@ -43,7 +43,7 @@ IDLE = (None, NONE, "absolute")
 
 
 def used_mechanisms(config: Any) -> frozenset[str]:
-    """Return the mechanisms that attention modules with a configuration use.
+    """Return the mechanisms used by the attention modules of a model with a configuration.
 
     Grouped heads are not included in the result, because all repositories support them.
 

@@ -148,7 +148,7 @@ OPTIONAL_FIELDS = (
 
 
 def get_field_row(name: str) -> tuple[str, Field]:
-    """Return the prefix of a field and its row in the table."""
+    """Return a field's prefix and the table row that the field belongs to."""
     return _ROWS[name]
 
 

@@ -133,7 +133,7 @@ def _summarize_layers(name: str, values: list[Any]) -> LayerValue:
 
 def _validate_value(config: Any, name: str, value: Any) -> LayerValue:
     check_choice(name, value)
-    if name in config.talking_fields():
+    if name in config.talking_heads_fields():
         return validate_talking_heads_value(config, name, value)
     if name in config.rank_fields():
         return validate_rank(name, value, config.hidden_size)

@@ -256,7 +256,7 @@ def find_added_talking_heads(
             first.
     """
     converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
-    shapes = (*config_class.talking_fields(), *config_class.kernel_fields(), "value_head_dim")
+    shapes = (*config_class.talking_heads_fields(), *config_class.kernel_fields(), "value_head_dim")
     wanted = {name: kwargs[name] for name in (*converted, *shapes) if name in kwargs}
     if hasattr(config, DYNAMIC):
         wanted = (
@@ -287,7 +287,7 @@ def find_added_talking_heads(
 
 def _has_talking_heads(config_class: Any, values: Mapping[str, Any]) -> bool:
     """Return True if the values of a configuration include talking heads in any layer."""
-    names = [name for name in config_class.talking_fields() if name.endswith(KIND)]
+    names = [name for name in config_class.talking_heads_fields() if name.endswith(KIND)]
     by_layer = values.get("per_layer_values") or {}
     return any(values.get(name) is not None or name in by_layer for name in names)
 

@@ -255,7 +255,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return tuple(field.name for field in fields(cls) if "latent" in field.metadata)
 
     @classmethod
-    def talking_fields(cls) -> tuple[str, ...]:
+    def talking_heads_fields(cls) -> tuple[str, ...]:
         """Return the fields of the talking-heads projections."""
         return tuple(field.name for field in fields(cls) if "talking" in field.metadata)
 
@@ -346,7 +346,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         if "num_attention_heads" in new_values:
             new_values[heads_field] = new_values.pop("num_attention_heads")
         if heads_field in new_values:  # counts that are the same as the old number of heads follow the new number
-            counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_fields() if "num_" in name)}
+            counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_heads_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
         with explain_type_errors():  # Transformers logs the finished configuration

@@ -217,8 +217,8 @@ def encode_words(
     """Tokenize a sentence that has been split into words.
 
     Returns:
-        The tokenizer outputs, and the position of the first token of each word by word index. Words that are cut off
-        at `max_length` and words without tokens are not included.
+        The tokenizer outputs, and a mapping from each word's index to the position of its first token. Words that
+        are cut off at `max_length` and words without tokens are not included.
     """
     row = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
     first_tokens: dict[int, int] = {}

@@ -145,7 +145,7 @@ class Seq2SeqSettings(
 ):
     """Settings for the texts and the task.
 
-    By default, `max_target_length` is `max_length`, and `metrics` is BLEU or the metrics of the task.
+    By default, `max_target_length` equals `max_length`, and `metrics` contains the metrics of the task, or BLEU.
 
     Example:
         ```python

@@ -279,7 +279,7 @@ def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | N
     return sum_by_example(divergence * temperature**2, chosen), chosen.sum(-1)
 
 
-def compute_labels_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
+def compute_label_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
     """Compute the Kullback-Leibler divergence between the label probabilities, in nats per label.
 
     Args:
@@ -358,7 +358,7 @@ class TermWeights:
         embedding_distance: The weight of `compute_embedding_distance`.
         hidden_states: The weight of `compute_layer_error` for the layers.
         attention_outputs: The weight of `compute_layer_error` for the attention modules.
-        logits: The weight of `compute_logits_divergence`, `compute_labels_divergence` or `compute_scores_error`.
+        logits: The weight of `compute_logits_divergence`, `compute_label_divergence` or `compute_scores_error`.
         temperature: The temperature of the divergence.
     """
 
@@ -498,7 +498,7 @@ class UptrainingObjective:
         of_tokens = None  # None means that all labels count
         if logits[0].dim() == 3 or answer is LogitsKind.TOKENS:
             of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
-        divergence = compute_logits_divergence if answer is LogitsKind.CLASSES else compute_labels_divergence
+        divergence = compute_logits_divergence if answer is LogitsKind.CLASSES else compute_label_divergence
         return {"logits_divergence": divergence(*logits, of_tokens, temperature)}
 
 

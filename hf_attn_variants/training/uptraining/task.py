@@ -298,7 +298,7 @@ def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
             "--validation_target_file."
         )
     if (settings.source_file is None) == (settings.train_file is None):
-        raise ValueError("Set either --source_file and --target_file, or a table as --train_file.")
+        raise ValueError("Pass either --source_file and --target_file, or a single table with --train_file.")
     columns = (settings.source_column, settings.target_column), "--source_column and --target_column"
     train, held_out = (
         (read_pairs(source, target) if source and target else read_columns(table or [], *columns)).texts

@@ -112,7 +112,7 @@ class FeatureKernel(AttentionKernel):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Attend with sums of features.
+        """Compute attention from running sums of key features.
 
         See `AttentionKernel.attend` for the arguments. The state is a `KernelState`.
         """

@@ -218,7 +218,7 @@ class DilatedBlocks(ScatteredPattern):
 class Fixed(ScatteredPattern):
     """A pattern with summary tokens, which are at the end of each block and to which all tokens attend.
 
-    With `split_attention_heads`, each of the two parts belongs to half of the heads.
+    With `split_attention_heads`, half of the heads attend to the blocks, and the other half to the summary tokens.
     """
 
     name = "fixed"
@@ -249,7 +249,7 @@ class Fixed(ScatteredPattern):
 class Strided(ScatteredPattern):
     """A pattern with near and strided keys. Its block size is the stride l.
 
-    With `split_attention_heads`, each of the two parts belongs to half of the heads.
+    With `split_attention_heads`, half of the heads attend to the near keys, and the other half to the strided keys.
     """
 
     name = "strided"
