@@ -461,8 +461,8 @@ def tokenize_texts(
     encoded, segments = arguments["input_ids"], arguments.get("token_type_ids") if has_types else None
     if max(map(max, encoded)) >= config.vocab_size:
         raise ValueError(
-            f"`tokenizer` produces ids outside the vocabulary of the model ({config.vocab_size} tokens). Check that it "
-            "belongs to the model."
+            f"`tokenizer` produces ids outside the vocabulary of the model ({config.vocab_size} tokens). Check that "
+            "it belongs to the model."
         )
     return encoded, segments
 
