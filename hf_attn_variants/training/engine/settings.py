@@ -304,7 +304,7 @@ class NewModelSettings(VariantSettings, ModelSettings):
         if self.model_name_or_path is None:
             if self.model_type is None or self.tokenizer_name is None:
                 raise ValueError(
-                    "Pass either --model_name_or_path, or both --model_type and --tokenizer_name to train from scratch."
+                    "Pass either --model_name_or_path or both --model_type and --tokenizer_name for a new model."
                 )
             return
         model_flags = [name for name in ("model_type", "config_overrides") if getattr(self, name) is not None]
