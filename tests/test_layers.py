@@ -32,7 +32,8 @@ MODELING = ("files", "ops", "mechanisms", "fields", "attention", "architectures"
 LEVELS = {layer: level for level, layers in enumerate(ORDER) for layer in layers}
 MOST_LINES, MOST_FUNCTION_LINES = 800, 60
 # Triton kernels: parts of them would take 25 arguments each, and none has run on a GPU yet.
-LONG_FUNCTIONS = {"forward_kernel", "backward_kernel"}
+# `convert`: its signature and its docstring alone, with one line or more for each argument, take 77 lines.
+LONG_FUNCTIONS = {"forward_kernel", "backward_kernel", "convert"}
 
 
 def python_files():

@@ -43,10 +43,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(
         prog="attn-variants benchmark",
         description="Compare the generation speed of an encoder-decoder with fewer key/value heads, latents, talking "
-        "heads, "
-        "windows or kernels with the Transformers class on this machine. With --serving, compare several ways to "
-        "serve "
-        "a model.",
+        "heads, windows or kernels with the Transformers class on this machine. With --serving, compare several ways "
+        "to serve a model.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
@@ -98,8 +96,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--revision", help="branch, tag or commit on the Hub")
     parser.add_argument("--token", help="Hub token (default: the stored login)")
     args = parse_with_checkpoint(parser, argv)
-    if args.plot is not None:
-        _check_plot(parser, args.plot)
+    _check_plot(parser, args.plot)
     return args
 
 
@@ -145,8 +142,10 @@ def _parse_fields(text: str) -> dict[str, Any]:
     return fields
 
 
-def _check_plot(parser: argparse.ArgumentParser, plot: str) -> None:
+def _check_plot(parser: argparse.ArgumentParser, plot: str | None) -> None:
     """Exit with an error message if it would not be possible to write the plot after the measurement."""
+    if plot is None:
+        return
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot requires matplotlib. Run `pip install matplotlib`, or omit --plot.")
     if not Path(plot).parent.is_dir() or Path(plot).is_dir():

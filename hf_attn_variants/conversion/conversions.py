@@ -210,9 +210,11 @@ def convert(
         "revision": revision,
         "token": token,
     }
-    # Arguments that are not set are not passed on, because not all of the three functions know all of them.
-    is_set = {name: value is not None and value is not False for name, value in arguments.items()}
-    options: dict[str, Any] = {"seed": seed, **{name: arguments[name] for name in arguments if is_set[name]}, **fields}
+    # Arguments with their default value are not passed on, because not all of the three functions know all of them.
+    # `token=False` is not a default. It means that the stored token is not sent.
+    defaults = dict.fromkeys(("strict", "copy", "allow_pickle"), False)
+    given = {name: value for name, value in arguments.items() if value is not defaults.get(name)}
+    options: dict[str, Any] = {"seed": seed, **given, **fields}
     if isinstance(model_or_path, nn.Module):
         if output_dir is not None:
             raise ValueError(
@@ -340,8 +342,7 @@ def convert_checkpoint(
     """Convert a checkpoint into a new folder, holding the attention of only one layer in memory at a time.
 
     The folder has the same shards, tensor names and other files as the original one, and the remote code for
-    `trust_remote_code=True`. It is created only when it is complete. Takes the same arguments and raises the same
-    errors as `convert`.
+    `trust_remote_code=True`. It is created only when complete. The arguments and errors are those of `convert`.
 
     Returns:
         The report, which is also saved in the folder as conversion_report.json.

@@ -67,7 +67,6 @@ STATUS_ADVICE = {
     409: "Another process is pushing to the repository at the same time. Check the repository's content.",
     412: "Another process is pushing to the repository at the same time. Check the repository's content.",
 }
-AGAIN = "Then run the command again. It only uploads missing files and creates a single commit."
 
 
 @dataclass(frozen=True)
@@ -336,8 +335,11 @@ def convert_hub_errors(repo_id: str) -> Iterator[None]:
         while not isinstance(cause, HfHubHTTPError) and cause.__cause__ is not None:
             cause = cause.__cause__
         advice = STATUS_ADVICE.get(cause.response.status_code, "") if isinstance(cause, HfHubHTTPError) else ""
-        text = f"{repo_id} was not pushed: {type(cause).__name__}: {' '.join(str(cause).split())[:300]} {advice}"
-        raise OSError(f"{text.rstrip()} {AGAIN}") from error
+        text = f"{repo_id} was not pushed: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+        advice = f"{advice} Then run" if advice else "Run"
+        raise OSError(
+            f"{text} {advice} the command again. It only uploads missing files and creates a single commit."
+        ) from error
 
 
 def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> None:

@@ -638,11 +638,8 @@ def flops_per_token(
     has_decoder = any(site.get_stack_name(config) == "decoder" for site, _, _ in model.named_attentions())
     decodes = decodes and supports_decoder_cache(config)
     for site, path, module in model.named_attentions():
-        runs, stack, heads = (
-            model.count_module_runs(config, path),
-            site.get_stack_name(config),
-            site.get_heads(config, path),
-        )
+        runs, stack = model.count_module_runs(config, path), site.get_stack_name(config)
+        heads = site.get_heads(config, path)
         key_stack = "encoder" if site.is_cross_attention else stack
         projections = {role: linears.pop(f"{path}.{linear}") for role, linear in site.projections.items()}
         flops[stack] += 2 * runs * (projections["query"].weight.numel() + projections["output"].weight.numel())
@@ -651,8 +648,7 @@ def flops_per_token(
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         core = _get_core_module(module, site)
         attended = attended if core.key_range is None else core.key_range.num_attended_keys(attended)
-        if core.compression is not None:
-            attended = core.compression.num_attended_keys(attended)
+        attended = attended if core.compression is None else core.compression.num_attended_keys(attended)
         query_dim = projections["query"].in_features
         key_dim = projections["key"].in_features if site.is_cross_attention else query_dim
         parts = [count_mixing_flops(heads, query_dim, key_dim, attended)]

@@ -490,8 +490,7 @@ def measure_frontier(
         source_length: The number of tokens that an encoder reads. Defaults to `length`, or to all positions for audio.
         seed: The random seed for the conversions.
         known: Rows from an interrupted call with the same arguments, with the base model first.
-        on_row: A function that is called after each row with the current frontier and the number of remaining
-            variants.
+        on_row: A function called after each row with the current frontier and the number of remaining variants.
 
     Raises:
         ValueError: If a variant or the calibration does not fit the model, or the base model's loss is invalid.
@@ -508,19 +507,13 @@ def measure_frontier(
         text = make_held_out_text(source, calibration.processor, held_out)
         losses = text.losses(source)
     lengths = {site.name: source_length if site.is_cross_attention else length for site in source.attention_sites}
-    header = (
-        checkpoint,
-        type(source).__name__,
-        text.measure,
-        len(losses),
-        _describe_calibration(attentions.calibration, seed),
-    )
+    calibrated_on = _describe_calibration(attentions.calibration, seed)
+    header = (checkpoint, type(source).__name__, text.measure, len(losses), calibrated_on)
     _check_loss(losses, checkpoint, known)
     measurer = _VariantMeasurer(text.losses, losses, _make_timer(source, length, source_length, known), lengths)
     remaining = [fields for fields in options if all(dict(fields) != row.fields for row in known[1:])]
     order = _sort_by_changes(remaining, source)
-    conversions = 0
-    rows = [*known] or [measurer.row(source, {}, 0.0)]
+    rows, conversions = [*known] or [measurer.row(source, {}, 0.0)], 0
     report = on_row or (lambda frontier, left: None)
     report(frontier := Frontier(*header, length, source_length, _sort_rows(rows)), len(order))
     with progress_bar(total=len(order), desc="trying variants", unit="variant", smoothing=0) as bar:

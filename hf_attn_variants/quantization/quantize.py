@@ -229,8 +229,7 @@ def _log_summary(
         figures = ", ".join(f"{ratio:.1f} times as long as in float32 for {what}" for what, ratio in ratios.items())
         logger.warning(
             "int8 is not always faster than float32 on this processor: a %d x %d layer takes %s. The model still "
-            "requires "
-            "less memory.",
+            "requires less memory.",
             linear.out_features,
             linear.in_features,
             figures,

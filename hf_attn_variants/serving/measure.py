@@ -129,19 +129,11 @@ def measure_serving(
         raise ValueError("`num_beams` is not supported for a model that does not generate text. Remove it.")
     length = resolve_timed_length(length, variant_config(config), get_served_auto_class(config))
     load = Load(batch_size, length, max_new_tokens if decodes else None, num_beams or 1)
-    problem, threads, inputs = (
-        get_ctranslate2_unsupported_reason(config),
-        torch.get_num_threads(),
-        random_inputs(config, load),
-    )
-    left_out = _explain_left_out_engines(problem, engines)
+    threads, inputs = torch.get_num_threads(), random_inputs(config, load)
+    left_out = _explain_left_out_engines(get_ctranslate2_unsupported_reason(config), engines)
     conversions = [*_list_head_conversions(config, () if variants and kv_heads is None else kv_heads), *variants]
     timed = list_engines(
-        config,
-        conversions,
-        lambda fields: get_ctranslate2_unsupported_reason(config, fields) is None,
-        compiles,
-        engines,
+        config, conversions, lambda row: get_ctranslate2_unsupported_reason(config, row) is None, compiles, engines
     )
     with tempfile.TemporaryDirectory() as stage:
         runs, exported = _build_engines(config, timed, load, inputs, Path(stage), left_out)

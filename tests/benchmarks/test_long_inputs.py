@@ -5,6 +5,7 @@ import importlib
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,7 +131,9 @@ def test_article_is_read_in_windows_or_in_one_pass(questions, tmp_path, monkeypa
     monkeypatch.setattr(questions, "ROOM", 4000)
     flags = ["--model", reader, "--work_dir", tmp_path / "work", "--data_dir", tmp_path, "--questions", "5"]
     flags += ["--output", tmp_path / "out.json", "--readings", "windows", "one window"]
-    monkeypatch.setattr(questions.squad_command, "parse_args", shorter_questions(questions.squad_command.parse_args))
+    squad = questions.squad_command
+    shorter = SimpleNamespace(main=squad.main, parse_args=shorter_questions(squad.parse_args))
+    monkeypatch.setattr(questions, "squad_command", shorter)
     rows = questions.main(questions.parse_args(list(map(str, flags))))
     assert [row["eval_samples"] for row in rows] == [5, 5]
     assert rows[0]["eval_windows"] > rows[1]["eval_windows"] == 5

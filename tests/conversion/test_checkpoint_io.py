@@ -86,7 +86,7 @@ def test_writer_rejects_tensors_that_differ_from_the_header(tmp_path):
         writer.write("a", torch.zeros(2, 2))
     with pytest.raises(ValueError, match="bytes"):
         writer.write_chunks("b", [torch.zeros(1), torch.zeros(1)])
-    with pytest.raises(ValueError, match=r"1 are missing.*'b'"):
+    with pytest.raises(ValueError, match=r"1 missing.*'b'"):
         writer.close()
 
 

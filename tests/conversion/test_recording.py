@@ -131,7 +131,7 @@ def test_recorded_patterns_give_the_outputs_of_the_model(architecture, head, pre
     patterned = {path for site, path, module in model.named_attentions() if module.get_submodule(site.core).key_range}
     assert patterned and patterned <= {*paths} <= expected.keys()
     for module in plan.reduced_modules:
-        tensors = module.read(reader.read)
+        tensors = module.read_tensors(reader.read)
         assert len(calls[module.name]) == len(expected[module.name])
         for inputs, context in zip(calls[module.name], expected[module.name], strict=True):
             actual = compute_attention(tensors, inputs, module.heads.query)[1]

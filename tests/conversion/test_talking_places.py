@@ -79,7 +79,7 @@ def test_existing_talking_heads_stay_and_others_are_added(source, tmp_path):
         with pytest.raises(ValueError, match="`cross_talking_heads`"):
             convert_checkpoint(tmp_path / "one", tmp_path / "other", num_key_value_heads=4, **fields)
     why = explain_not_calibrated(SimpleNamespace(source_config=two.config))
-    assert "talking heads of the original model ('logits')" in why
+    assert "talking heads ('logits')" in why
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_conversion_without_text_warns_once_about_quality(encoder, tmp_path, war
     model = AttnVariantBertModel.from_pretrained(encoder)
     for i, (source, options) in enumerate(((model, {}), (encoder, {}), (encoder, {"output_dir": tmp_path / "out"}))):
         (printed,) = warnings_of(convert, source, 4, **options)
-        assert "BLEU 36.8 to 1.6" in printed and "`calibration` (--calibration_file)" in printed, i
+        assert "BLEU 36.8 to 1.6" in printed and "`calibration`" in printed and "--calibration_file" in printed, i
         assert "\n" not in printed
     for options in ({"method": "mean"}, {"talking_heads": "both"}, {"num_key_value_heads": 12}):
         assert (
@@ -62,7 +62,7 @@ def test_warning_gives_the_reason_if_calibration_is_impossible(encoder, warnings
     sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 48}
     decoder = BertLMHeadModel(BertConfig(vocab_size=60, is_decoder=True, add_cross_attention=True, **sizes))
     for source, reason in (
-        (convert(model, talking_heads="both"), "talking heads of the original model ('both')"),
+        (convert(model, talking_heads="both"), "talking heads ('both')"),
         (decoder, "cannot fit a decoder-only model's cross-attention"),
     ):
         (printed,) = warnings_of(convert, source, 4)
@@ -114,7 +114,7 @@ def test_calibration_accepts_all_text_types(encoder, tmp_path):
 
 @pytest.mark.parametrize("given", [7, {"a": 1}, [1, 2], [None, "a"], [("a", "b"), "c"], [("a", 2)], object(), b"text"])
 def test_other_text_types_raise_a_type_error(encoder, given):
-    with pytest.raises(TypeError, match=r"list of texts|must be strings or pairs of strings"):
+    with pytest.raises(TypeError, match=r"list of texts|`texts`.*strings"):
         convert(encoder, 4, calibration=given)
 
 
@@ -141,7 +141,7 @@ def test_method_options_are_checked_per_method(encoder, tmp_path):
         command.main(command.parse_args([*flags, *map(str, more)]))
 
     for name, value in (("fit_steps", 77), ("fit_steps", 0), ("fit_learning_rate", 0.1), ("fit_batch_size", 8)):
-        with pytest.raises(ValueError, match=rf"`{name}` .* got 'aligned'"):
+        with pytest.raises(ValueError, match=rf"`{name}`.*'aligned'"):
             convert(encoder, 4, "aligned", calibration=Calibration(["a text", "another"], **{name: value}))
     with pytest.raises(ValueError, match="`fit_steps`"):
         run("--method", "aligned", "--fit_steps", 77, "--calibration_file", lines)

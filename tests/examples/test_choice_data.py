@@ -68,7 +68,7 @@ def test_swag_format_is_detected_by_its_columns(load):
     }
     # Only by what SWAG is: of other tables these could count from 1 as well.
     other = (header + rows).replace("sent1", "context").replace("sent2", "question")
-    with pytest.raises(ValueError, match=r"--answer_format.*\(1, 2\) fit from_0 and"):
+    with pytest.raises(ValueError, match=r"--answer_format.*\(1, 2\) match from_0 and"):
         load({"train.csv": other})
 
 
@@ -119,7 +119,7 @@ def test_csv_lists_are_json_and_contexts_are_optional(load):
     result = load({"train.csv": text})
     assert rows_of(result.splits["train"]) == {"text1": ["Who?"], "text2": [["a cat", "a dog"]], "label": [1]}
     assert result.answer_format == "text"
-    with pytest.raises(ValueError, match=r"line 2, row 1: choices must have at least 2 choices, .* \"\['a', 'b'\]\""):
+    with pytest.raises(ValueError, match=r"line 2, row 1: choices must contain .* 2 choices.* \"\['a', 'b'\]\""):
         load({"train.csv": "question,choices,answer\nWho?,\"['a', 'b']\",a\n"})
 
 
@@ -162,13 +162,13 @@ def test_answer_format_is_detected_from_all_rows(answers, count, expected):
 @pytest.mark.parametrize(
     ("answers", "choices", "message"),
     [
-        (["1", "2"], [list("xyz")] * 2, "fit from_0 and from_1 of"),
-        (["2", "1"], [["1", "2", "3"]] * 2, "fit from_0 and from_1 and text of"),
-        (["A", "B"], [["B", "A"]] * 2, "fit letter and text of"),
-        (["A", "E"], [list("wxyz")] * 2, "fit none of"),
-        (["A", "B", "0"], [list("xyz")] * 3, "fit none of"),
-        (["x"], [["x", "x"]], "fit none of"),
-        (["0", "3"], [list("xyz")] * 2, "fit none of"),
+        (["1", "2"], [list("xyz")] * 2, "match from_0 and from_1 of"),
+        (["2", "1"], [["1", "2", "3"]] * 2, "match from_0 and from_1 and text of"),
+        (["A", "B"], [["B", "A"]] * 2, "match letter and text of"),
+        (["A", "E"], [list("wxyz")] * 2, "match none of"),
+        (["A", "B", "0"], [list("xyz")] * 3, "match none of"),
+        (["x"], [["x", "x"]], "match none of"),
+        (["0", "3"], [list("xyz")] * 2, "match none of"),
     ],
 )  # fmt: skip
 def test_ambiguous_or_unknown_answer_formats_raise_an_error(answers, choices, message):
@@ -198,10 +198,10 @@ def test_training_rows_determine_the_answer_format(load):
         ({"answer": None}, "must match one of the 2 choices"),
         ({"answer": -1}, "--answer_format"),
         ({"answer": ["A"]}, "--answer_format"),
-        ({"choices": ["x"]}, "choices must have at least 2 choices"),
-        ({"choices": ["x", " "]}, "choices must have at least 2 choices"),
-        ({"choices": ["x", 3]}, "choices must have at least 2 choices"),
-        ({"choices": "x or y"}, "choices must have at least 2 choices"),
+        ({"choices": ["x"]}, "choices must contain at least 2 choices"),
+        ({"choices": ["x", " "]}, "choices must contain at least 2 choices"),
+        ({"choices": ["x", 3]}, "choices must contain at least 2 choices"),
+        ({"choices": "x or y"}, "choices must contain at least 2 choices"),
         ({"context": 5}, "Column 'context'"),
     ],
 )
@@ -233,7 +233,7 @@ def test_partly_labeled_test_rows_raise_an_error(load):
         ({"context": "c", "choices": ["x", "y"]}, "--answer_column"),
         (
             {"context": "c", "passage": "p", "choices": ["x", "y"], "answer": "A"},
-            "--context_column.*got context and passage",
+            "--context_column.*context and passage",
         ),
         (
             {"context": "c", "choices": ["x", "y"], "options": ["x", "y"], "answer": "A"},
@@ -245,7 +245,7 @@ def test_partly_labeled_test_rows_raise_an_error(load):
         ),
         (
             {"context": "c", "choice0": "x", "choice1": "y", "answer": 0, "label": 0},
-            "--answer_column.*got answer and label",
+            "--answer_column.*answer and label",
         ),
     ],
 )

@@ -351,7 +351,7 @@ def test_export_with_other_tokens_raises_an_error(tmp_path, monkeypatch):
         return spec
 
     monkeypatch.setattr(ctranslate2, "build_model_specification", with_other_weights)
-    with pytest.raises(ValueError, match="other tokens"):
+    with pytest.raises(ValueError, match=r"tokens.* 4 of 4 inputs"):
         export_ctranslate2(folder, tmp_path / "ct2")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
@@ -417,7 +417,7 @@ def test_exported_tokens_have_unique_names(caplog):
     ]
     config.vocab_size = 50
     assert len(read_model_tokens(tokenizer, config, generation).vocabulary) == 50
-    assert "50 tokens. 8 further tokens" in caplog.text
+    assert re.search("50 tokens. 8 .* tokens", caplog.text)
     with pytest.raises(ValueError, match="`eos_token_id`"):
         read_model_tokens(
             tokenizer, config, transformers.GenerationConfig(decoder_start_token_id=1, eos_token_id=[2, 3])

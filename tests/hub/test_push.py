@@ -137,8 +137,8 @@ def test_handwritten_card_is_kept_until_replaced_on_request(folder, hub, api):
         ("POST .*/preupload/main", 403, "write access"),
         ("POST .*/commit/main", 409, "Another process is pushing"),
         ("POST .*/commit/main", 500, "500"),
-        ("POST .*/commit/main", None, "Then run the command again"),
-        ("GET /api/models/me/bert-gqa2", None, "Then run the command again"),
+        ("POST .*/commit/main", None, "Run the command again"),
+        ("GET /api/models/me/bert-gqa2", None, "Run the command again"),
         ("PUT /lfs/", 403, "write access"),
         ("GET /api/models/me/bert-gqa2", 429, "429"),
     ],
@@ -158,7 +158,7 @@ def test_failed_push_can_be_repeated(folder, hub, api, request_pattern, status, 
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
 
 
-@pytest.mark.parametrize("status, message", [(401, "hf auth login"), (403, "write access"), (None, "repeat")])
+@pytest.mark.parametrize("status, message", [(401, "hf auth login"), (403, "write access"), (None, "Run the command")])
 def test_repository_creation_error_is_reported(folder, hub, api, status, message):
     hub.fail("POST /api/repos/create", status)
     with pytest.raises(OSError, match=message):

@@ -178,7 +178,7 @@ def test_recording_attention_maps_does_not_change_the_model(tokenizer, monkeypat
     def broken(*args, **kwargs):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(maps_module, "_mixing_stages", broken)
+    monkeypatch.setattr(maps_module, "_iterate_mixing_stages", broken)
     with pytest.raises(RuntimeError, match="broken"):
         attention_maps(model, tokenizer, TEXT)
     assert model.training and model.config._attn_implementation == implementation

@@ -41,7 +41,7 @@ def test_plain_t5_is_visualized_with_its_generated_output(tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--text", "The cats.", "--layers", "2"], "from 0 to 1, got 2"),
+        (["--text", "The cats.", "--layers", "2"], "--layers must be between 0 and 1, got 2"),
         (["--text", "The cats.", "--target_text", "x"], "`target_text`"),
         (["--text", " "], "`text`"),
     ],

@@ -105,7 +105,7 @@ def test_folder_with_only_an_adapter_raises_an_error(name, folder, call):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["config.json", "pytorch_model.bin"], "someone/model: pytorch_model.bin is a pickle"),
+        (["config.json", "pytorch_model.bin"], "pytorch_model.bin in someone/model is a pickle"),
         (["adapter_config.json", "adapter_model.bin"], "someone/model must be a model without an adapter, got only"),
         (
             ["config.json", "model.safetensors", "adapter_config.json"],
@@ -122,6 +122,19 @@ def test_hub_repository_with_an_adapter_raises_before_the_download(files, messag
         assert status == 2 and message in error, (name, error)
 
 
+@pytest.mark.parametrize("output", [None, "out"])
+def test_forbidden_token_reaches_the_hub_functions(output, tmp_path, monkeypatch):
+    """Check that `token=False` of `convert` is not replaced by None, with which the stored token would be sent."""
+    from hf_attn_variants.conversion import conversions
+
+    def resolve(name, revision, token, *args):
+        raise OSError(f"token {token}")
+
+    monkeypatch.setattr(conversions, "resolve_source", resolve)
+    with pytest.raises(OSError, match="token False"):
+        conversions.convert("someone/model", 2, token=False, output_dir=output and tmp_path / output)
+
+
 def test_adapter_in_a_subfolder_is_ignored(folder, call, tmp_path):
     (folder / "lora").mkdir()
     add_adapter(folder / "lora")
@@ -133,7 +146,7 @@ def test_adapter_in_a_subfolder_is_ignored(folder, call, tmp_path):
 def test_every_command_rejects_pickles(name, folder, call):
     pickle_weights(folder)
     status, error = call(name, folder)
-    assert status == 2 and f"{folder}: pytorch_model.bin is a pickle, which can run code" in error, error
+    assert status == 2 and f"pytorch_model.bin in {folder} is a pickle" in error, error
 
 
 @pytest.mark.parametrize("name", ["convert", "push", "ner", "inspect"])

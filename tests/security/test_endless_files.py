@@ -58,13 +58,13 @@ def test_endless_gzip_is_read_up_to_a_bound(reader, unit, tmp_path, quick):
     path = tmp_path / f"x{suffix}.gz"
     block = gzip.compress(unit * (2**22 // len(unit)))
     path.write_bytes(block * 250)  # 1 GB of text in about 1 MB
-    with pytest.raises((OSError, ValueError), match=r"times as large|null character|must be|no |column"):
+    with pytest.raises((OSError, ValueError), match=r"times larger|null character|must be|no |column"):
         read(path)
 
 
 def test_glue_table_must_be_a_regular_file(tmp_path, quick):
     os.mkfifo(tmp_path / "dev.tsv")
-    with pytest.raises(OSError, match="ordinary file"):
+    with pytest.raises(OSError, match="must be a regular file"):
         read_tsv(tmp_path / "dev.tsv", TASKS["stsb"])
 
 
@@ -96,7 +96,7 @@ def test_card_inputs_must_be_regular_files(flag, kind, tmp_path, capsys, quick):
     os.mkfifo(tmp_path / "pipe")
     path = tmp_path / "pipe" if kind == "pipe" else "/dev/zero"
     assert cli.main(["push", str(bert), "--repo_id", "me/x", "--dry_run", flag, str(path)]) == 2
-    assert f"error: {path} must be an regular file" in capsys.readouterr().err
+    assert f"error: {path} must be a regular file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--calibration_file", "--calibration_target_file"])
@@ -106,7 +106,7 @@ def test_calibration_inputs_must_be_regular_files(flag, tmp_path, capsys, quick)
     os.mkfifo(tmp_path / "pipe")
     argv = ["convert", bert, "--num_key_value_heads", 2, "--output_dir", tmp_path / "out", "--calibration_file", lines]
     assert cli.main([str(item) for item in (*argv, flag, tmp_path / "pipe")]) == 2
-    assert "must be an regular file" in capsys.readouterr().err
+    assert "must be a regular file" in capsys.readouterr().err
 
 
 def test_oversized_json_file_raises_an_error(tmp_path, quick):

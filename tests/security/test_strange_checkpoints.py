@@ -86,7 +86,7 @@ def test_nonfinite_tensor_in_memory_error_names_the_tensor(bert):
     model.get_parameter(KEY).data[0, 0] = torch.inf
     given = Calibration(lines_of_words(9), tokenizer=AutoTokenizer.from_pretrained(bert))
     for options in ({"method": "mean"}, {"calibration": given}):
-        with pytest.raises(ValueError, match=f"'{KEY}' must be finite"):
+        with pytest.raises(ValueError, match=f"'{KEY}' .*must be finite"):
             convert(model, 2, **options)
 
 
@@ -160,7 +160,7 @@ def test_unusable_tokenizer_files_are_listed(sources, tmp_path, capsys):
     (source / "vocab.txt").write_text("[PAD]\na\n")
     pair = ["--calibration_file", sources["text"], "--calibration_target_file", sources["text"]]
     line = one_line(capsys, "convert", source, "--num_key_value_heads", 2, *pair, "--output_dir", tmp_path / "out")
-    assert "has vocab.txt, but AutoTokenizer finds no words" in line
+    assert re.search("vocab.txt, but AutoTokenizer .*empty", line)
     (source / "vocab.txt").unlink()
     line = one_line(capsys, "convert", source, "--num_key_value_heads", 2, *pair, "--output_dir", tmp_path / "out")
     assert "has no tokenizer files" in line
@@ -301,7 +301,7 @@ def test_trainer_files_are_kept(bert, tmp_path):
 def test_inspect_states_what_is_counted(sources, tmp_path, capsys):
     assert cli.main(["inspect", str(sources["t5"]), "--details"]) == 0
     printed = capsys.readouterr().out
-    assert "with tied parameters counted once" in printed and " B more" in printed
+    assert "Tied parameters are counted once" in printed and " B more" in printed
     assert not re.search(r"-[\d.]+ (B|KiB)", printed)
     argv = ["convert", str(sources["bert"]), "--num_key_value_heads", "2", "--output_dir", str(tmp_path / "o")]
     assert cli.main(argv) == 0 and "parameters in the files" in capsys.readouterr().out

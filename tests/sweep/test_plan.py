@@ -261,7 +261,8 @@ def test_every_sweep_file_of_the_repository_is_valid(path, tmp_path, capsys, mon
     assert max(map(len, text.splitlines())) <= 119
     assert len(FILES) == 18
     if path.stem.endswith("_cluster"):
-        assert (path.with_name(path.name.replace("_cluster", ""))).is_file() and "ntried" in text
+        assert (path.with_name(path.name.replace("_cluster", ""))).is_file()
+        assert "Not yet tested." in re.sub(r"\s+#?\s*", " ", text)
 
 
 def test_documented_sweep_file_is_valid(dry_run, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Check the files of `accelerate_configs/`: accelerate reads them, and trainings equal those of one process."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -21,6 +20,7 @@ from fixtures.uptraining import make_t5, make_text
 from safetensors.torch import load_file
 
 import hf_attn_variants
+from hf_attn_variants.commands import load_command
 from hf_attn_variants.commands.training import glue, uptrain
 from hf_attn_variants.conversion import convert_checkpoint
 from hf_attn_variants.training.engine.optimization import list_sharded_layers
@@ -124,8 +124,8 @@ def run_fsdp(environment, command, argv):
     os.environ.update(environment)
     # accelerate disables FSDP without an accelerator, so the test pretends that there is one.
     PartialState._prepare_backend = lambda self, *args, **others: ("gloo", DistributedType.MULTI_GPU)
-    script = importlib.import_module(f"hf_attn_variants.commands.{command}")
-    script.main(script.parse_args(argv))
+    training = load_command(command)
+    training.main(training.parse_args(argv))
 
 
 def launch(config, script, *argv):

@@ -601,7 +601,7 @@ def test_dataset_validation_split_is_used(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "Set --model_name_or_path, or set --model_type"),
+        ([], "--model_name_or_path.*--model_type"),
         (
             ["--model_type", "bert", "--model_name_or_path", "x"],
             "--model_type is only supported for a model from scratch",
@@ -650,7 +650,7 @@ def test_new_relative_of_bert_trains_and_loads(run, model_type, sizes):
 
 def test_model_without_a_masked_lm_raises_an_error(run, tokenizer, tmp_path):
     ElectraForPreTraining(ElectraConfig(**SIZES | {"vocab_size": len(tokenizer)})).save_pretrained(tmp_path / "e")
-    with pytest.raises(ValueError, match=r"as ElectraForMaskedLM, .* names ElectraForPreTraining.*uptrain"):
+    with pytest.raises(ValueError, match=r"ElectraForMaskedLM.*ElectraForPreTraining.*uptrain"):
         run("--model_name_or_path", tmp_path / "e", *STEPS)
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(tokenizer)}
     BartConfig(**sizes, architectures=["BartForConditionalGeneration"]).save_pretrained(tmp_path / "b")

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 
 import pytest
@@ -171,7 +172,7 @@ def test_predictions_without_targets_keep_their_rows(source, tmp_path, caplog, k
     test = load_seq2seq_data(args).splits["test"]
     assert test.sources == ["one", "", "two"] and test.references is None
     assert test.keys == [{"row": 1}, {"row": 2}, {"row": 3}]
-    assert ("Column 'target' contains no text" in caplog.text) == (kind != "lines")
+    assert bool(re.search("[Cc]olumn 'target'.*no text", caplog.text)) == (kind != "lines")
 
 
 @pytest.mark.parametrize("kind", ["table", "dataset"])
@@ -224,7 +225,7 @@ def test_test_rows_with_partial_targets_raise_an_error(tmp_path, kind):
     (tmp_path / "test.jsonl").write_text('{"source": "one", "target": null}\n{"source": "two", "target": "zwei"}\n')
     flags = {"table": ["--test_file", tmp_path / "test.jsonl"], "dataset": ["--dataset_name", tmp_path]}[kind]
     args = parse_args(["m", "--output_dir", "x", "--metrics", "bleu", "--num_train_epochs", "0", *map(str, flags)])
-    with pytest.raises(ValueError, match="row 2: column 'target' has a text"):
+    with pytest.raises(ValueError, match="row 2: column 'target'"):
         load_seq2seq_data(args)
 
 
@@ -358,9 +359,9 @@ def test_resumed_seq2seq_run_keeps_the_best_weights(run):
     flags += ["--resume_from_checkpoint", run.out / "checkpoint-2", "--num_beams"]
     run(*flags, 1, 3)  # only the last evaluation decodes with the second number
     for more, message in (
-        ([3, 1], "num_beams was 1 and is 3"),
-        ([1, "--length_penalty", 2], "length_penalty was 1.0 and is 2.0"),
-        ([1, "--no_repeat_ngram_size", 2], "no_repeat_ngram_size was None and is 2"),
+        ([3, 1], "num_beams was 1 and is now 3"),
+        ([1, "--length_penalty", 2], "length_penalty was 1.0 and is now 2.0"),
+        ([1, "--no_repeat_ngram_size", 2], "no_repeat_ngram_size was None and is now 2"),
         ([1, "--max_eval_samples", 12], "hash of the dev data was"),
     ):
         with pytest.raises(ValueError, match=message):

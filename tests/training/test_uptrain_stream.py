@@ -140,8 +140,8 @@ def test_resumed_stream_uptraining_is_bitwise_equal(run, tmp_path):
     weights = [(folder / "model.safetensors").read_bytes() for folder in (run.out, tmp_path / "again")]
     assert weights[0] == weights[1]
     for more, message in (
-        (["--noise_density", 0.3], r"noise was \[0.15, 3.0\] and is \[0.3, 3.0\]"),
-        (["--shuffle_buffer_size", 8], "shuffle_buffer_size was 16 and is 8"),
+        (["--noise_density", 0.3], r"noise was \[0.15, 3.0\] and is now \[0.3, 3.0\]"),
+        (["--shuffle_buffer_size", 8], "shuffle_buffer_size was 16 and is now 8"),
     ):
         with pytest.raises(ValueError, match=message):
             run(*flags, *more, "--resume_from_checkpoint", "latest", output_dir=tmp_path / "again")

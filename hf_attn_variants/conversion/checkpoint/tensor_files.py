@@ -480,8 +480,8 @@ class SafetensorsWriter:
         self._file.close()
         if self._missing:
             raise ValueError(
-                f"{len(self._missing)} tensors were not written to {self.path.name}, for example "
-                f"{min(self._missing)!r}."
+                f"Not all tensors were written to {self.path.name} ({len(self._missing)} missing, for example "
+                f"{min(self._missing)!r})."
             )
 
     def __enter__(self) -> "SafetensorsWriter":

@@ -91,11 +91,9 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
         logger.warning("%s, line %d: %s The word is read as %r.", path, number, problem, _split_columns(line)[0])
     if not (sentences := [sentence for sentence in sentences if sentence[0]]):
         raise ValueError(f"{path} must contain at least one sentence, but is empty.")
-    return (
-        sentences
-        if needs_tags
-        else _drop_unknown_tags(sentences, path, f"Line {untagged} has no tag" if untagged else None)
-    )
+    if needs_tags:
+        return sentences
+    return _drop_unknown_tags(sentences, path, f"Line {untagged} has no tag" if untagged else None)
 
 
 def _drop_unknown_tags(sentences: list[Sentence], place: str, reason: str | None) -> list[Sentence]:
@@ -133,8 +131,8 @@ def _split_columns(line: str) -> list[str]:
 def _describe_uneven_line(line: str, count: int, first_line: int, first_count: int) -> str:
     """Return a message about a line whose number of columns differs from the first line."""
     return (
-        f"{line!r} must have {first_count} space-separated columns, like line {first_line}, got {count}. If words "
-        "contain spaces, separate the columns with tabs."
+        f"{line!r} must have as many space-separated columns as line {first_line} ({first_count}), got {count}. If "
+        "words contain spaces, separate the columns with tabs."
     )
 
 
