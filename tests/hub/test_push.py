@@ -175,7 +175,7 @@ def test_invalid_token_raises_before_the_upload(folder, hub, api):
 
 def test_interrupted_upload_continues_without_sending_again(folder, hub, api):
     hub.fail("POST .*/commit/main", None)
-    with pytest.raises(OSError, match="run the command again"):
+    with pytest.raises(OSError, match="Run the command again"):
         push(folder, api)
     assert hub.files(REPO).keys() == {".gitattributes"} and hub.objects
     hub.failures.clear()
