@@ -90,4 +90,4 @@ def test_much_shorter_text_than_the_model_supports_gives_a_warning(caplog):
         assert not any("The longest calibration example" in item.getMessage() for item in caplog.records)
         convert_model(bert(), 2, calibration=calibration())
     (record,) = (item for item in caplog.records if "The longest calibration example" in item.getMessage())
-    assert "The longest calibration example has 22 tokens, but the model reads up to 512" in record.getMessage()
+    assert "The longest calibration example has 22 tokens" in record.getMessage()
