@@ -113,7 +113,7 @@ def test_training_commands_name_their_missing_extra(serving):
     assert [*result] == commands and len(commands) > 8
     for command, (status, printed) in result.items():
         assert status == 0
-        assert f"`{command}` needs datasets, evaluate, matplotlib, scipy, scikit-learn" in printed
+        assert f"`{command}` requires datasets, evaluate, matplotlib, scipy, scikit-learn" in printed
 
 
 def test_setup_cfg_lists_the_required_packages():
