@@ -79,7 +79,7 @@ def test_latents_of_an_encoder_decoder_are_timed_per_token(tmp_path, capsys):
     assert (table["break_even"]["exact"], table["break_even"]["multi_head"]) == (names[0], "MHA")
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--no_latents"]) == 0
     printed = capsys.readouterr().out
-    assert "latent" not in printed and "ms per further token" in printed
+    assert "cross latent" not in printed and "cached" not in printed and "ms per further token" in printed
 
 
 @pytest.mark.parametrize(
