@@ -377,7 +377,7 @@ def test_new_bert_trains_with_windows(run, tokenizer):
     assert again["eval_loss"] < results["eval_loss"] + 0.1
     with pytest.raises(ValueError, match="--attention_pattern is only supported for a model from scratch"):
         run("--model_name_or_path", out, *flags, *STEPS, out=out.parent / "other")
-    with pytest.raises(ValueError, match='"sliding_window"` needs `attention_window`'):
+    with pytest.raises(ValueError, match="`attention_window` must be set"):
         run(*scratch("bert", *flags[:2]), *STEPS, out=out.parent / "other")
 
 
