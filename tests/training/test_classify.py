@@ -238,22 +238,6 @@ def test_resumed_classification_is_bitwise_equal(run, sorts, caplog):
 
 
 @pytest.mark.thorough
-def test_resumed_run_does_not_report_new_weights(run, sorts, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    train, dev, _, _ = sorts
-    flags = (*TEXT, "--label_column", "kind of $", "--max_train_steps", 2, "--checkpointing_steps", 1)
-    log = logging.getLogger("transformers.modeling_utils")
-    for out, more in (("out", ()), ("resumed", ("--resume_from_checkpoint", "out/checkpoint-1"))):
-        caplog.clear()
-        log.setLevel(logging.WARNING)
-        try:
-            run(train, dev, *flags, *more[:1], *(str(sorts[0].parent / item) for item in more[1:]), out=out)
-        finally:
-            log.setLevel(logging.NOTSET)
-        assert ("newly initialized" in caplog.text) == (out == "out")
-
-
-@pytest.mark.thorough
 def test_finished_model_remembers_its_columns(run, sorts, tmp_path, caplog):
     train, dev, test, _ = sorts
     _, out = run(train, dev, *TEXT, "--label_column", "tags", "--label_separator", "|", "--max_train_steps", 1)
