@@ -239,7 +239,7 @@ def test_resumed_clm_run_is_bitwise_equal(run, tmp_path):
     assert resumed["train_loss"] == whole["train_loss"] and resumed["eval_loss"] == whole["eval_loss"]
     weights = [(folder / "model.safetensors").read_bytes() for folder in (run.out, tmp_path / "resumed")]
     assert weights[0] == weights[1]
-    with pytest.raises(ValueError, match="objective was clm"):
+    with pytest.raises(ValueError, match="objective was clm and is now mlm"):
         run(*flags, *checkpoint, objective="mlm", output_dir=tmp_path / "masked")
 
 

@@ -368,9 +368,14 @@ def load_checkpoint(
     return state
 
 
+# Settings that older checkpoints do not record, with the values that those runs used.
+UNRECORDED_SETTINGS = {"objective": "mlm", "keep_whitespace": False}
+
+
 def _describe_changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
     """Describe the keys whose values changed, with the old and new values."""
-    return ", ".join(f"{key} was {saved.get(key)} and is now {now[key]}" for key in now if saved.get(key) != now[key])
+    before = {key: saved[key] if saved.get(key) is not None else UNRECORDED_SETTINGS.get(key) for key in now}
+    return ", ".join(f"{key} was {before[key]} and is now {now[key]}" for key in now if before[key] != now[key])
 
 
 def _check_random_state(path: Path, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Settings for pretraining, including the text, the masking and the options for each objective."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..engine.settings import (
     ALWAYS,
@@ -124,6 +124,7 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
         "or ELECTRA with is_decoder in its configuration) learns to predict the next token.",
         MASKED,
         choices=(MASKED, CAUSAL),
+        resume=ALWAYS,
     )
     model_type: str | None = override_option(choices=MASKED_LM_TYPES)
 
@@ -131,11 +132,6 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
     def is_causal(self) -> bool:
         """True if the model predicts the next token instead of masked tokens."""
         return self.objective == CAUSAL
-
-    def get_resume_values(self, with_best_weights: bool) -> dict[str, Any]:
-        """Return, as JSON values, the settings that must not change when a run resumes."""
-        # The default is recorded as None, because checkpoints from before this setting lack it.
-        return super().get_resume_values(with_best_weights) | {"objective": CAUSAL if self.is_causal else None}
 
     def check(self) -> None:
         """Also check the settings for masked and causal language modeling."""

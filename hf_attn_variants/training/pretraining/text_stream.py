@@ -300,8 +300,7 @@ def open_text(settings: Any) -> PretrainingText:
         train = _open_dataset_shards(settings, splits, split_files, "train")
         train_hash = _hash_dataset(split_files.get("train", ()))
         names = {name: getattr(settings, name) for name in ("dataset_name", "dataset_config_name", "text_column")}
-    # The default is recorded as None, because checkpoints from before this setting lack it.
-    names |= {"keep_whitespace": keeps or None}
+    names |= {"keep_whitespace": keeps}
     fingerprints = names | {"hash of the training text": train_hash}, {"hash of the held-out text": dev_hash}
     return PretrainingText(train, dev, *fingerprints)
 
