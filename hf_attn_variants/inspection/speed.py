@@ -225,7 +225,7 @@ class VariantSpeed:
     """The speed of one variant, which forms one row in a `SpeedTable`.
 
     Args:
-        name: The name of the attention. "upstream" means the Transformers class.
+        name: The name of the attention. "transformers" means the Transformers class.
         fields: The configuration fields of the variant.
         milliseconds: The median generation time over all rounds.
         all_milliseconds: The generation time in each round.
@@ -423,11 +423,11 @@ def _make_rows(
 def _compute_break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven | None:
     """Return the break-even point of cached encoder outputs, or None if they were not timed."""
     exact = {"cross_kv_lora_rank": current.hidden_size}
-    baselines = [row for row in rows if row.name in ("upstream", HeadSharing.label)]
+    baselines = [row for row in rows if row.name in ("transformers", HeadSharing.label)]
     pairs: list[tuple[Any, Any]] = [(row, other) for row in rows for other in baselines if row.fields == exact]
     if not pairs or pairs[-1][0].step_milliseconds is None:
         return None
-    # The last baseline is this package's multi-head model if there is one, because it follows "upstream".
+    # The last baseline is this package's multi-head model if there is one, because it follows "transformers".
     cached, multi_head = pairs[-1]
     saved = multi_head.first_milliseconds - cached.first_milliseconds
     lost = cached.step_milliseconds - multi_head.step_milliseconds
@@ -538,7 +538,7 @@ def _iterate_contestants(
 ) -> Iterator[tuple[str, tuple[dict[str, Any], Callable[[], Any]]]]:
     """Yield each variant's name, its fields, and a function that creates the model, with the baseline first."""
     if config["model_type"] != type(current).model_type:
-        yield "upstream", ({}, lambda: make_upstream_model(config, auto_class))
+        yield "transformers", ({}, lambda: make_upstream_model(config, auto_class))
     field = kv_heads_field(model_class, current)
     for fields in rows:
         variant = variant_config(config, **fields)
@@ -561,10 +561,10 @@ def _make_checked_models(
         ValueError: If the outputs of a model are wrong.
     """
     models = {name: prepare_for_timing(make(), device) for name, (_, make) in contestants.items()}
-    if "upstream" in models:
-        check_upstream(prepare_for_timing(multi_head(), device), models["upstream"], decodes)
+    if "transformers" in models:
+        check_upstream(prepare_for_timing(multi_head(), device), models["transformers"], decodes)
     if decodes:
-        check_cache({name: model for name, model in models.items() if name != "upstream"})
+        check_cache({name: model for name, model in models.items() if name != "transformers"})
     return {name: model.to(getattr(torch, dtype)) for name, model in models.items()}
 
 

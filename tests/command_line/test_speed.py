@@ -21,8 +21,8 @@ def test_benchmark_times_transformers_and_every_variant(tmp_path, capsys):
     T5.make_upstream_model("T5ForConditionalGeneration").save_pretrained(tmp_path)
     assert cli.main(["benchmark", str(tmp_path), *SMALL, "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert next(iter(rows)) == "upstream" and {"MHA", "MQA", "MHA + talking heads"} <= rows.keys()
-    assert rows["upstream"]["speedup"] == 1.0
+    assert next(iter(rows)) == "transformers" and {"MHA", "MQA", "MHA + talking heads"} <= rows.keys()
+    assert rows["transformers"]["speedup"] == 1.0
     for row in rows.values():
         assert len(row["all_milliseconds"]) == 2
         assert min(row["all_milliseconds"]) <= row["milliseconds"] <= max(row["all_milliseconds"])
@@ -37,7 +37,7 @@ def test_variant_checkpoint_is_compared_with_its_multi_head_model(tmp_path, caps
     assert (
         "AttnVariantT5ForConditionalGeneration" in lines[0] and lines[3].startswith("MHA") and "  1.00x  " in lines[3]
     )
-    assert not any("talking" in line or "upstream" in line for line in lines)
+    assert not any("talking" in line or "transformers" in line for line in lines)
     assert cli.main([*command, "--num_key_value_heads", "2", "1"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:6]] == ["MHA", "GQA-2", "MQA"]
 
@@ -56,7 +56,7 @@ def test_whisper_is_timed_with_its_full_window():
     small = {"batch_size": 2, "rounds": 1, "max_new_tokens": 3, "talking_heads": False}
     table = measure_speed(config, **small)
     assert (table.length, table.architecture) == (20, f"AttnVariant{head}")
-    assert [row.name for row in table.rows][:2] == ["upstream", "MHA"]
+    assert [row.name for row in table.rows][:2] == ["transformers", "MHA"]
     with pytest.raises(ValueError, match=r"`length` must be at most 20.* got 21"):
         measure_speed(config, length=21, **small)
 
@@ -99,7 +99,7 @@ def test_break_even_is_the_step_at_which_the_total_times_are_equal(exact, tokens
     def row(name, fields, first, step):
         return VariantSpeed(name, fields, 0, [], 0, 1, first, step)
 
-    rows = [row("upstream", {}, 1, 1), row("MHA", {"num_key_value_heads": 12}, 20, 1)]
+    rows = [row("transformers", {}, 1, 1), row("MHA", {"num_key_value_heads": 12}, 20, 1)]
     rows.append(row("exact", {"cross_kv_lora_rank": 40}, *exact))
     assert _compute_break_even(T5.config(), rows) == BreakEven("exact", "MHA", tokens)
     assert _compute_break_even(T5.config(), rows[:2]) is None
@@ -122,7 +122,7 @@ def test_beams_are_timed_and_reported(tmp_path, capsys, monkeypatch):
     argv = ["benchmark", str(tmp_path), *SMALL, "--no_talking_heads", "--num_beams", "3"]
     assert cli.main([*argv, "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
-    assert table["num_beams"] == 3 and table["rows"][0]["name"] == "upstream"
+    assert table["num_beams"] == 3 and table["rows"][0]["name"] == "transformers"
     for row in table["rows"]:
         assert row["tokens_per_second"] == pytest.approx(2 * 3 / row["milliseconds"] * 1e3)
     # Each call begins with the states of 2 texts and returns 2 texts of 1 + 3 tokens; upstream's search repeats the

@@ -418,3 +418,19 @@ def test_metric_of_another_problem_raises_before_training(run, sorts, tmp_path):
     with pytest.raises(ValueError, match="one of loss, rmse, mae, pearson, spearmanr, got 'accuracy'"):
         run(train, dev, *TEXT, "--label_column", "size", "--metric_for_best_model", "accuracy")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.thorough
+def test_resumed_run_does_not_report_new_weights(run, sorts, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    train, dev, _, _ = sorts
+    flags = (*TEXT, "--label_column", "kind of $", "--max_train_steps", 2, "--checkpointing_steps", 1)
+    log = logging.getLogger("transformers.modeling_utils")
+    for out, more in (("out", ()), ("resumed", ("--resume_from_checkpoint", "out/checkpoint-1"))):
+        caplog.clear()
+        log.setLevel(logging.WARNING)
+        try:
+            run(train, dev, *flags, *more[:1], *(str(sorts[0].parent / item) for item in more[1:]), out=out)
+        finally:
+            log.setLevel(logging.NOTSET)
+        assert ("newly initialized" in caplog.text) == (out == "out")

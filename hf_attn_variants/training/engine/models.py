@@ -393,7 +393,7 @@ def load_model_and_unexpected_keys(
         ValueError: If the checkpoint does not match its configuration, `attn_implementation` is not available, or
             weights are missing.
     """
-    with convert_loading_errors(settings.source) as source:
+    with _silence_loading_report(settings), convert_loading_errors(settings.source) as source:
         model, report = model_class.from_pretrained(
             source,
             config=config,
@@ -435,6 +435,22 @@ def _check_weights(model: PreTrainedModel, name: str | None) -> None:
 def _is_resumed(settings: ModelSettings) -> bool:
     """Return whether the run resumes from one of its own checkpoints."""
     return isinstance(settings, OutputSettings) and bool(settings.resume_from_checkpoint)
+
+
+@contextmanager
+def _silence_loading_report(settings: ModelSettings) -> Iterator[None]:
+    """Suppress the loading report of Transformers in a resumed run.
+
+    The training checkpoint contains all weights, so weights that are missing from the model are not new.
+    """
+    log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
+    if _is_resumed(settings):
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel) -> None:

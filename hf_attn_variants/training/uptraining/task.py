@@ -272,6 +272,10 @@ def _warn_about_long_rows(
 
 def _read_texts(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
     """Read the training and held-out rows for a model without targets."""
+    if settings.source_file or settings.target_file:
+        raise ValueError(
+            "--source_file and --target_file are only supported for models with targets. Use --train_file."
+        )
     if not settings.train_file:
         raise ValueError(f"--train_file is required for --objective {settings.objective} with this model.")
     columns = resolve_text_columns(
