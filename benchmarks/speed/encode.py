@@ -1,6 +1,6 @@
 """A forward pass of an encoder or a decoder as each variant, with memory held both ways and one JSON.
 
-Random weights; upstream's class and the variants in turn in one run, medians over the rounds.
+The models have random weights. The Transformers class and the variants take turns, and the results are medians.
 
 Example:
     python -m benchmarks.speed.encode --threads 2 --run_name encode_bert-base_cpu

@@ -36,7 +36,7 @@ def test_encode_times_transformers_and_every_variant(measure, architecture, head
     config = architecture.make_upstream_model(head).config.to_dict() | {"architectures": [head]}
     table = measure(config, 2, length, 2)
     names, _ = names_and_fields(table)
-    assert names[:2] == ["upstream", "MHA"] and "MQA" in names
+    assert names[:2] == ["transformers", "MHA"] and "MQA" in names
     assert ("MHA + talking heads" in names) is (architecture in (BERT, ALBERT))
     assert table["architecture"] == f"AttnVariant{head}" and table["rows"][0]["speedup"] == 1.0
     for row in table["rows"]:
@@ -49,7 +49,7 @@ def test_t5_encoder_is_timed_with_encoder_fields(measure, stored):
     config = T5.make_upstream_model("T5EncoderModel").config.to_dict()
     config |= {"architectures": ["T5EncoderModel"], "is_encoder_decoder": stored}
     names, fields = names_and_fields(measure(config, 2, 8, 1, windows=[4]))
-    assert names[0] == "upstream" and {"encoder_num_key_value_heads": 1} in fields
+    assert names[0] == "transformers" and {"encoder_num_key_value_heads": 1} in fields
     assert {"encoder_attention_pattern": "sliding_window", "encoder_attention_window": 4} in fields
     assert not any("num_key_value_heads" in item for item in fields)
 
