@@ -62,7 +62,7 @@ def test_mt5_is_counted_and_timed_with_its_transformers_class():
     rows = {row.name: row for row in cost_table(config).rows}
     assert rows["MQA"].kv_cache_bytes < rows["MHA"].kv_cache_bytes
     table = measure_speed(config, batch_size=1, length=4, max_new_tokens=2, rounds=1, device="cpu")
-    assert table.rows[0].name == "upstream"
+    assert table.rows[0].name == "transformers"
 
 
 def test_former_t5_class_name_is_known(tmp_path, edit_config):
