@@ -1,0 +1,100 @@
+"""Merges the two ONNX decoder graphs of an encoder-decoder model into one graph, as expected by transformers.js.
+
+    use_cache_branch ──► If ──┬─ false: the first call, which fills the caches
+                              └─ true:  a decoding step, which reads the caches and one token
+
+Both branches share the weights, so that the merged file is about as large as one of the two files.
+"""
+
+import hashlib
+from pathlib import Path
+
+import onnx
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
+
+BRANCH_INPUT = "use_cache_branch"
+# Larger graphs store their weights in a second file, because a protobuf message must be smaller than 2 GB.
+MAX_GRAPH_BYTES = 1_500_000_000
+# The weights of both branches by a digest of their type, shape and content.
+Weights = dict[bytes, TensorProto]
+
+
+def merge_decoders(first_path: Path, step_path: Path, merged_path: Path) -> None:
+    """Merge the graphs of a decoder's first call and of a decoding step into a graph with the input `use_cache_branch`.
+
+    The merged graph has the inputs and outputs of both graphs. In the first call, the cache inputs are ignored and
+    may have any shape. A decoding step returns the cross-attention cache unchanged.
+
+    Args:
+        first_path: The file with the graph of the first call, `decoder_model.onnx`.
+        step_path: The file with the graph of a decoding step, `decoder_with_past_model.onnx`.
+        merged_path: The file to write.
+    """
+    first, step = onnx.load(first_path), onnx.load(step_path)
+    weights: Weights = {}
+    outputs = list(first.graph.output)
+    branches = {
+        "else_branch": _make_branch(first.graph, "first", outputs, weights),
+        "then_branch": _make_branch(step.graph, "step", outputs, weights),
+    }
+    inputs = {value.name: value for graph in (step.graph, first.graph) for value in graph.input}
+    inputs |= {name: _without_sizes(value, name) for name, value in inputs.items() if name.startswith("past_key_values")}
+    flag = helper.make_tensor_value_info(BRANCH_INPUT, TensorProto.BOOL, [1])
+    graph = helper.make_graph(
+        [helper.make_node("If", [BRANCH_INPUT], [output.name for output in outputs], **branches)],
+        "decoder",
+        [*inputs.values(), flag],
+        [_without_sizes(output, output.name) for output in outputs],
+        initializer=list(weights.values()),
+    )
+    opsets = {opset.domain: opset for model in (first, step) for opset in model.opset_import}
+    onnx.save_model(
+        helper.make_model(graph, opset_imports=list(opsets.values()), ir_version=first.ir_version),
+        merged_path,
+        save_as_external_data=sum(len(weight.raw_data) for weight in weights.values()) > MAX_GRAPH_BYTES,
+        location=f"{merged_path.name}_data",
+    )
+
+
+def _make_branch(graph: GraphProto, prefix: str, outputs: list[ValueInfoProto], weights: Weights) -> GraphProto:
+    """Return a graph as a branch of an `If` operator, and move its weights to `weights`.
+
+    Args:
+        graph: The graph.
+        prefix: A prefix for the names of intermediate values, which must be unique in the file.
+        outputs: The outputs of the operator. The graph may lack cross-attention caches, which are inputs of a step.
+        weights: The weights of the file.
+    """
+    names = {value.name: value.name for value in graph.input}
+    for tensor in graph.initializer:
+        name, tensor.name = tensor.name, ""
+        digest = hashlib.sha256(tensor.SerializeToString()).digest()
+        weight = weights.setdefault(digest, tensor)
+        weight.name = weight.name or f"weight_{len(weights)}"
+        names[name] = weight.name
+    nodes = [_rename_values(node, prefix, names) for node in graph.node]
+    for output in outputs:
+        if output.name not in {value.name for value in graph.output}:
+            cache = output.name.replace("present", "past_key_values")
+            nodes.append(helper.make_node("Identity", [cache], [f"{prefix}/{output.name}"]))
+    return helper.make_graph(
+        nodes, prefix, [], [_without_sizes(output, f"{prefix}/{output.name}") for output in outputs]
+    )
+
+
+def _without_sizes(value: ValueInfoProto, name: str) -> ValueInfoProto:
+    """Return a value with the same type and number of dimensions, but another name and variable sizes."""
+    tensor = value.type.tensor_type
+    sizes = [f"{value.name}_{number}" for number in range(len(tensor.shape.dim))]
+    return helper.make_tensor_value_info(name, tensor.elem_type, sizes)
+
+
+def _rename_values(node: NodeProto, prefix: str, names: dict[str, str]) -> NodeProto:
+    """Return an operator whose inputs and outputs are renamed, with a prefix unless `names` contains them."""
+    renamed = NodeProto()
+    renamed.CopyFrom(node)
+    renamed.name = f"{prefix}/{node.name}"
+    # Optional inputs and outputs that are not used have empty names.
+    renamed.input[:] = [name and names.get(name, f"{prefix}/{name}") for name in node.input]
+    renamed.output[:] = [name and f"{prefix}/{name}" for name in node.output]
+    return renamed
