@@ -53,7 +53,7 @@ class NonFiniteLossError(ArithmeticError):
 
 
 class TerminatedError(RuntimeError):
-    """Raised after SIGTERM stops a training run and a checkpoint is saved. The message explains how to resume the run."""
+    """Raised after SIGTERM stops a training run and a checkpoint is saved. The message explains how to resume."""
 
 
 def run_script(main: Callable[[], Any]) -> int:

@@ -27,8 +27,8 @@ MAX_LINE_BYTES = 2**28
 # Text is compressed by a factor of 3 to 20, but zeros and repeated lines are compressed by a factor of 1000. After the
 # first `GROWTH_CHECK_START` bytes, a factor above `MAX_GROWTH` is an error.
 MAX_GROWTH, GROWTH_CHECK_START = 100, 2**22
-# The number of uncompressed bytes that are checked when a .gz file is opened. Reading a megabyte of invalid data line by
-# line takes minutes.
+# The number of uncompressed bytes that are checked when a .gz file is opened. Reading a megabyte of invalid data line
+# by line takes minutes.
 CHECKED_BYTES = 2**25
 BUFFER_BYTES = 2**20
 

@@ -1,8 +1,8 @@
 """Functions that replace the model in a folder safely, and that read and write the history of a model.
 
 Even if the process is killed, the folder contains the old model, the new model, or a config.json that cannot be
-loaded. Without config.json, a model class would load the weights with default settings. Therefore, config.json contains
-a notice while files are moved. Until the replacement is complete, the files to move remain in hidden folders.
+loaded. Without config.json, a model class would load the weights with default settings. Therefore, config.json
+contains a notice while files are moved. Until the replacement is complete, the files to move remain in hidden folders.
 """
 
 import json
@@ -127,8 +127,8 @@ def describe_unfinished_model(folder: Path) -> str | None:
         or any(path.is_dir() for path in folder.glob(STAGED_FOLDER_PATTERN))
     ):
         return (
-            "The command was killed before the model was complete. Repeat it: a training command with "
-            "--resume_from_checkpoint latest or --overwrite_output_dir, any other command with an empty folder."
+            "The command was killed before the model was complete. Repeat a training command with "
+            "--resume_from_checkpoint latest or --overwrite_output_dir, and any other command with an empty folder."
         )
     return None
 
