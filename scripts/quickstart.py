@@ -1,4 +1,4 @@
-"""Convert a real BERT model to fewer key/value heads, compare the scores, and load it without this package."""
+"""Convert a pretrained BERT model to fewer key/value heads, compare scores, and load it without this package."""
 
 import argparse
 import importlib.util
@@ -41,7 +41,7 @@ EXPLANATION = (
     "model."
 )
 
-# The program of a user who has not installed this package. It prevents imports of the package.
+# A program that loads the model like a user who has not installed this package. It blocks imports of the package.
 ISOLATED_PROGRAM = """
 import json, sys
 
@@ -68,8 +68,8 @@ class Job:
     """A checkpoint to convert, and the task on which it is evaluated.
 
     Attributes:
-        source: folder or Hub id of the multi-head checkpoint.
-        texts: the unlabeled training texts of the task, as single sentences or pairs.
+        source: the folder or Hub id of the multi-head checkpoint.
+        texts: the unlabeled training texts for the task, as single sentences or pairs.
         metric: the name of the metric.
         score: a function that scores a checkpoint folder and writes its files to another folder.
         objective: the distillation objective (see `attn-variants uptrain --objective`).
@@ -152,7 +152,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from hf_attn_variants.inspection.tables import print_text
 
-    # Warnings about a new classification head and about files being read and written are expected.
+    # Warnings about the new classification head, and about files that are read and written, are expected.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started = time.perf_counter()
@@ -204,7 +204,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _convert_and_distill(args: argparse.Namespace, job: Job, run: Path) -> dict[str, dict[str, Any]]:
-    """Convert and distill with each method, and return a row per method with a score per seed."""
+    """Convert and distill the model with each method, and return a row with a score for each seed per method."""
     heads = args.num_key_value_heads
     print(
         f"2/4  Converting to {heads} key/value heads with two methods, then distilling: seeds {args.seeds} ...",
@@ -255,7 +255,10 @@ def _check_source(source: str, heads: int) -> None:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
-    """Load a task. Return it, its data folder (None for the Hub), and its rows with text1, text2 (pairs) and label."""
+    """Return the task, its data folder (None for the Hub) and its splits.
+
+    The columns of the splits are text1, text2 (only for text pairs) and label.
+    """
     from hf_attn_variants.glue_tasks import get_task
     from hf_attn_variants.training.glue.task import load_glue
 
@@ -271,7 +274,7 @@ def _get_texts(rows: Any) -> list[tuple[str, ...]]:
 
 
 def _make_similarity_job(source: str, splits: dict[str, Any]) -> Job:
-    """Return the job that ranks sentence pairs by the cosine of their embeddings, without training on labels."""
+    """Return a job that ranks sentence pairs by the cosine of their embeddings, without training on labels."""
     from transformers import AutoModel, AutoTokenizer
 
     from hf_attn_variants.inspection import similarity_spearman

@@ -148,7 +148,7 @@ def format_cost_table(table: Any, details: bool = False) -> tuple[list[str], lis
 
 
 def _make_upstream_row(table: Any) -> Any:
-    """Return the row for the Transformers class, or None if its cache is not larger than in this package."""
+    """Return the row for the Transformers class, or None if its cache is not larger than that of this package."""
     if table.upstream_kv_cache_bytes is None:
         return None
     cache, largest = table.upstream_kv_cache_bytes, table.upstream_largest_batch

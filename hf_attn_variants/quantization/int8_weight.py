@@ -70,7 +70,7 @@ TIMED_SHAPE = (512, 512)
 # A path that is slower than another one by this factor is assumed to run a reference kernel, because timing noise is
 # smaller.
 REFERENCE_KERNEL_RATIO = 4.0
-# For a larger row count, the path is changed only if the new path takes at most this fraction of the time, because each
+# For a larger row count, the path changes only if the new path takes at most this fraction of the time, because each
 # path packs the weight separately.
 MAX_TIME_RATIO = 0.95
 # The number of input elements that a thread rounds at a time. The temporary results are several times larger than the

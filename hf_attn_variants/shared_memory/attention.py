@@ -56,7 +56,8 @@ T5 = CrossAttentionLayout("q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROL
 UMT5 = CrossAttentionLayout("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
 BART = CrossAttentionLayout("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
 
-# {class that defines `forward`: layout}. Classes with the same layout have the same code in Transformers 5.15 and 5.24.
+# Layouts by the class that defines `forward`. Classes with the same layout have the same code in Transformers 5.15 and
+# 5.24.
 SUPPORTED_KINDS: dict[str, CrossAttentionLayout] = {
     "LongT5Attention": T5,
     "MT5Attention": T5,
@@ -138,7 +139,7 @@ class SharesMemory(_Attention):
     cross_cache: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend from hidden states [b B, n, D] for B beams to encoder outputs [b, m, D]. See the overridden method."""
+        """Attend from hidden states [b B, n, D] of B beams to encoder outputs [b, m, D]. See the overridden method."""
         states, encoder_outputs, cache, mask, *bias = self.arguments.read(args, kwargs)
         if encoder_outputs is None or not (cache is None or isinstance(cache, EncoderDecoderCache)):
             return super().forward(*args, **kwargs)
@@ -192,7 +193,7 @@ class SharesMemory(_Attention):
         return source
 
     def _should_absorb_projections(self, states: torch.Tensor, source: torch.Tensor) -> bool:
-        """Return whether attending to encoder outputs requires no more multiplications than computing keys and values."""
+        """Return whether attending to encoder outputs needs no more multiplications than computing keys and values."""
         if is_traced():
             return True
         rows, (sentences, length, width) = states.shape[0] * states.shape[1], source.shape
@@ -206,8 +207,8 @@ class SharesMemory(_Attention):
         """Attend from queries [b B, h, n, d] to encoder outputs [b, m, D], which serve as a single key and value head.
 
         The bias of the key projection is omitted because it adds the same constant to all logits of a query. The bias
-        of the value projection is multiplied by the sum of the attention weights, which is 0 for a query whose keys are
-        all masked, and otherwise 1.
+        of the value projection is multiplied by the sum of the attention weights, which is 0 for a query whose keys
+        are all masked, and otherwise 1.
         """
         (key_linear, value_linear), head_dim = self.key_value_projections(), self._head_dim()
         latent = source[:, None]
@@ -346,9 +347,9 @@ check_caches()
 class SourceLayer(SharedDynamicLayer):
     """A cache layer that stores the encoder outputs [b, m, D] and computes keys and values when they are first read.
 
-    After that, it is an ordinary cache layer. Keys and values are only read by code outside of this module, such as the
-    code that collects the outputs of Whisper. The encoder outputs are never modified, because other layers and callers
-    use the same tensor.
+    After that, it is an ordinary cache layer. Keys and values are only read by code outside of this module, such as
+    the code that collects the outputs of Whisper. The encoder outputs are never modified, because other layers and
+    callers use the same tensor.
 
     Args:
         source: The encoder outputs.
