@@ -37,8 +37,7 @@ EPILOG = """examples (the last one requires the Hub and a GPU):
 EXPLANATION = (
     "Averaging merges heads that were trained separately. Calibration fits the shared heads to the outputs of the "
     "original heads on unlabeled text. Distillation trains the converted model to reproduce the outputs of the "
-    "original "
-    "model."
+    "original model."
 )
 
 # A program that loads the model like a user who has not installed this package. It blocks imports of the package.
@@ -93,11 +92,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(
         prog="python scripts/quickstart.py",
         description="Convert a multi-head checkpoint to fewer key/value heads, both by averaging heads and by "
-        "calibration "
-        "on text. Distill both models with the original model as the teacher, and score them before and after "
-        "distillation on the same task. Then load one of them in a process without this package. By default, no "
-        "network "
-        "access is required.",
+        "calibration on text. Distill both models with the original model as the teacher, and score them before and "
+        "after distillation on the same task. Then load one of them in a process without this package. By default, "
+        "no network access is required.",
         epilog=EPILOG,
     )
     parser.add_argument(
@@ -107,8 +104,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--task",
         default=SIMILARITY,
         help="Evaluation task: similarity (cosine of sentence embeddings, for embedding models) or a GLUE task, on "
-        "which "
-        "the model is fine-tuned first (default: %(default)s).",
+        "which the model is fine-tuned first (default: %(default)s).",
     )
     parser.add_argument(
         "--data_dir", help="Folder with the TSV files of the task (default: the included pairs, otherwise the Hub)."

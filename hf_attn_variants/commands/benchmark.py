@@ -302,6 +302,5 @@ def _format_break_even(table: Any) -> str:
         return f"{point.exact} is slower than {point.multi_head} for any number of new tokens {sizes}."
     return (
         f"{point.exact} is slower than {point.multi_head} for {point.new_tokens:,} or more new tokens {sizes}. It "
-        "does not "
-        "project the source, but each step takes longer."
+        "does not project the source, but each step takes longer."
     )

@@ -94,9 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog=program_name("convert_checkpoint.py"),
         usage=USAGE,
         description="Convert a checkpoint with multi-head attention to grouped-query, multi-query, latent, sparse, "
-        "linear or talking-heads attention without loading the whole model. Checkpoints with grouped heads or latents "
-        "can "
-        f"be converted further, or back to multi-head attention without loss. Supported models: {MODEL_NAMES}.",
+        "linear or talking-heads attention without loading the whole model. Checkpoints with grouped heads or "
+        "latents can be converted further, or back to multi-head attention without loss. Supported models: "
+        f"{MODEL_NAMES}.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
@@ -106,8 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--method",
         choices=METHOD_NAMES,
         help="method for merging heads (default: calibrated with --calibration_file, otherwise mean, which must be "
-        "set "
-        "explicitly for the heads of a decoder)",
+        "set explicitly for the heads of a decoder)",
     )
     _add_calibration_group(parser)
     heads = parser.add_argument_group(
@@ -229,8 +228,7 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
     group.add_argument(
         "--calibration_file",
         help="file with examples of the kind of text that the model is used for: one per line, or a table (.csv, "
-        ".tsv, "
-        ".json or .jsonl), optionally with .gz",
+        ".tsv, .json or .jsonl), optionally with .gz",
     )
     group.add_argument(
         "--calibration_columns",
@@ -257,8 +255,7 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
         "--max_length",
         type=int,
         help="maximum number of tokens, to which examples are truncated (default: the length of the longest example, "
-        "up to "
-        f"the number of positions in the model or, if unlimited, {LONGEST}; {PASSAGE_LENGTH} for passages)",
+        f"up to the number of positions in the model or, if unlimited, {LONGEST}; {PASSAGE_LENGTH} for passages)",
     )
     group.add_argument(
         "--calibration_passages",
@@ -269,9 +266,8 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
     group.add_argument(
         "--fit_steps",
         type=int,
-        help="for the calibrated method: number of Adam steps per attention module after the closed form. 0 uses only "
-        "the "
-        f"closed form (default: {fit_steps})",
+        help="for the calibrated method: number of Adam steps per attention module after the closed form. 0 uses "
+        f"only the closed form (default: {fit_steps})",
     )
 
 
@@ -281,9 +277,8 @@ def add_audio_argument(group: argparse._ActionsContainer) -> None:
         "--calibration_audio_dir",
         metavar="FOLDER",
         help="for Whisper: folder with recordings of the kind that the model is used for, optionally in subfolders "
-        "(PCM wav, "
-        "or flac, mp3 and ogg if soundfile is installed). Only the first window of each recording (30 s) is used. The "
-        "decoder reads the greedy output of the model. The defaults are --calibration_size "
+        "(PCM wav, or flac, mp3 and ogg if soundfile is installed). Only the first window of each recording (30 s) "
+        "is used. The decoder reads the greedy output of the model. The defaults are --calibration_size "
         f"{AUDIO_CALIBRATION_SIZE} and --max_length {MAX_AUDIO_LENGTH}",
     )
 

@@ -141,8 +141,7 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
         "--source_length",
         type=int,
         help="for encoder-decoder models: number of tokens that the encoder reads (default: --length; for Whisper, "
-        "its "
-        "window)",
+        "its window)",
     )
 
 

@@ -165,9 +165,8 @@ pretrain = TrainingCommand(
     MaskedLMSettings,
     "pretraining.task:pretrain_masked_lm",
     "pretrain_mlm.py",
-    "Pretrain an encoder (BERT, ALBERT, RoBERTa, ...) as a masked language model, or a BERT, RoBERTa or ELECTRA model "
-    "as "
-    "a causal language model. Training starts from scratch or from a checkpoint.",
+    "Pretrain an encoder (BERT, ALBERT, RoBERTa, ...) as a masked language model, or a BERT, RoBERTa or ELECTRA "
+    "model as a causal language model. Training starts from scratch or from a checkpoint.",
     """examples (a small BERT model from scratch, on gzip shards of text with an empty
 line between articles):
   %(prog)s --model_type bert \\

@@ -275,8 +275,7 @@ def _apply_without_cast(
     if result.dtype != torch.float32 or result.device.type != "cpu":
         raise ValueError(
             f"{type(module).__name__} has int8 layers and must therefore remain in float32 on a CPU, got "
-            f"{result.dtype} on "
-            f"{result.device}. Load the model again to convert it."
+            f"{result.dtype} on {result.device}. Load the model again to convert it."
         )
     return type(module)._apply(module, fn, *args, **kwargs)
 
@@ -297,8 +296,7 @@ def _check_model_type(model: Any) -> None:
         return
     raise ValueError(
         f"`model` must be a Transformers model, got {type(model).__name__}. Load the model first, compile it "
-        "afterwards, "
-        "and merge adapters with `merge_and_unload()`."
+        "afterwards, and merge adapters with `merge_and_unload()`."
     )
 
 

@@ -168,8 +168,7 @@ def _check_model_type(model: Any) -> None:
         return
     raise ValueError(
         f"`model` must be a Transformers model, got {type(model).__name__}. Load the model first, compile it "
-        "afterwards, "
-        "and extract the base model of a PEFT model with `get_base_model()`."
+        "afterwards, and extract the base model of a PEFT model with `get_base_model()`."
     )
 
 
