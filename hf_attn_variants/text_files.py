@@ -289,7 +289,7 @@ def read_columns(
                     raise ValueError(f"{record.place}: column {name!r} must contain text, got {text!r:.60}.")
                 if not is_unicode(text):
                     raise ValueError(
-                        f"{record.place}: column {name!r} must contain valid text, but it contains an incomplete "
+                        f"{record.place}: column {name!r} must contain Unicode text, but it contains an incomplete "
                         "surrogate pair."
                     )
             all_texts.append(texts)
