@@ -12,8 +12,9 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# When the `attn-variants` command runs, the classes are imported only when they are used, because the import takes
-# seconds. `--help` and errors in the flags should not wait for it. `cli` registers the classes before a command runs.
+# When the `attn-variants` command runs, the classes are imported only when they are used. Importing them takes several
+# seconds, and `--help` and errors in the flags should not wait for it. `cli` registers the classes before a command
+# runs.
 _IS_COMMAND = getattr(sys.modules.get("attn_variants"), "is_command", False)
 
 if TYPE_CHECKING or not _IS_COMMAND:
@@ -25,7 +26,7 @@ if TYPE_CHECKING or not _IS_COMMAND:
 
 
 def _get_attribute(name: str) -> Any:
-    if name == "convert":  # imported only when it is used, because its imports take seconds
+    if name == "convert":  # imported only when it is used, because its imports take several seconds
         from .conversion import convert
 
         return convert

@@ -1,4 +1,4 @@
-"""The `attn-variants` command. Each subcommand is one module, which is imported only if the user calls it."""
+"""The `attn-variants` command. The module of a subcommand is imported only when the user runs the subcommand."""
 
 import argparse
 import importlib.util
@@ -11,7 +11,7 @@ from .command_line import MODEL_NAMES, CommandParser, find_documentation, packag
 from .commands import TRAINING_COMMANDS, load_command
 from .errors import run_script, unwind_on_interrupt
 
-# The groups in the overview of the commands, with a summary of each command.
+# The groups of commands in the output of `--help`, with a summary of each command.
 COMMAND_GROUPS: dict[str, dict[str, str]] = {
     "convert and inspect": {
         "inspect": "show the size and cost of a checkpoint and its variants",
@@ -40,7 +40,7 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
 }
 COMMANDS = {name: summary for group in COMMAND_GROUPS.values() for name, summary in group.items()}
 
-# The packages in the `train` extra (import name: distribution name), and the commands that need them.
+# The packages in the `train` extra ({import name: distribution name}), and the commands that need them.
 TRAIN_PACKAGES = {
     "datasets": "datasets",
     "evaluate": "evaluate",
@@ -76,7 +76,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
         command: a name in `COMMANDS`, or an object with the functions `parse_args` and `main`. If it is a name, the
             log messages of this package are printed to stderr.
         argv: the arguments of the command. If None, the arguments of the process are used.
-        program: the program name that the help shows. If None, the name of the process is used.
+        program: the program name to show in the help text. If None, the name of the process is used.
     """
 
     def work() -> None:
@@ -92,7 +92,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
             logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
             logging.getLogger("hf_attn_variants").setLevel(logging.INFO)
             logging.getLogger("huggingface_hub").propagate = False  # it has its own handler
-        # Imported only now, because the import takes seconds and errors in the flags should be reported immediately.
+        # Imported only now, because the import takes several seconds, and flag errors should be reported immediately.
         from .registration import register
 
         register()
@@ -105,7 +105,7 @@ def run(command: Any, argv: Sequence[str] | None = None, program: str | None = N
 
 
 class _RetryFilter(logging.Filter):
-    """Logging filter that passes each kind of retry message from the Hub client only once."""
+    """Logging filter that lets each kind of retry message from the Hub client through only once."""
 
     KINDS = (" thrown while requesting ", "Retrying in ", "Rate limited. ")
 

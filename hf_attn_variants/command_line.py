@@ -1,4 +1,4 @@
-"""Command-line parsing that all commands share."""
+"""Command-line parsing shared by all commands."""
 
 import argparse
 import difflib
@@ -15,7 +15,7 @@ MODEL_NAMES = (
     "BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT, T5 and mT5, UMT5, BART, mBART, Marian, M2M100 and NLLB, PEGASUS, "
     "Whisper"
 )
-# The minimum similarity (0 to 1) between a misspelled name and a suggestion. It is 0.92 for "convrt" and "convert".
+# The minimum similarity (0 to 1) between a misspelled name and a suggestion. "convrt" and "convert" have 0.92.
 MIN_SIMILARITY = 0.7
 
 
@@ -54,7 +54,7 @@ class CommandParser(argparse.ArgumentParser):
         return super()._get_value(action, os.path.expanduser(text) if is_path else text)
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and a reference to `--help`, and exit with status 2."""
+        """Print the error and a hint to use `--help`, and exit with status 2."""
         self.exit(2, f"error: {self._add_suggestion(message)}\nRun `{self.prog} --help` to see all options.\n")
 
     def _add_suggestion(self, message: str) -> str:
@@ -107,7 +107,9 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def add_checkpoint_argument(parser: argparse._ActionsContainer, help_text: str) -> None:
-    """Add the checkpoint to a parser or an argument group, as a positional argument and as --model_name_or_path.
+    """Add the checkpoint argument to a parser or an argument group, as a positional argument and as a flag.
+
+    The flag is --model_name_or_path.
 
     Args:
         parser: the parser of a command that calls `parse_with_checkpoint`, or one of its groups.
@@ -127,7 +129,7 @@ def parse_with_checkpoint(
     """Parse a command line that contains the checkpoint before or after the options, or as --model_name_or_path.
 
     As with all argparse errors, the process exits with status 2 if the command line contains two different
-    checkpoints, or none although one is required.
+    checkpoints, or if a required checkpoint is missing.
 
     Args:
         parser: a parser with the arguments of `add_checkpoint_argument`.
@@ -155,7 +157,7 @@ def parse_with_checkpoint(
 
 
 def package_version() -> str:
-    """Return the package version, read from the source file because importing the package takes seconds."""
+    """Return the package version, which is read from a source file because importing the package takes seconds."""
     source = Path(__file__).parent / "modeling/variant_names.py"
     match: Any = re.search(r'^ATTN_VARIANTS_VERSION = "(.+)"$', source.read_text(encoding="utf-8"), re.MULTILINE)
     return match[1]

@@ -14,7 +14,7 @@ INTERRUPTED = "Stopped by Ctrl-C"
 def exit_on_interrupt() -> None:
     """Make Ctrl-C end the process immediately with a one-line message.
 
-    It is used while there is nothing to clean up. Signal handlers installed by the user are not replaced.
+    Call this function only while there is nothing to clean up. Signal handlers installed by the user are not replaced.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_at_once)
@@ -27,7 +27,7 @@ def unwind_on_interrupt() -> None:
 
 
 def is_first_process() -> bool:
-    """Return whether this process prints the messages for all processes launched on this machine."""
+    """Return whether this is the first process launched on this machine, which prints messages for all processes."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -53,14 +53,14 @@ class NonFiniteLossError(ArithmeticError):
 
 
 class TerminatedError(RuntimeError):
-    """Raised if SIGTERM ends a training run, which saves a checkpoint first. The message explains how to resume it."""
+    """Raised after SIGTERM stops a training run and a checkpoint is saved. The message explains how to resume."""
 
 
 def run_script(main: Callable[[], Any]) -> int:
     """Run `main()` and print expected errors as a single line on stderr.
 
-    Unexpected exceptions are bugs and keep their tracebacks. If the environment variable `ATTN_VARIANTS_DEBUG` is 1, a
-    ValueError, an OSError, a NonFiniteLossError and out-of-memory errors keep their tracebacks, too.
+    Unexpected exceptions are bugs and keep their tracebacks. If the environment variable `ATTN_VARIANTS_DEBUG` is 1,
+    ValueErrors, OSErrors, NonFiniteLossErrors and out-of-memory errors also keep their tracebacks.
 
     Args:
         main: a function without arguments that runs the command.
@@ -131,9 +131,9 @@ def _get_original_message(error: Exception) -> str:
 
 @contextmanager
 def as_value_error(prefix: str, *self_explanatory: type[Exception]) -> Iterator[None]:
-    """Convert exceptions that an invalid value causes in Transformers or torch into a ValueError.
+    """Convert exceptions that Transformers or torch raises for an invalid value into a ValueError.
 
-    A ValueError, an OSError and out-of-memory errors are raised unchanged.
+    ValueErrors, OSErrors and out-of-memory errors are raised unchanged.
 
     Args:
         prefix: the beginning of the message, which explains what is invalid.
@@ -154,7 +154,7 @@ def as_value_error(prefix: str, *self_explanatory: type[Exception]) -> Iterator[
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error from Python, torch or the operating system means that there is not enough memory."""
+    """Return whether an error from Python, torch or the operating system was caused by a lack of memory."""
 
     if isinstance(error, MemoryError):
         return True

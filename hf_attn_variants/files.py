@@ -1,4 +1,4 @@
-"""Reading text files, the file names in model folders, and atomic writing of files and folders."""
+"""File names in model folders, and functions that read text files and write files and folders atomically."""
 
 import gzip
 import io
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 COMPRESSED_SUFFIX = ".gz"
 MAX_BYTES = 2**31  # the limit for a file that is read into memory as a whole
 MAX_LINE_BYTES = 2**28
-# Text is compressed by a factor of 3 to 20, zeros or repetitions of a line by a factor of 1000. After the first
-# `GROWTH_CHECK_START` bytes, a factor above `MAX_GROWTH` is an error.
+# Text is compressed by a factor of 3 to 20, but zeros and repeated lines are compressed by a factor of 1000. After the
+# first `GROWTH_CHECK_START` bytes, a factor above `MAX_GROWTH` is an error.
 MAX_GROWTH, GROWTH_CHECK_START = 100, 2**22
-# The number of bytes of a .gz file that are checked when it is opened. Reading a megabyte of invalid data line by line
-# takes minutes.
+# The number of uncompressed bytes that are checked when a .gz file is opened. Reading a megabyte of invalid data line
+# by line takes minutes.
 CHECKED_BYTES = 2**25
 BUFFER_BYTES = 2**20
 
@@ -46,9 +46,9 @@ def open_file(path: Path) -> BinaryIO:
     """Open a plain or gzip-compressed text file and return a reader of its uncompressed bytes.
 
     Raises:
-        OSError: if the file does not exist or is not a regular file. Reading from the result also raises it if a .gz
-            file is compressed more than text can be.
-        ValueError: when reading from the result, if a line is too long.
+        OSError: if the file does not exist or is not a regular file, or if a .gz file is compressed more strongly than
+            text can be. The compression may also be checked later, when the result is read.
+        ValueError: if a line is too long. This may also be checked later, when the result is read.
     """
     check_regular_file(path)
     if path.suffix == COMPRESSED_SUFFIX:
@@ -84,7 +84,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 class _LimitedFile(io.RawIOBase):
-    """Uncompressed bytes of a file. Reading fails if a line is too long or the data is compressed more than text."""
+    """Raw stream of the uncompressed bytes of a file, with limits on the line length and the compression factor."""
 
     def __init__(self, path: Path, longest_line: int = MAX_LINE_BYTES):
         self.path, self.longest_line = path, longest_line
@@ -133,7 +133,7 @@ class _LimitedFile(io.RawIOBase):
 
 # Other whitespace, such as a no-break space, counts as text, because it was probably written on purpose.
 WHITESPACE = string.whitespace
-# The number of bytes at the beginning of a file from which its line ends are detected.
+# The number of bytes at the beginning of a file from which its line endings are detected.
 INSPECTED_BYTES = 2**18
 # Carriage returns that are not followed by a line feed.
 LONE_RETURN = re.compile(rb"\r+(?![\r\n])")
@@ -160,17 +160,17 @@ def get_suffix(path: Path) -> str:
 
 
 def iterate_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file without their line ends. Raises the same errors as `iterate_lines_with_ends`."""
+    """Yield the lines of a file without their line endings, with the same errors as `iterate_lines_with_ends`."""
     for line in iterate_lines_with_ends(path):
         yield line.rstrip("\r\n")
 
 
 def iterate_lines_with_ends(path: Path) -> Iterator[str]:
-    """Yield the lines of a file with their line ends.
+    """Yield the lines of a file with their line endings.
 
     Lines end with a line feed, or with a carriage return if `has_carriage_return_ends` is true for the file. No other
-    character ends a line. In a file with line feeds, carriage returns are text, because crawled texts contain some
-    that are missing from their translations. A warning is logged for the first one.
+    character ends a line. In a file with line feeds, carriage returns are treated as text, because crawled texts may
+    contain carriage returns that are missing from their translations. A warning is logged for the first of them.
 
     Raises:
         OSError: if the file cannot be read.
@@ -204,8 +204,8 @@ def iterate_lines_with_ends(path: Path) -> Iterator[str]:
 def has_carriage_return_ends(file: BinaryIO) -> bool:
     """Return whether the lines of a file end with carriage returns, as written by old Mac programs.
 
-    This is the case if the beginning of the file contains more carriage returns without a line feed than line feeds.
-    The function moves the file position to the beginning of the file.
+    This is the case if the beginning of the file contains more lone carriage returns than line feeds. The function
+    moves the file position back to the beginning of the file.
     """
     try:
         head = file.read(INSPECTED_BYTES)
@@ -264,7 +264,7 @@ TRAINER_FILES = (
 # Results of training or conversion. They do not describe models that are created from this one.
 PLOT_FILES = (CURVES_FILE, CONFUSION_FILE, CONFUSION_FILE.replace(".", "_test."))
 RESULT_FILES = (RESULTS_NAME, LOG_FILE, *PLOT_FILES, REPORT_NAME, *TRAINING_LEFTOVERS, *TRAINER_FILES)
-# The deepest allowed nesting of lists and objects in a JSON file. Every Python version can read it.
+# The maximum nesting depth of lists and objects in a JSON file. Every Python version can read this depth.
 MAX_NESTING = 200
 
 MAX_JSON_BYTES = 2**28
@@ -274,11 +274,11 @@ SPARE_BYTES = 16 * 2**20
 
 
 def load_json(path: Path, encoding: str = "utf-8") -> Any:
-    """Return the value of a JSON file.
+    """Read a JSON file and return its value.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file is not JSON.
+        ValueError: if the file does not contain valid JSON.
     """
     try:
         return parse_json(read_file(path, MAX_JSON_BYTES).decode(encoding))
@@ -287,11 +287,11 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text.
+    """Parse JSON and return its value.
 
     Raises:
-        ValueError: if the text is not JSON, or lists and objects are nested more than `MAX_NESTING` levels deep.
-            (Python's own limit depends on its version.)
+        ValueError: if the text is not valid JSON, or lists and objects are nested more than `MAX_NESTING` levels deep.
+            (The limit in the `json` module depends on the Python version.)
 
     Example:
         >>> parse_json('{"num_key_value_heads": 4}')
@@ -331,7 +331,7 @@ def atomic_write(path: str | Path, content: str | bytes) -> None:
 
 
 def describe_write_error(error: Exception) -> str:
-    """Return the explanation of a failed write for an error message.
+    """Return an explanation of a failed write, in parentheses, for use in an error message.
 
     The zip writer in torch raises a RuntimeError if the disk is full ("unexpected pos 64 vs 0", "file write failed",
     "iostream error"). This function replaces such a message with one that mentions the disk.
@@ -342,7 +342,7 @@ def describe_write_error(error: Exception) -> str:
 
 
 def check_output_dir(output_dir: str | os.PathLike, source: str | os.PathLike | None = None) -> Path:
-    """Check that an output folder can be created, and return its absolute path without links.
+    """Check that an output folder can be created, and return its absolute path with all links resolved.
 
     The folder must be new or empty, and it must not be inside `source`.
 
@@ -394,7 +394,7 @@ def make_folders(folder: Path) -> list[Path]:
 
 
 def remove_empty_folders(folders: Iterable[Path]) -> None:
-    """Remove the folders that `make_folders` created and that are still empty, after an error."""
+    """Clean up after an error by removing those folders created by `make_folders` that are still empty."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
@@ -436,7 +436,7 @@ def staged_folder(output_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def _unwind_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM, which batch schedulers send, unwind the stack like Ctrl-C, unless SIGTERM has another handler."""
+    """Make SIGTERM, which batch schedulers send, unwind the stack like Ctrl-C, unless it already has a handler."""
     default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not default or threading.current_thread() is not threading.main_thread():
         yield
@@ -466,7 +466,7 @@ def _rename_to(stage: Path, folder: Path) -> None:
 
 
 def _move_up(stage: Path, folder: Path) -> None:
-    """Move all files from `stage` to its otherwise empty parent `folder`, or none if a file cannot be moved."""
+    """Move all files from `stage` to its otherwise empty parent `folder`, or move none of them if one move fails."""
     if any(path != stage for path in folder.iterdir()):
         raise FileExistsError(
             f"Another process wrote files into the output folder {str(folder)!r} in the meantime. Choose a new folder."

@@ -13,14 +13,15 @@ class GlueTask:
         folder: the name of the folder in the official release.
         text_columns: for each of the one or two text columns, the names used in TSV files and on the Hub.
         label_columns: the names of the label column.
-        labels: the class names in the order of the class ids on the Hub. None for STS-B, which has scores from 0 to 5.
+        labels: the class names in the order of the class ids on the Hub. None for STS-B, whose labels are scores from
+            0 to 5.
         metrics: the official metrics, named as in `training.glue.metrics`.
-        main_metric: the metric that selects the best model.
-        eval_splits: the TSV file of each dev split on the Hub. The first split selects the best model.
-        test_splits: the TSV file of each test split on the Hub.
+        main_metric: the metric that is used to select the best model.
+        eval_splits: the TSV file for each dev split on the Hub. The first split is used to select the best model.
+        test_splits: the TSV file for each test split on the Hub.
         submits_names: whether a submission contains class names instead of ids.
-        headerless: the column names for files without a header, by the number of columns.
-        headerless_test: the column names for test files without a header, by the number of columns.
+        headerless: the column names for files without a header, for each possible number of columns.
+        headerless_test: the column names for test files without a header, for each possible number of columns.
         may_have_broken_rows: whether the official file contains rows that are split by a line break. These rows are
             counted and skipped.
     """
@@ -45,7 +46,7 @@ class GlueTask:
         return self.labels is None
 
     def get_submission_file(self, split: str) -> str:
-        """Return the file name for a split in a GLUE submission."""
+        """Return the name of the file that contains the predictions for a split in a GLUE submission."""
         kind = {"matched": "-m", "mismatched": "-mm"}.get(split.partition("_")[2], "")
         return f"{self.folder}{kind}.tsv"
 
@@ -192,7 +193,7 @@ def parse_label(task: GlueTask, text: str) -> int | float:
     """Parse a label, which may be a class name, a class id or a score.
 
     Raises:
-        ValueError: if the text is not a label of the task. The caller adds the file and row to the message.
+        ValueError: if the text is not a valid label for the task. The caller adds the file and row to the message.
     """
     if task.labels is None:
         try:

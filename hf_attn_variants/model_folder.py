@@ -1,8 +1,8 @@
-"""Crash-safe replacement of the model in a folder, and the history of a model.
+"""Functions that replace the model in a folder safely, and that read and write the history of a model.
 
-If the process is killed at any moment, the folder contains the old model, the new model, or a config.json that cannot
-be loaded. Without config.json, a class would load the weights with default settings. Therefore, config.json contains a
-notice while files are moved. Until the replacement is complete, the files to move remain in hidden folders.
+Even if the process is killed, the folder contains the old model, the new model, or a config.json that cannot be
+loaded. Without config.json, a model class would load the weights with default settings. Therefore, config.json
+contains a notice while files are moved. Until the replacement is complete, the files to move remain in hidden folders.
 """
 
 import json
@@ -109,7 +109,7 @@ def replace_model(stage: Path, folder: Path, is_continuation: bool) -> None:
 
 
 def describe_unfinished_model(folder: Path) -> str | None:
-    """Return an explanation of how to repair a folder that a killed run left incomplete, or None if it is complete."""
+    """Return how to repair a folder that a killed run left incomplete, or None if the folder is complete."""
     is_notice = is_placeholder_config(folder / CONFIG_NAME)
     if (folder / CONFIG_NAME).exists() and not is_notice:
         return None
@@ -127,8 +127,8 @@ def describe_unfinished_model(folder: Path) -> str | None:
         or any(path.is_dir() for path in folder.glob(STAGED_FOLDER_PATTERN))
     ):
         return (
-            "The command was killed before the model was complete. Repeat it: a training command with "
-            "--resume_from_checkpoint latest or --overwrite_output_dir, any other command with an empty folder."
+            "The command was killed before the model was complete. Repeat a training command with "
+            "--resume_from_checkpoint latest or --overwrite_output_dir, and any other command with an empty folder."
         )
     return None
 
@@ -156,7 +156,7 @@ def _remove_folder(path: Path) -> Path:
     return path
 
 
-# The file that each step writes. If a folder contains both files, the conversion was the first step.
+# The file that each step writes. If a folder contains both files, the conversion was done first.
 STEP_FILES = {"conversion": REPORT_NAME, "training": RESULTS_NAME}
 HISTORY_FORMAT = 1
 # The fields of these files that model cards show, in addition to training scores and arguments.
@@ -180,7 +180,7 @@ class ModelHistory:
         steps: the steps in chronological order. Each has a "kind" ("conversion" or "training") and the `REPORT_FIELDS`
             of its report.
         metadata: the license, languages, base model and tags from the README.md of the original model.
-        problems: messages about files or parts of files that could not be read.
+        problems: messages about files, or parts of files, that could not be read.
         has_readable_card: whether README.md could be read or does not exist.
     """
 
@@ -195,7 +195,7 @@ def read_history(folder: Path, with_training: bool = True) -> ModelHistory:
 
     Args:
         folder: the model folder. A report whose step is already in model_history.json is not counted twice.
-        with_training: whether all_results.json counts as a step. It does not if training is resumed.
+        with_training: whether all_results.json counts as a step. Set it to False if training is resumed.
 
     Example:
         >>> [step["kind"] for step in read_history(Path("runs/stsb")).steps]
@@ -232,9 +232,10 @@ def read_source_history(model_name_or_path: str | os.PathLike | None, is_resumed
     """Return the history of the checkpoint that a run starts from. Errors are collected in `problems`.
 
     Args:
-        model_name_or_path: a folder or Hub id, of which only the files with the history are downloaded. None means a
-            new model.
-        is_resumed: whether a run in this folder is resumed, in which case the folder may contain its results.
+        model_name_or_path: a folder or Hub id. Only the files that contain the history are downloaded from the Hub.
+            None means a new model.
+        is_resumed: whether a run in this folder is resumed. In this case, results in the folder do not count as a
+            step, because the run itself may have written them.
     """
     if model_name_or_path is None:
         return ModelHistory()
@@ -324,7 +325,7 @@ def _select_fields(kind: str, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _select_metadata(front_matter: Any) -> dict[str, Any]:
-    """Return the metadata that also apply to models created from this model, without values of invalid types."""
+    """Return the metadata that also applies to models created from this model, without values of invalid types."""
     front_matter = front_matter if isinstance(front_matter, dict) else {}
     metadata = {name: _to_names(front_matter[name]) for name in METADATA if name in front_matter}
     return {name: value for name, value in metadata.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Properties of loaded models, such as the kind of logits, the decoder input and the languages."""
+"""Properties of loaded models, such as the meaning of the logits, the decoder input and the languages."""
 
 import copy
 import inspect
@@ -16,7 +16,7 @@ from transformers.utils import find_labels
 
 
 class LogitsKind(Enum):
-    """The meaning of the logits of a model, which determines how they are compared with the logits of a teacher."""
+    """The meaning of a model's logits, which determines how they are compared with the logits of a teacher."""
 
     CLASSES = "one distribution over classes"
     LABELS = "a probability for each label"
@@ -25,7 +25,7 @@ class LogitsKind(Enum):
 
 
 def get_logits_kind(model: PreTrainedModel) -> LogitsKind:
-    """Return the kind of a model's logits, based on its class and `problem_type` like the losses in Transformers."""
+    """Return the kind of a model's logits, based on its class and `problem_type`, as in the Transformers losses."""
     name, config = type(model).__name__, model.config
     if name.endswith("ForPreTraining") and config.model_type.endswith("electra"):
         return LogitsKind.TOKENS  # logits [b, n] for the probability that each token was replaced
@@ -39,7 +39,7 @@ def get_logits_kind(model: PreTrainedModel) -> LogitsKind:
 
 
 class DecoderInput(Enum):
-    """The input of a decoder."""
+    """The kind of input that a decoder reads."""
 
     OWN_TARGETS = "targets, which the model can also generate"
     TARGETS = "targets that must be provided, because the model cannot generate them"
@@ -53,7 +53,7 @@ class DecoderInput(Enum):
 
 
 def get_decoder_input(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> DecoderInput:
-    """Return the type of input that the decoder of a model reads.
+    """Return the kind of input that a model's decoder reads.
 
     Args:
         model_class: a model class from Transformers or this package.
@@ -101,13 +101,13 @@ SHOWN_LANGUAGES = 8
 
 @dataclass(frozen=True)
 class TargetStart:
-    """The tokens with which target texts in a language begin.
+    """The first tokens of target texts in a given language.
 
     Attributes:
         decoder_start_token_id: the first token that the decoder reads. It is the language token if texts end with this
             token, as in the first version of mBART.
-        forced_bos_token_id: the token with which generation must begin. It is the language token if texts begin with
-            it, and None otherwise.
+        forced_bos_token_id: the token with which generation must begin. By default, this is the language token if
+            texts begin with it, and None otherwise.
     """
 
     decoder_start_token_id: int | None
@@ -182,7 +182,7 @@ def set_languages(
 
 
 def _get_language_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the token id of each language, by its name in the tokenizer."""
+    """Return the token id of each language as {name in the tokenizer: token id}."""
     if (codes := getattr(tokenizer, "lang_code_to_id", None)) is not None:
         return dict(codes)
     # In NLLB, languages are special tokens. The names of the other special tokens begin with an angle bracket.

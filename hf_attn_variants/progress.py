@@ -1,4 +1,4 @@
-"""Progress bars on stderr, with frequent updates in terminals and notebooks and rare updates in log files."""
+"""Progress bars on stderr, which are updated often in terminals and notebooks, and rarely in log files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERACTIVE_INTERVAL, LOG_FILE_INTERVAL = 0.1, 20.0
 
 
 def is_interactive() -> bool:
-    """Return whether the user can see live progress bars, because stderr is a terminal or this is a notebook."""
+    """Return whether the user can see live progress bars, in a terminal or in a notebook."""
     # In a notebook, a bar is a widget, and stderr is not a terminal.
     return sys.stderr.isatty() or any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
 

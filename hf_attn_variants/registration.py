@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 PREFIX = "AttnVariant"
-# Prefixes of classes that are equivalent to classes of another model type, and the former name of the T5 head.
+# Class prefixes of model types that are equivalent to another model type, and the former name of a T5 class.
 CLASS_ALIASES = {"MT5": "T5", "XLMRoberta": "Roberta", "Camembert": "Roberta"}
 FORMER_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 
@@ -67,7 +67,7 @@ def variant_config_class(model_type: str) -> type[AttnVariantConfigMixin]:
 
 
 def max_input_length(config: transformers.PreTrainedConfig) -> int | None:
-    """Return the maximum number of input tokens for the position embeddings of a model, or None if there is no limit.
+    """Return the maximum number of input tokens that a model's positions allow, or None if there is no limit.
 
     Args:
         config: a configuration from Transformers or this package.

@@ -1,4 +1,4 @@
-"""Reading examples from lines, parallel files, and tables (CSV, TSV, JSON, JSON Lines)."""
+"""Functions that read examples from text files, parallel files and tables (CSV, TSV, JSON, JSON Lines)."""
 
 import csv
 import itertools
@@ -55,7 +55,7 @@ class TableRow(NamedTuple):
 
 
 def describe_row_location(file: Any, line: int | None, row: int) -> str:
-    """Describe the location of a row in messages by its file, its line (if known), and its number, counted from 1.
+    """Return the location of a row for a message: its file, its line (if known), and its number, counted from 1.
 
     Example:
         >>> describe_row_location("train.csv", 4, 3)
@@ -157,8 +157,10 @@ def _read_json_rows(path: Path) -> Iterator[TableRow]:
 
 
 def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
-    # Yields the values in a JSON list (without line numbers), or in a file with one value per line (with line
-    # numbers).
+    """Yield (line number, value) for each value in a JSON list or in a file with one value per line.
+
+    In a list, the line numbers are None.
+    """
     rest, begin = enumerate(iterate_lines(path), start=1), []
     for number, line in rest:
         begin.append((number, line))
@@ -192,7 +194,7 @@ def _find_repeated(names: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True)
 class PlacedRows:
-    """Rows of texts with their locations. If rows were skipped, the row numbers have gaps.
+    """Rows of texts and their locations. If rows were skipped, there are gaps in the row numbers.
 
     Attributes:
         texts: the texts in each row.
@@ -265,7 +267,8 @@ def read_columns(
         columns: the names of the columns, in the format that `get_column_value` accepts.
         flag: the flag or flags that set the column names. An error about a missing column mentions them.
         keep_blank: whether to include rows with a blank text.
-        unused: a column that is ignored because it is empty in the first row. A text in another row is an error.
+        unused: a column that is ignored because it is empty in the first row. It is an error if another row contains
+            text in this column.
 
     Raises:
         OSError: if a file cannot be read.
@@ -286,7 +289,7 @@ def read_columns(
                     raise ValueError(f"{record.place}: column {name!r} must contain text, got {text!r:.60}.")
                 if not is_unicode(text):
                     raise ValueError(
-                        f"{record.place}: column {name!r} must contain Unicode text, but it contains half a "
+                        f"{record.place}: column {name!r} must contain Unicode text, but it contains an incomplete "
                         "surrogate pair."
                     )
             all_texts.append(texts)
@@ -321,11 +324,11 @@ def _make_location_function(path: Path, lines: Sequence[int | None]) -> Callable
 def find_complete_rows(
     place: str, what: str, rows: list[tuple[str, ...]], describe_location: Callable[[int], str]
 ) -> list[int]:
-    """Return the indices of the rows without a blank text, and log a warning about all other rows.
+    """Return the indices of the rows that contain no blank text, and log a warning about the other rows.
 
     Args:
         place: the file or files that contain the rows.
-        what: the word for a row in the warning, such as "line".
+        what: the word to use for a row in the warning, such as "line".
         rows: the texts in each row.
         describe_location: a function that returns the location of the row with a given index.
     """
@@ -337,7 +340,7 @@ def find_complete_rows(
 
 
 def make_missing_column_error(place: str, record: dict[str, Any], column: str, flag: str | None) -> ValueError:
-    """Return an error about a missing column, which suggests a similar column if there is one.
+    """Return an error about a missing column, with a suggestion if there is a column with a similar name.
 
     Args:
         place: the location of the column names.

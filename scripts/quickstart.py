@@ -1,4 +1,4 @@
-"""Convert a real BERT model to fewer key/value heads, compare the scores, and load it without this package."""
+"""Convert a pretrained BERT model to fewer key/value heads, compare scores, and load it without this package."""
 
 import argparse
 import importlib.util
@@ -37,11 +37,10 @@ EPILOG = """examples (the last one requires the Hub and a GPU):
 EXPLANATION = (
     "Averaging merges heads that were trained separately. Calibration fits the shared heads to the outputs of the "
     "original heads on unlabeled text. Distillation trains the converted model to reproduce the outputs of the "
-    "original "
-    "model."
+    "original model."
 )
 
-# The program of a user who has not installed this package. It prevents imports of the package.
+# A program that loads the model like a user who has not installed this package. It blocks imports of the package.
 ISOLATED_PROGRAM = """
 import json, sys
 
@@ -68,8 +67,8 @@ class Job:
     """A checkpoint to convert, and the task on which it is evaluated.
 
     Attributes:
-        source: folder or Hub id of the multi-head checkpoint.
-        texts: the unlabeled training texts of the task, as single sentences or pairs.
+        source: the folder or Hub id of the multi-head checkpoint.
+        texts: the unlabeled training texts for the task, as single sentences or pairs.
         metric: the name of the metric.
         score: a function that scores a checkpoint folder and writes its files to another folder.
         objective: the distillation objective (see `attn-variants uptrain --objective`).
@@ -93,11 +92,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(
         prog="python scripts/quickstart.py",
         description="Convert a multi-head checkpoint to fewer key/value heads, both by averaging heads and by "
-        "calibration "
-        "on text. Distill both models with the original model as the teacher, and score them before and after "
-        "distillation on the same task. Then load one of them in a process without this package. By default, no "
-        "network "
-        "access is required.",
+        "calibration on text. Distill both models with the original model as the teacher, and score them before and "
+        "after distillation on the same task. Then load one of them in a process without this package. By default, "
+        "no network access is required.",
         epilog=EPILOG,
     )
     parser.add_argument(
@@ -107,8 +104,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--task",
         default=SIMILARITY,
         help="Evaluation task: similarity (cosine of sentence embeddings, for embedding models) or a GLUE task, on "
-        "which "
-        "the model is fine-tuned first (default: %(default)s).",
+        "which the model is fine-tuned first (default: %(default)s).",
     )
     parser.add_argument(
         "--data_dir", help="Folder with the TSV files of the task (default: the included pairs, otherwise the Hub)."
@@ -152,7 +148,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     from hf_attn_variants.inspection.tables import print_text
 
-    # Warnings about a new classification head and about files being read and written are expected.
+    # Warnings about the new classification head, and about files that are read and written, are expected.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     started = time.perf_counter()
@@ -204,7 +200,7 @@ def main(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _convert_and_distill(args: argparse.Namespace, job: Job, run: Path) -> dict[str, dict[str, Any]]:
-    """Convert and distill with each method, and return a row per method with a score per seed."""
+    """Convert and distill the model with each method, and return a row with a score for each seed per method."""
     heads = args.num_key_value_heads
     print(
         f"2/4  Converting to {heads} key/value heads with two methods, then distilling: seeds {args.seeds} ...",
@@ -255,7 +251,10 @@ def _check_source(source: str, heads: int) -> None:
 
 
 def _load(args: argparse.Namespace) -> tuple[Any, str | None, dict[str, Any]]:
-    """Load a task. Return it, its data folder (None for the Hub), and its rows with text1, text2 (pairs) and label."""
+    """Return the task, its data folder (None for the Hub) and its splits.
+
+    The columns of the splits are text1, text2 (only for text pairs) and label.
+    """
     from hf_attn_variants.glue_tasks import get_task
     from hf_attn_variants.training.glue.task import load_glue
 
@@ -271,7 +270,7 @@ def _get_texts(rows: Any) -> list[tuple[str, ...]]:
 
 
 def _make_similarity_job(source: str, splits: dict[str, Any]) -> Job:
-    """Return the job that ranks sentence pairs by the cosine of their embeddings, without training on labels."""
+    """Return a job that ranks sentence pairs by the cosine of their embeddings, without training on labels."""
     from transformers import AutoModel, AutoTokenizer
 
     from hf_attn_variants.inspection import similarity_spearman

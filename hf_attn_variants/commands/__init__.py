@@ -1,4 +1,4 @@
-"""The `attn-variants` subcommands, with one module per command and a shared one for all training commands."""
+"""The `attn-variants` subcommands. Each has its own module, except for the training commands, which share a module."""
 
 import importlib
 from typing import Any
@@ -9,7 +9,7 @@ TRAINING_COMMANDS = ("uptrain", "pretrain", "pretrain-t5", "classify", "glue", "
 
 
 def load_command(name: str) -> Any:
-    """Import a command and return its module or `TrainingCommand`. Both have `parse_args(argv)` and `main(args)`."""
+    """Import a command, and return its module or `TrainingCommand`, which has `parse_args(argv)` and `main(args)`."""
     attribute = name.replace("-", "_")
     if name in TRAINING_COMMANDS:
         return getattr(importlib.import_module(".training", __name__), attribute)

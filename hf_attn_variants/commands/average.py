@@ -26,7 +26,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         epilog=EXAMPLE,
     )
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="output folders of training runs")
-    parser.add_argument("--output_file", metavar="JSON", help="file for the scores of all models and seeds")
+    parser.add_argument("--output_file", metavar="JSON", help="output file for the scores of all models and seeds")
     return parser.parse_args(argv)
 
 
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     print()
     if any(model.missing for model in models):
         print_text(
-            "(k of n): the average over only k of n tasks. Compare such averages only if they cover the same tasks."
+            "(k of n): average over only k of n tasks. Compare such averages only if they cover the same tasks."
         )
     for folder, reason in left_out.items():
         print_text(f"Skipped {folder}: {reason}")

@@ -27,7 +27,7 @@ from ..files import CARD_NAME, check_output_dir
 from ..modeling.fields.field_table import FIELDS, describe_field
 from ..training.engine.settings import parse_json_flag
 
-# Copies of constants in `conversion`, because importing its modules takes seconds. A test compares them.
+# Copies of constants in `conversion`, whose modules take several seconds to import. A test compares the copies.
 METHOD_NAMES = ("aligned", "calibrated", "first", "mean", "random")
 POSITION_EXTENSIONS = ("tiled", "interpolated")
 DTYPE_NAMES = ("bfloat16", "float16", "float32", "float64")
@@ -80,7 +80,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command-line arguments.
 
     Raises:
-        OSError: if the output folder cannot be created. The check runs before slow imports.
+        OSError: if the output folder cannot be created. This is checked before slow imports.
     """
     parser = make_parser()
     args = parse_with_checkpoint(parser, argv)
@@ -94,9 +94,9 @@ def make_parser() -> argparse.ArgumentParser:
         prog=program_name("convert_checkpoint.py"),
         usage=USAGE,
         description="Convert a checkpoint with multi-head attention to grouped-query, multi-query, latent, sparse, "
-        "linear or talking-heads attention without loading the whole model. Checkpoints with grouped heads or latents "
-        "can "
-        f"be converted further, or back to multi-head attention without loss. Supported models: {MODEL_NAMES}.",
+        "linear or talking-heads attention without loading the whole model. Checkpoints with grouped heads or "
+        "latents can be converted further, or back to multi-head attention without loss. Supported models: "
+        f"{MODEL_NAMES}.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")
@@ -106,8 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--method",
         choices=METHOD_NAMES,
         help="method for merging heads (default: calibrated with --calibration_file, otherwise mean, which must be "
-        "set "
-        "explicitly for the heads of a decoder)",
+        "set explicitly for the heads of a decoder)",
     )
     _add_calibration_group(parser)
     heads = parser.add_argument_group(
@@ -164,16 +163,15 @@ def _add_variant_arguments(parser: argparse._ActionsContainer) -> None:
         nargs=2,
         metavar=("SOURCE", "GENERATED"),
         help="for encoder-decoder models: limits for the decoder cache over all layers, in bytes per source token and "
-        "bytes "
-        "per generated token. The ranks with the smallest error are chosen, for self-attention separately per layer",
+        "in bytes per generated token. The ranks with the smallest error are chosen, separately for each "
+        "self-attention layer",
     )
     parser.add_argument(
         "--keep_matching_layers",
         type=int,
         metavar="N",
         help="for encoders: do not convert the N token-matching layers, whose heads attend most to other occurrences "
-        "of "
-        "the same word (recommended for models fine-tuned on text pairs)",
+        "of the same word (recommended for models fine-tuned on text pairs)",
     )
 
 
@@ -182,7 +180,7 @@ def _add_field_arguments(group: argparse._ActionsContainer, kind: str | None, ma
 
     Args:
         group: the argument group.
-        kind: "pattern" or "kernel" for the fields of this kind. If None, all other fields are added.
+        kind: "pattern" or "kernel", to add the fields of this kind. If None, all other fields are added.
         main: whether to add only the flags in `MAIN_FIELDS`, or only the other flags. If None, both are added.
     """
     for row in FIELDS:
@@ -216,8 +214,7 @@ def _add_position_arguments(group: argparse._ActionsContainer) -> None:
         "--position_extension",
         choices=POSITION_EXTENSIONS,
         help="method for adding learned positions. tiled repeats them, which does not change the outputs for short "
-        "texts. "
-        "interpolated stretches them (default: tiled)",
+        "texts. interpolated stretches them (default: tiled)",
     )
 
 
@@ -231,8 +228,7 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
     group.add_argument(
         "--calibration_file",
         help="file with examples of the kind of text that the model is used for: one per line, or a table (.csv, "
-        ".tsv, "
-        ".json or .jsonl), optionally with .gz",
+        ".tsv, .json or .jsonl), optionally with .gz",
     )
     group.add_argument(
         "--calibration_columns",
@@ -259,22 +255,19 @@ def add_calibration_arguments(group: argparse._ActionsContainer, fit_steps: int 
         "--max_length",
         type=int,
         help="maximum number of tokens, to which examples are truncated (default: the length of the longest example, "
-        "up to "
-        f"the number of positions in the model or, if unlimited, {LONGEST}; {PASSAGE_LENGTH} for passages)",
+        f"up to the number of positions in the model or, if unlimited, {LONGEST}; {PASSAGE_LENGTH} for passages)",
     )
     group.add_argument(
         "--calibration_passages",
         action=argparse.BooleanOptionalAction,
-        help="for encoders: join half of the examples with the following ones to passages of at least 16 tokens, so "
-        "that "
-        "the heads are also fitted to long texts (default: yes, for single texts)",
+        help="for encoders: join half of the examples with the examples that follow them, to form passages of at "
+        "least 16 tokens, so that the heads are also fitted to long texts (default: yes, for single texts)",
     )
     group.add_argument(
         "--fit_steps",
         type=int,
-        help="for the calibrated method: number of Adam steps per attention module after the closed form. 0 uses only "
-        "the "
-        f"closed form (default: {fit_steps})",
+        help="for the calibrated method: number of Adam steps per attention module after the closed form. 0 uses "
+        f"only the closed form (default: {fit_steps})",
     )
 
 
@@ -284,9 +277,8 @@ def add_audio_argument(group: argparse._ActionsContainer) -> None:
         "--calibration_audio_dir",
         metavar="FOLDER",
         help="for Whisper: folder with recordings of the kind that the model is used for, optionally in subfolders "
-        "(PCM wav, "
-        "or flac, mp3 and ogg if soundfile is installed). Only the first window of each recording (30 s) is used. The "
-        "decoder reads the greedy output of the model. The defaults are --calibration_size "
+        "(PCM wav, or flac, mp3 and ogg if soundfile is installed). Only the first window of each recording (30 s) "
+        "is used. The decoder reads the greedy output of the model. The defaults are --calibration_size "
         f"{AUDIO_CALIBRATION_SIZE} and --max_length {MAX_AUDIO_LENGTH}",
     )
 
@@ -313,7 +305,7 @@ def main(args: argparse.Namespace) -> Any:
 
 
 def check_convertible(args: argparse.Namespace) -> None:
-    """Run the checks from `main` that do not need the weights. Raises the same errors as `main`."""
+    """Run those checks in `main` that do not need the weights, and raise the same errors as `main`."""
     from ..conversion.conversions import check_conversion
 
     options = _get_conversion_options(args)
@@ -347,10 +339,10 @@ def _set_quick_defaults(args: argparse.Namespace) -> None:
 
 
 def read_calibration_arguments(args: argparse.Namespace) -> Calibration | None:
-    """Draw the calibration examples from the text or recordings that the command line specifies.
+    """Draw the calibration examples from the text or recordings specified on the command line.
 
     Returns:
-        The calibration, or None if the command line does not specify text or audio.
+        The calibration, or None if neither text nor audio is specified.
 
     Raises:
         ValueError: if options cannot be combined.

@@ -36,15 +36,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command-line arguments.
 
     Raises:
-        OSError: if the output folder cannot be created. The check runs before slow imports.
+        OSError: if the output folder cannot be created. This is checked before slow imports.
     """
     parser = CommandParser(
         prog=program_name("export_checkpoint.py"),
         description="Export a variant for use without this package. `--to transformers` writes a plain checkpoint "
         "with the same outputs and all key/value heads. `--to onnx` writes ONNX graphs, whose weights and cache keep "
-        "the fewer heads and the latents. `--to ctranslate2` writes a CTranslate2 model with fewer heads in the "
-        "weights "
-        "and all heads in the cache.",
+        "the reduced number of heads and the latents. `--to ctranslate2` writes a CTranslate2 model with fewer heads "
+        "in the weights and all heads in the cache.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "checkpoint folder or Hub id")

@@ -49,18 +49,18 @@ text, and a Whisper model with recordings):
 
 No checkpoint is written. The command converts each attention module in memory, using only the closed form unless
 --fit_steps is set. It measures the variants on text (or recordings) from the same file that was not drawn for
-calibration. If nothing is left, it uses the tenth that is held out. If the checkpoint was trained on this text, the
-measured losses are larger than on new text, which can be specified with --held_out_file. The last line of the output
-is the command that creates the selected variant. If you remove `--fit_steps 0` from it, it also runs fitting steps,
-which take longer but reduce the loss."""
+calibration. If too little text is left, it uses the tenth of the calibration examples that is held out from fitting.
+If the checkpoint was trained on this text, the loss increases more than on new text, which can be specified with
+--held_out_file. The last line of the output is the command that creates the selected variant. If you remove
+`--fit_steps 0` from this command, it also runs fitting steps, which take longer but reduce the loss."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command-line arguments."""
     parser = CommandParser(
         prog="attn-variants frontier",
-        description="Measure the cache size and, on text or audio, the quality of variants with fewer key/value heads "
-        "or with latents of several ranks. The result is a table, a plot, and the command that creates the selected "
+        description="Measure the cache size of variants with fewer key/value heads or with latents of several ranks, "
+        "and their quality on text or audio. The result is a table, a plot, and the command that creates the selected "
         "variant.",
         epilog=EXAMPLE,
     )
@@ -69,8 +69,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--output_dir",
         required=True,
         help=f"new or empty folder for {FRONTIER_PNG} and {FRONTIER_JSON}, or the folder of an interrupted run with "
-        "the "
-        "same arguments, which is then continued",
+        "the same arguments, which is then continued",
     )
     examples = parser.add_argument_group("text or audio", "examples of the kind that the model is used for")
     add_calibration_arguments(examples, fit_steps=0)
@@ -91,9 +90,8 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss",
         type=float,
-        help="maximum increase in loss compared with the checkpoint. Prints the command for the smallest such variant "
-        "(in "
-        "nats per token or, for an encoder without a head, 1 - cosine of the embeddings)",
+        help="maximum increase in loss compared with the checkpoint, in nats per token or, for an encoder without a "
+        "head, in 1 - cosine of the embeddings. The command for the smallest such variant is printed",
     )
     parser.add_argument(
         "--held_out_file",
@@ -143,8 +141,7 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
         "--source_length",
         type=int,
         help="for encoder-decoder models: number of tokens that the encoder reads (default: --length; for Whisper, "
-        "its "
-        "window)",
+        "its window)",
     )
 
 
@@ -245,7 +242,7 @@ def _read_texts(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def _make_run_key(args: argparse.Namespace, options: Any, calibration: Any, held_out: Any) -> dict[str, Any]:
-    """Return all values that affect the results. Saved results are reused if these values are equal."""
+    """Return all values that affect the results. Saved results are reused if these values have not changed."""
     from ..inspection.frontier import hash_examples
 
     names = ["model_name_or_path", "revision", "length", "source_length", "seed"]

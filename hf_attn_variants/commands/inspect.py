@@ -45,24 +45,21 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--source_length",
         type=int,
         help="for encoder-decoder models: number of tokens that the encoder reads (default: --length; for Whisper, "
-        "its "
-        "window)",
+        "its window)",
     )
     parser.add_argument(
         "--num_beams",
         type=int,
         default=1,
         help="number of beams per sequence for models with a cache. With several beams, the first row is the "
-        "Transformers "
-        "class, which stores the encoder keys and values for each beam (default: %(default)s)",
+        "Transformers class, which stores the encoder keys and values for each beam (default: %(default)s)",
     )
     parser.add_argument(
         "--memory",
         type=_parse_memory,
         metavar="SIZE",
         help="amount of memory, such as 4GiB or 800MiB. For models with a cache, shows the largest batch that fits "
-        "into "
-        "it together with the weights",
+        "into it together with the weights",
     )
     parser.add_argument(
         "--dtype", choices=CACHE_DTYPES, help="data type of the weights and the cache (default: as in the checkpoint)"
@@ -148,7 +145,7 @@ def format_cost_table(table: Any, details: bool = False) -> tuple[list[str], lis
 
 
 def _make_upstream_row(table: Any) -> Any:
-    """Return the row for the Transformers class, or None if its cache is not larger than in this package."""
+    """Return the row for the Transformers class, or None if its cache is not larger than that of this package."""
     if table.upstream_kv_cache_bytes is None:
         return None
     cache, largest = table.upstream_kv_cache_bytes, table.upstream_largest_batch
@@ -175,15 +172,13 @@ def _list_notes(table: Any, details: bool) -> list[str]:
     if table.upstream_kv_cache_bytes is not None:
         notes.append(
             "The Transformers class stores the encoder keys and values for each beam. The class from this package "
-            "stores "
-            "them only once (except with talking heads in the cross-attention). With `share_memory`, the Transformers "
-            f"class has the same cache size as {table.current.name} without conversion."
+            "stores them only once (except with talking heads in the cross-attention). With `share_memory`, the "
+            f"Transformers class has the same cache size as {table.current.name} without conversion."
         )
     if table.memory is not None:
         notes.append(
             f"largest batch: the number of sequences whose cache fits into {_format_bytes(table.memory)} together "
-            "with "
-            "the weights. Activations require additional memory."
+            "with the weights. Activations require additional memory."
         )
         notes += _explain_zero_batch(table)
     if table.current.kv_cache_bytes_per_token is None and "decoder" in table.current.flops_per_token:

@@ -16,7 +16,7 @@ examples (writing a new folder, and also pushing it to the Hub in one commit):
   attn-variants refresh me/bert-gqa4 --output_dir bert-gqa4 --push_to_hub
 
 The command loads the model with the classes in the installed package and saves it together with their code. It then
-compares the outputs before and after saving on random inputs. The old code is not run."""
+compares the outputs before and after saving, using random inputs. The old code is not run."""
 RANDOM_TOKENS = 8
 _MAX_DIFFERENCE = 1e-4  # relative to the largest output
 
@@ -30,8 +30,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(
         prog="attn-variants refresh",
         description="Update the code in a repository created with this package to the installed version, so that "
-        "newer "
-        "Transformers versions can load the model. The weights, the tokenizer and all other files are left unchanged.",
+        "newer Transformers versions can load the model. The weights, the tokenizer and all other files are left "
+        "unchanged.",
         epilog=EXAMPLE,
     )
     add_checkpoint_argument(parser, "folder or Hub id of the repository")

@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _check_models(runs: Sequence[Any]) -> None:
-    """Check the new model or the conversion for each variant, because some runs may only start after hours.
+    """Check the new model or the conversion for each variant, because some runs may not start until hours later.
 
     Raises:
         ValueError: if a file does not exist, or a configuration is not valid.

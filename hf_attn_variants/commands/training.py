@@ -24,12 +24,12 @@ RESUMING = "To continue an interrupted run, repeat the command with --resume_fro
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A training command, which `cli.run` executes with `parse_args` and `main`.
+    """A training command, which `cli.run` executes by calling `parse_args` and `main`.
 
     Attributes:
         settings: the settings class, whose fields become flags.
-        trains: a function that takes the settings, or its name as "module:name" inside the `training` package. A name
-            may also refer to a `FineTuningTask`. It is imported when training starts.
+        trains: a function that takes the settings, or the name of such a function or of a `FineTuningTask`. Names have
+            the form "module:name", relative to the `training` package, and are imported when training starts.
         script: the name of the equivalent script in scripts/, which `--help` shows.
         description: the text above the flags in `--help`.
         epilog: the text below the flags in `--help`.
@@ -82,15 +82,15 @@ def train_and_push(settings: TrainingSettings, train: Callable[[], dict[str, Any
     """Train the model, push it if `push_to_hub` is set, and return the results.
 
     The main process pushes the model at the very end, so that nothing is lost if the push fails. The other processes
-    do not wait for it, because NCCL limits the waiting time.
+    do not wait for the push, because NCCL limits the waiting time.
 
     Args:
         settings: the training settings.
         train: a function that trains the model and returns the results.
 
     Raises:
-        ValueError: if `train` raises it, or the repository is not valid.
-        OSError: if `train` raises it, or the push fails.
+        ValueError: if `train` raises a ValueError, or the repository is not valid.
+        OSError: if `train` raises an OSError, or the push fails.
     """
     if not settings.push_to_hub:
         return train()
@@ -156,7 +156,7 @@ span_corruption, a T5 model predicts spans removed from a stream of text, with t
 pretraining. For classification tasks, use `attn-variants glue`.
 
 Without --max_train_steps, --num_train_epochs or --alpha, the model is trained for 300 steps. Without validation files,
-the last 5 %% of the rows (at most 512) are used as the dev set. Dev metrics are computed before, during (--eval_steps)
+the last 5%% of the rows (at most 512) are used as the dev set. Dev metrics are computed before, during (--eval_steps)
 and after training. --output_dir contains the complete checkpoint (model, code, tokenizer and other files from the
 original model), all_results.json, train_log.jsonl and training_curves.png.""",
 )
@@ -165,9 +165,8 @@ pretrain = TrainingCommand(
     MaskedLMSettings,
     "pretraining.task:pretrain_masked_lm",
     "pretrain_mlm.py",
-    "Pretrain an encoder (BERT, ALBERT, RoBERTa, ...) as a masked language model, or a BERT, RoBERTa or ELECTRA model "
-    "as "
-    "a causal language model. Training starts from scratch or from a checkpoint.",
+    "Pretrain an encoder (BERT, ALBERT, RoBERTa, ...) as a masked language model, or a BERT, RoBERTa or ELECTRA "
+    "model as a causal language model. Training starts from scratch or from a checkpoint.",
     """examples (a small BERT model from scratch, on gzip shards of text with an empty
 line between articles):
   %(prog)s --model_type bert \\
@@ -246,13 +245,13 @@ pair, and only predictions):
   %(prog)s runs/reviews --test_file new.jsonl \\
       --num_train_epochs 0 --output_dir runs/new
 
-The kind of labels is detected from the training rows. Words and whole numbers are classes. Numbers, some of which have
-a decimal point, are scores (regression). JSON lists, or cells with --label_separator, contain several labels. In
-ambiguous cases, the command reports the file, row and column, and --problem_type must be set: a word among numbers,
-whole numbers with a decimal point (1.0), or more than 200 different labels. Every training and dev row needs a label.
-If rows can have several labels, an empty cell means no label. For a test table without labels (or with only empty
-labels or -1), predictions are written, but no scores. Spaces around labels are removed. Classes are sorted (numbers by
-value) unless --labels specifies another order.
+The kind of labels is detected from the training rows. Words and whole numbers are classes. Numbers are scores
+(regression) if some of them have decimals. JSON lists, or cells with --label_separator, contain several labels. In
+ambiguous cases (a word among numbers, whole numbers with a decimal point such as 1.0, or more than 200 different
+labels), the command reports the file, row and column, and --problem_type must be set. Every training and dev row needs
+a label. If rows can have several labels, an empty cell means no label. For a test table without labels (or with only
+empty labels or -1), predictions are written, but no scores. Spaces around labels are removed. Classes are sorted
+(numbers by value) unless --labels specifies another order.
 
 --output_dir contains the model, all_results.json (with the scores of each class), train_log.jsonl,
 training_curves.png, confusion_matrix.png, predictions_dev.jsonl and predictions_test.jsonl. Each line in the
@@ -301,7 +300,8 @@ seq2seq = TrainingCommand(
     Seq2SeqSettings,
     "seq2seq.task:Seq2SeqFineTuning",
     "run_seq2seq.py",
-    "Fine-tune and evaluate an encoder-decoder on text pairs, such as translation, summarization, GLUE or SQuAD.",
+    "Fine-tune and evaluate an encoder-decoder on text pairs for tasks such as translation, summarization, GLUE or "
+    "SQuAD.",
     """examples (translation with greedy search and with 4 beams, STS-B as text, and
 scoring an existing checkpoint):
   %(prog)s ./t5-gqa2 --source_file train.en.gz \\
@@ -327,7 +327,7 @@ ner = TrainingCommand(
     NerSettings,
     "ner.task:NerFineTuning",
     "run_ner.py",
-    "Fine-tune and evaluate a token classifier, such as for named entity recognition.",
+    "Fine-tune and evaluate a token classifier, for tasks such as named entity recognition.",
     """example:
   %(prog)s ./bert-gqa4 --train_file conll/train.txt \\
       --validation_file conll/valid.txt --test_file conll/test.txt \\

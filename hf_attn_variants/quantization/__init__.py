@@ -1,1 +1,1 @@
-"""Quantization of loaded models on CPUs to int8 linear layers or to bfloat16."""
+"""Quantization of loaded models to int8 linear layers or to bfloat16, for inference on CPUs."""

@@ -1,15 +1,18 @@
 """Products of float32 inputs and int8 weights on a CPU, computed by torch operators.
 
-A weight W [out, in] is `scales[:, None] * N`, with integers N in [-127, 127] and one scale per row. The inputs of each
-call are rounded separately for each token, relative to its largest magnitude: x = step * n, with integers n. Then
+A weight W [out, in] is `scales[:, None] * N`, with integers N in [-127, 127] and one scale per row. In each call, the
+inputs are rounded separately for each token, relative to the largest magnitude in the token: x = step * n, with
+integers n. Then
 
     W x = scales * step * (N n)
 
-where N n is an exact sum in int32. The operators take n as unsigned integers u = n + z with the zero point z = 128 (64
-for 7 bits), where u is `round(x / step + z)`, as in FBGEMM. Several torch operators compute this sum, and all paths
-below return bit-for-bit identical results. The fastest path depends on the processor and the number of tokens. Slow
-paths can be hundreds of times slower than float32. Therefore, the paths are checked and timed once per process, and
-`Plan.path_for` returns the fastest correct path.
+where N n is summed exactly in int32. The operators read n as unsigned integers u = n + z with the zero point z = 128
+(64 for 7 bits), where u is `round(x / step + z)`, as in FBGEMM.
+
+Several torch operators can compute this sum. Each has its own code path below, and all paths return bit-for-bit
+identical results. The fastest path depends on the processor and the number of tokens. A slow path can take hundreds of
+times as long as float32. Therefore, the paths are checked and timed once per process, and `Plan.path_for` returns the
+fastest correct path.
 """
 
 import bisect
@@ -29,18 +32,18 @@ def has_instruction_set(*names: str) -> bool:
     """Return whether this processor supports at least one of the given instruction sets.
 
     Args:
-        names: The names used by torch, such as "avx512_vnni". If torch does not report any capabilities, the result is
-            False.
+        names: The names used by torch, such as "avx512_vnni". If torch does not report the instruction sets of the
+            processor, the result is False.
     """
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name, False) for name in names)
 
 
 def time_in_turns(*calls: Callable[[], Any], times: int = 5) -> list[float]:
-    """Return the shortest time of each call in seconds.
+    """Time several functions, and return the shortest time of each in seconds.
 
-    The calls take turns, so that other load on the machine affects all of them. The first turn is a warm-up and is not
-    counted.
+    The functions are called in turn, so that other load on the machine affects all of them. The first turn is a
+    warm-up and is not counted.
 
     Example:
         >>> float32, int8 = time_in_turns(lambda: linear(states), lambda: int8_linear(states))
@@ -64,15 +67,16 @@ LEVELS = {8: 127, 7: 63}
 ROW_COUNTS = (1, 16, 64, 256, 1024, 4096)
 # The shape of the linear layer that is timed. At this size, the multiplication takes longer than the call overhead.
 TIMED_SHAPE = (512, 512)
-# A path that is slower than another one by this factor runs a reference kernel. Timing noise is smaller.
+# A path that is slower than another one by this factor is assumed to run a reference kernel, because timing noise is
+# smaller.
 REFERENCE_KERNEL_RATIO = 4.0
-# A different path is used for more rows only if its relative time is below this ratio, because each path packs the
-# weight separately.
+# For a larger row count, the path changes only if the new path takes at most this fraction of the time, because each
+# path packs the weight separately.
 MAX_TIME_RATIO = 0.95
-# The number of inputs that a thread rounds at a time. The temporary results are several times larger than the inputs,
-# and would not fit into the processor caches without this limit.
+# The number of input elements that a thread rounds at a time. The temporary results are several times larger than the
+# inputs, and would not fit into the processor caches without this limit.
 ROUNDED_ELEMENTS = 2**19
-# The number of rows of a weight that are rounded at a time. An output layer may be as large as all other layers
+# The number of weight rows that are rounded at a time, because an output layer may be as large as all other layers
 # together.
 ROWS_AT_ONCE = 1024
 
@@ -81,7 +85,7 @@ _qlinear: Any = getattr(getattr(torch.ops.onednn, "qlinear_pointwise", None), "d
 
 
 class Int8Weight:
-    """An int8 weight W [out, in], which is packed for each path when the path is first used.
+    """An int8 weight W [out, in], which is packed for a code path when that path is first used.
 
     Args:
         weight: The integers N, int8 [out, in], with magnitudes of at most 127.
@@ -125,7 +129,7 @@ class Int8Weight:
 
 
 class Product(ABC):
-    """A path, which packs a weight for one torch operator and calls this operator.
+    """Base class of the code paths, each of which packs a weight for one torch operator and calls this operator.
 
     Args:
         numbers: The integers N, int8 [out, in].
@@ -145,7 +149,7 @@ class Product(ABC):
 
     @abstractmethod
     def multiply(self, numbers: torch.Tensor, zero_point: int) -> torch.Tensor:
-        """Return scales * N (u - z), float32 [..., out], for uint8 values u [..., in], which may be overwritten."""
+        """Return scales * N (u - z), float32 [..., out]. The inputs u, uint8 [..., in], may be overwritten."""
 
     @abstractmethod
     def numbers(self) -> torch.Tensor:
@@ -155,8 +159,8 @@ class Product(ABC):
 class EngineProduct(Product):
     """The dynamically quantized linear operator in torch, which uses QNNPACK on ARM.
 
-    The operator derives a single scale and zero point for all inputs from their range. An additional row that spans
-    the whole range makes the scale 1, so that the integers do not change.
+    The operator derives a single scale and zero point from the range of all inputs. An additional row that spans the
+    whole range makes the scale 1, so that the integers do not change.
     """
 
     name = "torch.ops.quantized.linear_dynamic"
@@ -183,7 +187,7 @@ class EngineProduct(Product):
             return torch.ops.quantized.linear_unpack(self._packed)[0].int_repr()
 
 
-# A single TorchScript call replaces seven Python calls, which take longer than the product for a few tokens.
+# A single TorchScript call replaces seven Python calls, which take longer than the product itself for a few tokens.
 FBGEMM_SOURCE = """
 def multiply(states: Tensor, step: Tensor, numbers: Tensor, level: int,
              packed: __torch__.torch.classes.quantized.LinearPackedParamsBase) -> Tensor:
@@ -265,7 +269,7 @@ PATHS: tuple[type[Product], ...] = (FbgemmProduct, OneDnnProduct, OneDnnSignedPr
 
 
 class Plan(NamedTuple):
-    """The number of bits for the inputs, and the path for each row count.
+    """The number of bits for rounded inputs, and the code path to use for each row count.
 
     Args:
         bits: 8, or 7 if no 8-bit operator is fast on this processor.
@@ -280,7 +284,7 @@ class Plan(NamedTuple):
         return self.paths[max(0, bisect.bisect_right(ROW_COUNTS, rows) - 1)]
 
     def __str__(self) -> str:
-        """Return the name of each path with the number of tokens from which it is used."""
+        """Return the name of each path with the minimum number of tokens for which it is used."""
         names = {
             path: f"{path.name} from {first} tokens"
             for first, path in zip(ROW_COUNTS[::-1], self.paths[::-1], strict=True)
@@ -289,7 +293,7 @@ class Plan(NamedTuple):
 
 
 def current_plan() -> Plan:
-    """Return the plan for the current torch engine and number of threads.
+    """Return the plan for the current quantized engine in torch and the current number of threads.
 
     The first call in a process times the paths.
     """
@@ -300,7 +304,7 @@ def current_plan() -> Plan:
 @torch.autocast("cpu", enabled=False)
 @torch.no_grad()
 def _make_plan(engine: str, threads: int) -> Plan:
-    """Time the paths and return the plan for an engine and a number of threads, which are the cache keys."""
+    """Time the paths and return the plan. The torch engine and the number of threads are only used as cache keys."""
     bits = _choose_input_bits(engine)
     paths, chosen = _find_correct_paths(engine, bits), list[type[Product]]()
     for rows in ROW_COUNTS:
@@ -327,14 +331,14 @@ def _choose_input_bits(engine: str) -> int:
 
 @functools.cache
 def _find_correct_paths(engine: str, bits: int) -> tuple[type[Product], ...]:
-    """Return the paths that compute correct products with the given torch engine, which is the cache key."""
+    """Return the paths that compute correct products. The torch engine is only used as a cache key."""
     return tuple(path for path in PATHS if _is_correct(path, bits))
 
 
 def _is_correct(path: type[Product], bits: int) -> bool:
-    """Return whether a path is correct for the largest values, whose sums overflow in 16 bits.
+    """Return whether a path computes correct products of the largest values, whose sums overflow in 16 bits.
 
-    These operators are private in torch, so any release may change or remove them.
+    The operators are private in torch, so any torch release may change or remove them.
     """
     level = LEVELS[bits]
     generator = torch.Generator().manual_seed(0)
@@ -379,8 +383,8 @@ def _count_blocks(states: torch.Tensor) -> int:
 def round_inputs(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Round inputs to integers with one step size per token.
 
-    For a token with only zeros, the step is 0. Its integers are arbitrary, and their product is multiplied by 0. For a
-    token with a NaN, the step is NaN, and therefore also the product.
+    If all inputs of a token are 0, its step is 0. Its integers are then arbitrary, because their product is multiplied
+    by 0. If a token contains NaN, its step is NaN, and so is its product.
 
     Args:
         states: The inputs [..., in].
@@ -399,7 +403,7 @@ def _round_block(states: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.
     """Round one block of inputs (see `round_inputs`)."""
     rounded = states.abs()
     step = rounded.amax(-1, keepdim=True).div_(level)
-    # Only the quantization operator in torch converts float32 to uint8 with vector instructions.
+    # In torch, only the quantization operator converts float32 to uint8 with vector instructions.
     quantized = torch.quantize_per_tensor(torch.div(states, step, out=rounded), 1.0, level + 1, torch.quint8)
     numbers = torch.empty(0, dtype=torch.uint8)
     return numbers.set_(quantized.untyped_storage(), 0, quantized.shape, quantized.stride()), step

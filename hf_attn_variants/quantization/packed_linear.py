@@ -17,8 +17,9 @@ from ..modeling.attention.variant_mixins import AttnVariantModelMixin
 from ..shared_memory.attention import ENCODER_OUTPUTS, SharesMemory
 from .int8_weight import LARGEST_WEIGHT, Int8Weight, has_instruction_set, round_inputs, time_in_turns
 
-# The minimum number of weights in a layer to quantize. Smaller layers are not faster in int8 for few tokens and need
-# little memory. (With AVX-512 VNNI, 256 x 256 layers in int8 made a small T5 model 1.16 times as fast for 16 texts.)
+# The minimum number of weights in a layer to quantize. For a few tokens, smaller layers are not faster in int8, and
+# they require little memory. (With AVX-512 VNNI, 256 x 256 layers in int8 made a small T5 model 1.16 times as fast for
+# 16 texts.)
 MIN_WEIGHTS = 2**16
 # The maximum relative error that rounding the inputs of an int8 layer may cause in its outputs. The error is 0.01 for
 # inputs without outliers, and up to 0.04 in MiniLM. For the output layer in flan-T5 (small), it is 0.16, which changes
@@ -29,10 +30,10 @@ EXAMPLE_TEXTS, EXAMPLE_TOKENS, MEASURED_ROWS = 4, 16, 64
 
 
 def find_large_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model that are large enough to be quantized, by path.
+    """Return the linear layers in a model that are large enough to be quantized, as {path: layer}.
 
-    Subclasses of `nn.Linear` (the latent projections) are not included. Layers whose weight is read together with
-    latents or encoder outputs, instead of calling the layer, are not included either.
+    Subclasses of `nn.Linear` (the latent projections) are not included. The same applies to layers that are not called
+    because an attention module reads their weight together with latents or encoder outputs.
     """
     read = {id(linear) for linear in _iterate_linears_with_read_weights(model)}
     return {
@@ -82,18 +83,18 @@ def make_example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def measure_rounding_errors(
     model: nn.Module, linears: dict[str, nn.Linear], inputs: dict[str, Any]
 ) -> dict[str, float]:
-    """Run a model once, and measure the error that rounding the inputs of each linear layer causes in its outputs.
+    """Run a model once, and measure the output error of each linear layer that is caused by rounding its inputs.
 
-    The error is relative to the differences between the outputs for the tokens, because an output that is the same for
-    all tokens (due to a very large input, for example) does not carry information.
+    The error is relative to the variation of the outputs between tokens, because an output that is the same for all
+    tokens (due to a very large input, for example) does not carry information.
 
     Args:
         model: The model.
-        linears: The linear layers by path.
+        linears: The linear layers, as {path: layer}.
         inputs: The keyword arguments for the call.
 
     Returns:
-        The relative error of each layer, by path. Layers that are not called are not included.
+        The relative error of each layer, as {path: error}. Layers that are not called are not included.
     """
     errors: dict[int, float] = {}
 
@@ -141,7 +142,7 @@ BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 # The number of rows for which the weight layout is optimized. Other layouts (1 to 2048 rows) were equally fast with
 # torch 2.13 and AMX.
 LAYOUT_ROWS = 16
-# A product that is slower than in float32 by this factor runs a reference kernel. Timing noise is smaller.
+# A product that is slower than in float32 by this factor is assumed to run a reference kernel. Noise is smaller.
 SLOW_KERNEL_RATIO = 2.0
 _linear: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 _pack: Any = getattr(getattr(torch.ops.mkldnn, "_reorder_linear_weight", None), "default", None)
@@ -150,7 +151,7 @@ _pack: Any = getattr(getattr(torch.ops.mkldnn, "_reorder_linear_weight", None), 
 class Bfloat16Weight:
     """A packed bfloat16 weight W [out, in].
 
-    bfloat16 has the same range as float32, so that large inputs do not affect the precision of other inputs.
+    bfloat16 has the same range as float32, so large inputs do not affect the precision of other inputs.
 
     Args:
         weight: The weight, bfloat16 [out, in].
@@ -186,7 +187,7 @@ class Bfloat16Weight:
 @functools.cache
 @torch.autocast("cpu", enabled=False)
 def has_bfloat16() -> bool:
-    """Return whether this processor supports bfloat16 products that oneDNN in torch computes correctly."""
+    """Return whether this processor supports bfloat16, and oneDNN in torch computes correct bfloat16 products."""
     if (
         _linear is None
         or _pack is None
@@ -219,7 +220,7 @@ def has_fast_bfloat16() -> bool:
     return bfloat16 < SLOW_KERNEL_RATIO * float32
 
 
-# All packed layers in the process, by a unique number that compiled graphs use to refer to a layer.
+# All packed layers in the process, each with a unique number by which compiled graphs refer to the layer.
 _linears: "weakref.WeakValueDictionary[int, PackedLinear]" = weakref.WeakValueDictionary()
 _keys = itertools.count()
 
@@ -246,9 +247,9 @@ def _from_array(array: np.ndarray) -> torch.Tensor:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer y = W x + b with a packed weight W [out, in], which rounds its inputs in each call.
+    """A linear layer y = W x + b that has a packed weight W [out, in] and rounds its inputs in each call.
 
-    The layer does not have parameters or compute gradients. As for `nn.Linear`, its output has the dtype of the
+    The layer has no parameters and does not compute gradients. As with `nn.Linear`, its outputs have the dtype of the
     inputs, or the autocast dtype.
 
     Args:
@@ -284,7 +285,7 @@ class PackedLinear(nn.Module):
         return output.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else output
 
     def _product(self, states: torch.Tensor) -> torch.Tensor:
-        """Return y in float32. A custom operator computes it if the call is compiled."""
+        """Return y in float32, which is computed by a custom operator if the call is compiled."""
         if not torch.compiler.is_compiling():
             return self._weight.product(states, self._bias)
         if torch.compiler.is_exporting():
@@ -299,7 +300,7 @@ class PackedLinear(nn.Module):
         return self._weight.to_float32()
 
     def bias(self) -> torch.Tensor | None:
-        """Return b [out]."""
+        """Return b [out], or None if the layer has no bias."""
         return self._bias
 
     def num_numbers(self) -> int:
@@ -316,8 +317,8 @@ class PackedLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy packs the weight again, because it may run on a different processor. The tensors are converted to
-        # arrays, because torch multiprocessing sends tensors as file descriptors, and they would be freed before being
-        # opened.
+        # arrays, because torch multiprocessing sends tensors as file descriptors, and these tensors would be freed
+        # before the receiver opens them.
         arrays = {name: _to_array(tensor) for name, tensor in self._weight.tensors().items()}
         return {name: value for name, value in vars(self).items() if name != "_key"} | {"_weight": arrays}
 
@@ -363,7 +364,7 @@ class PackedLinear(nn.Module):
 
 
 def _compute_packed_linear(states: torch.Tensor, key: torch.Tensor, out_features: int) -> torch.Tensor:
-    """Implementation of the custom operator, which computes the product with a registered layer."""
+    """Compute the product with a registered layer. This is the implementation of the custom operator."""
     linear = _linears[int(key)]
     return linear._weight.product(states, linear._bias)
 
@@ -394,7 +395,7 @@ class Bfloat16Linear(PackedLinear):
 
 @contextmanager
 def record_weight_reads() -> Iterator[list[PackedLinear]]:
-    """Record the packed layers whose `weight` or `bias` is read inside a `with` block, in the order of access.
+    """Record the packed layers whose `weight` or `bias` is read inside a `with` block, in the order of the reads.
 
     Code that reads the weight of a layer instead of calling the layer fails for packed layers, whose `weight` is a
     method. The cause is the last read before the failure.

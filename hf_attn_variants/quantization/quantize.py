@@ -1,4 +1,4 @@
-"""The `quantize` function, which converts a loaded model to int8 linear layers or bfloat16 for use on CPUs."""
+"""The `quantize` function, which converts a loaded model to int8 linear layers or bfloat16, for inference on CPUs."""
 
 import copy
 import functools
@@ -35,15 +35,15 @@ logger = logging.getLogger(f"transformers.{__name__}")
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 QUANTIZED_DTYPES = ("int8", "bfloat16")
-# A warning is logged above this ratio of int8 time to float32 time. A decoding step may be slightly slower in int8 if
-# texts are faster.
+# A warning is logged if the ratio of int8 time to float32 time exceeds this value. A decoding step may be slightly
+# slower in int8 if whole texts are faster.
 INT8_WARNING_RATIO = 1.5
 # The prefixes of the modules in which quantization libraries define their linear layers.
 QUANTIZATION_LIBRARIES = ("torch.ao.", "torchao.", "bitsandbytes.", "optimum.", "auto_gptq.", "hqq.")
 
 
 def quantize(model: ModelT, dtype: str | torch.dtype = "int8", example_inputs: dict[str, Any] | None = None) -> ModelT:
-    """Quantize the linear layers of a loaded model to int8, or convert the whole model to bfloat16, for a CPU.
+    """Quantize a model's linear layers to int8, or convert the whole model to bfloat16, for inference on a CPU.
 
     The model is modified in place, which cannot be undone. Use `copy.deepcopy(model)` to keep the float32 model. The
     model may be a variant from this package or any Transformers model. If you also use `share_memory`, call it first.
@@ -51,14 +51,14 @@ def quantize(model: ModelT, dtype: str | torch.dtype = "int8", example_inputs: d
     With int8, each weight has one scale per row. When a layer is called, each input token is rounded relative to its
     largest value. The model runs once on a small batch before it is modified. Layers whose inputs have outliers are
     converted to bfloat16 if it is fast on the processor, and otherwise remain in float32. Embeddings, norms,
-    convolutions, relative positions, small layers, and layers whose weight is read instead of calling the layer also
-    remain in float32. The model cannot be trained afterwards.
+    convolutions, relative position biases, small layers, and layers that are not called because other modules read
+    their weight also remain in float32. The model cannot be trained afterwards.
 
     Args:
         model: A float32 model in evaluation mode on a CPU.
         dtype: "int8" or "bfloat16".
-        example_inputs: The keyword arguments for one call of the model, preferably with real data. By default, a
-            random batch is used.
+        example_inputs: Keyword arguments for one call of the model, preferably with real data. By default, a random
+            batch is used.
 
     Returns:
         The same model.
@@ -109,8 +109,8 @@ def _measure_errors(
 ) -> tuple[dict[str, Any] | None, dict[str, float]]:
     """Return inputs for the model and the rounding error of each layer.
 
-    If the model does not run on a random batch, the inputs are None, and the error is infinite for layers that
-    Transformers keeps in float32 for half-precision models.
+    If the model does not run on a random batch, the inputs are None, and the error is infinite for those layers that
+    Transformers keeps in float32 when a model is loaded in half precision.
     """
     if example_inputs is not None:
         return example_inputs, measure_rounding_errors(model, linears, example_inputs)
@@ -132,7 +132,7 @@ def _measure_errors(
 def _pack_linears(
     model: PreTrainedModel, linears: dict[str, nn.Linear], errors: dict[str, float]
 ) -> dict[int, PackedLinear]:
-    """Pack the layers to replace and return {id of the linear layer: packed layer}."""
+    """Pack the layers that are to be replaced, and return {id of the linear layer: packed layer}."""
     float32_names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     packed_layers: dict[int, PackedLinear] = {}
     for path, linear in linears.items():
@@ -160,11 +160,11 @@ def _restore_read_linears(
     packed_layers: dict[int, PackedLinear],
     inputs: dict[str, Any],
 ) -> None:
-    """Run the model, and restore the linear layers whose weight it reads instead of calling the layer.
+    """Run the model, and restore each linear layer that is not called because its weight is read directly.
 
     Args:
         model: The model with packed layers.
-        linears: The linear layers by path.
+        linears: The linear layers, as {path: layer}.
         packed_layers: The packed layers. The entries for restored layers are removed.
         inputs: The keyword arguments for a call of the model.
 
@@ -250,7 +250,7 @@ def _list_packed_linears(model: PreTrainedModel) -> list[PackedLinear]:
 
 
 def _num_parameters(module: PreTrainedModel, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-    """Return the number of parameters including the elements of the packed layers, which are not trainable."""
+    """Return the number of parameters, including the elements of the packed layers, which are not trainable."""
     packed = [] if only_trainable else _list_packed_linears(module)
     return type(module).num_parameters(module, only_trainable, exclude_embeddings) + sum(
         linear.num_numbers() for linear in packed
@@ -266,7 +266,7 @@ def _get_memory_footprint(module: PreTrainedModel, return_buffers: bool = True) 
 def _apply_without_cast(
     module: PreTrainedModel, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any
 ) -> Any:
-    """Apply a function to each tensor, unless it changes the dtype or device. `to` and `bfloat16` call this method.
+    """Apply a function to each tensor if it preserves the dtype and device. `to` and `bfloat16` call this method.
 
     Raises:
         ValueError: If the function changes the dtype or device. In this case, no tensor is modified.
@@ -275,8 +275,7 @@ def _apply_without_cast(
     if result.dtype != torch.float32 or result.device.type != "cpu":
         raise ValueError(
             f"{type(module).__name__} has int8 layers and must therefore remain in float32 on a CPU, got "
-            f"{result.dtype} on "
-            f"{result.device}. Load the model again to convert it."
+            f"{result.dtype} on {result.device}. Load the model again to convert it."
         )
     return type(module)._apply(module, fn, *args, **kwargs)
 
@@ -297,8 +296,7 @@ def _check_model_type(model: Any) -> None:
         return
     raise ValueError(
         f"`model` must be a Transformers model, got {type(model).__name__}. Load the model first, compile it "
-        "afterwards, "
-        "and merge adapters with `merge_and_unload()`."
+        "afterwards, and merge adapters with `merge_and_unload()`."
     )
 
 
@@ -323,7 +321,7 @@ def _check_state(model: PreTrainedModel) -> None:
 
 
 def _is_quantized(model: nn.Module) -> bool:
-    """Return whether a quantization library or this package has replaced modules or parameters."""
+    """Return whether a quantization library or this package has replaced modules or parameters of a model."""
     modules = any(
         isinstance(m, PackedLinear) or type(m).__module__.startswith(QUANTIZATION_LIBRARIES) for m in model.modules()
     )
@@ -331,10 +329,10 @@ def _is_quantized(model: nn.Module) -> bool:
 
 
 def _check_linears(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> None:
-    """Check that the model has linear layers to quantize, and that they are ordinary layers with finite weights.
+    """Check that there are linear layers to quantize, and that they are ordinary layers with finite weights.
 
     Raises:
-        ValueError: If one of these conditions is not met.
+        ValueError: If this is not the case.
     """
     for path, module in model.named_modules():
         if type(module).__module__.startswith("peft."):
@@ -354,9 +352,9 @@ def _check_linears(model: PreTrainedModel, linears: dict[str, nn.Linear]) -> Non
             raise ValueError(f"`{path}.weight` must be finite. Check the checkpoint.")
 
 
-# The row counts and sizes of the timed products: a decoding step and a text in a feed-forward layer of T5-small.
+# The row counts and sizes of the timed products, for a decoding step and a text in a feed-forward layer of T5-small.
 TIMED_ROWS, WIDTH, INNER = {"a step with 4 rows": 4, "a text with 64 tokens": 64}, 512, 2048
-# A smaller time ratio may be noise.
+# A warning is logged if the ratio of bfloat16 time to float32 time exceeds this value. Smaller ratios may be noise.
 BFLOAT16_WARNING_RATIO = 1.1
 
 
@@ -407,12 +405,12 @@ def _find_float32_buffers(model: PreTrainedModel) -> set[str]:
 @functools.cache
 @torch.autocast("cpu", enabled=False)
 def measure_bfloat16_slowdowns(threads: int) -> dict[str, float]:
-    """Return the ratio of the bfloat16 time to the float32 time for each product, {product: ratio}.
+    """Return the ratio of the bfloat16 time to the float32 time for each timed product, as {product: ratio}.
 
     The products are timed once per process and number of threads.
 
     Args:
-        threads: The current number of torch threads, which is the cache key.
+        threads: The current number of torch threads, which is only used as a cache key.
     """
     ratios = {}
     for what, rows in TIMED_ROWS.items():

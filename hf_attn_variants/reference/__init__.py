@@ -1,7 +1,7 @@
-"""The attention formulas from the papers as plain torch functions, an executable specification of the models.
+"""The attention formulas from the papers as plain torch functions, which serve as an executable specification.
 
 Each module contains a group of mechanisms. The functions compute in the dtype of their inputs (use float64 for
-comparisons), and they share no code with the models. Names and einsum strings use the symbols in the papers:
+comparisons), and they share no code with the models. Names and einsum strings use the symbols from the papers:
 
     b  batch           h  (softmax) heads              k  size of a query and key vector   X    input of the queries
     n  query length    i  query and key heads, h_k     v  size of a value vector           M    input of keys, values

@@ -1,7 +1,7 @@
 """Multi-head, multi-query, grouped-query and latent attention (arXiv 1911.02150, 2305.13245, 2405.04434).
 
-    attention of all queries       X [b, n, d], M [b, m, d], mask [b, h, n, m] -> Y [b, n, d]
-    attention of one query         x [d], M [m, d] -> y [d]
+    attention for all queries      X [b, n, d], M [b, m, d], mask [b, h, n, m] -> Y [b, n, d]
+    attention for one query        x [d], M [m, d] -> y [d]
     one decoding step              x [b, d], prev_K [b, h, m, k], prev_V [b, h, m, v] -> y [b, d], and K and V with
                                    m + 1 positions (m = 0 in the first step)
     parameters                     P_q and P_k [h, d, k], P_v and P_o [h, d, v]
@@ -12,15 +12,15 @@ Grouped keys and values have G heads instead of h. Multi-query keys and values h
 import torch
 from torch import Tensor, cat, einsum
 
-Maybe = Tensor | None  # None means that the term is omitted
+Maybe = Tensor | None  # None means that the term is left out of the formula
 
 
 def masked_softmax(logits: Tensor, *terms: Maybe) -> Tensor:
-    """Return the softmax over the last axis of logits plus biases and masks.
+    """Add biases and masks to logits, and return the softmax over the last axis.
 
-    For rows of -inf, the result and the gradients are zero, as in `scaled_dot_product_attention` (`torch.softmax`
-    returns NaN). For rows to which `torch.finfo(dtype).min` was added, the result is 1 / m, because all logits are
-    rounded to this number.
+    For rows of -inf, the result and the gradients are zero, as in `scaled_dot_product_attention`, whereas
+    `torch.softmax` returns NaN. For rows to which `torch.finfo(dtype).min` was added, the result is 1 / m, because all
+    logits are rounded to this number.
 
     Args:
         logits: The logits [..., n, m].
@@ -43,7 +43,7 @@ def masked_softmax(logits: Tensor, *terms: Maybe) -> Tensor:
 
 
 def dot_product_attention(q: Tensor, K: Tensor, V: Tensor, *, scale: float = 1) -> Tensor:
-    """Compute the attention of one query (1911.02150, 2.1): q [k], K [m, k], V [m, v] -> [v]."""
+    """Compute attention for one query (1911.02150, 2.1): q [k], K [m, k], V [m, v] -> [v]."""
     weights = masked_softmax(scale * einsum("k,mk->m", q, K))
     return einsum("m,mv->v", weights, V)
 
@@ -106,7 +106,7 @@ def multihead_attention_incremental(
 def multiquery_attention(
     X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
-    """Compute multi-query attention: all heads share one P_k [d, k] and one P_v [d, v] (1911.02150, 3)."""
+    """Compute multi-query attention, in which all heads share P_k [d, k] and P_v [d, v] (1911.02150, 3)."""
     Q = einsum("bnd,hdk->bhnk", X, P_q)
     K = einsum("bmd,dk->bmk", M, P_k)
     V = einsum("bmd,dv->bmv", M, P_v)
@@ -132,9 +132,9 @@ def multiquery_attention_incremental(
 def grouped_query_attention(
     X: Tensor, M: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, P_o: Tensor, *, mask: Maybe = None, scale: float = 1
 ) -> Tensor:
-    """Compute grouped-query attention: query heads g*i .. g*i + g-1 share key/value head i (2305.13245, 2.2).
+    """Compute grouped-query attention, in which query heads g*i .. g*i + g-1 share key/value head i (2305.13245, 2.2).
 
-    P_k [G, d, k], P_v [G, d, v]. G = h is multi-head attention, and G = 1 is multi-query attention.
+    P_k [G, d, k], P_v [G, d, v]. If G = h, this is multi-head attention. If G = 1, it is multi-query attention.
     """
     K = einsum("bmd,Gdk->bGmk", M, P_k)
     V = einsum("bmd,Gdv->bGmv", M, P_v)
@@ -171,15 +171,15 @@ def latent_attention(
 
 
 def repeat_kv_heads(P: Tensor, h: int) -> Tensor:
-    """Return the multi-head weights [h, d, k] that are equivalent to grouped P_k or P_v [G, d, k].
+    """Return the multi-head weights [h, d, k] that are equivalent to the grouped weights P_k or P_v [G, d, k].
 
-    Each head is repeated h / G times.
+    Each key/value head is repeated h / G times.
     """
     return P[groups_of_heads(h, P.shape[0])]
 
 
 def groups_of_heads(heads: int, groups: int) -> list[int]:
-    """Return the key/value head of each query head.
+    """Return the index of the key/value head that each query head uses.
 
     Args:
         heads: The number of query heads h.

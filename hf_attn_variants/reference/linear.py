@@ -1,6 +1,6 @@
 """Attention without a softmax over all keys, such as linear attention, LoLCATs and Linformer.
 
-These functions compute all weights [b, h, n, m], or the weights of one query after another, whereas the models compute
+These functions compute the weights of all queries [b, h, n, m] or of one query at a time, whereas the models compute
 sums over keys. r is the number of random vectors (or of rows in Linformer), and F is the number of features.
 """
 
@@ -34,7 +34,8 @@ def favor_features(x: Tensor, W: Tensor, *, stabiliser: Tensor | float = 0.0) ->
     """Return phi(x) = exp(W x - |x|^2 / 2 - c) / sqrt(r), positive random features (2009.14794, equation 5).
 
     x [..., k], W [r, k] with orthogonal blocks -> [..., r]. If c = 0, the mean of phi(x) phi(y) over W is exp(x y)
-    (lemma 1). A stabilizer c, one per query or one for all keys of a head, does not change the attention weights.
+    (lemma 1). The attention weights do not depend on the stabilizer c, which has one value per query or one value for
+    all keys of a head.
     """
     return (x @ W.T - (x * x).sum(-1, keepdim=True) / 2 - stabiliser).exp() / W.shape[0] ** 0.5
 
@@ -56,8 +57,8 @@ def kernel_attention(
     """Compute attention with weights phi(q) phi(k), divided by their sum (2006.16236, equation 3).
 
     phi_q [b, h, n, F], phi_k [b, G, m, F], V [b, G, m, v] (query heads g*i .. g*i + g-1 share head i) -> the outputs
-    [b, h, n, v] and the weights [b, h, n, m]. If causal, query i attends to the keys up to m - n + i (equation 8). The
-    sums are clamped to at least `least_sum`, as in the code for 2103.02143.
+    [b, h, n, v] and the weights [b, h, n, m]. If `causal` is true, query i attends to the keys up to m - n + i
+    (equation 8). The sums are clamped to at least `least_sum`, as in the authors' code for 2103.02143.
     """
     A = einsum("bhnf,bhmf->bhnm", phi_q, _repeat_heads(phi_k, phi_q))
     return _normalize(A.masked_fill(~_allowed_keys(A, causal, padding), 0), V, least_sum)
@@ -85,9 +86,10 @@ def hybrid_attention(
     """Compute attention with a softmax inside a window and features outside it (LoLCATs, 2410.10254, equation 6).
 
     The weights of query i are gamma exp(s_ij - c_i) inside its window and phi(q_i) phi(k_j) outside it, divided by the
-    sum of all of them. Here, s_ij = scale q_i k_j, and c_i is the largest s_ij in the window. The window contains w /
-    2 tokens on each side of the token, or, if causal, the last w tokens including the token itself. In the authors'
-    code, gamma is the sigmoid of a learned number. The paper only describes the causal form.
+    sum of all weights. Here, s_ij = scale q_i k_j, and c_i is the largest s_ij in the window. The window contains
+    w / 2 tokens on each side of the query's token. If `causal` is true, it contains the last w tokens, including that
+    token itself. In the authors' code, gamma is the sigmoid of a learned number. The paper describes only the causal
+    form.
 
     phi_q [b, h, n, F], Q [b, h, n, k], phi_k [b, G, m, F], K [b, G, m, k], V [b, G, m, v], gamma [h]
     -> the outputs [b, h, n, v] and the weights [b, h, n, m].
@@ -108,9 +110,9 @@ def linformer_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(Q (E K)^T) (E V), with keys and values projected along the sequence (2006.04768, equation 7).
 
-    Q [b, h, n, k], K [b, G, m, k], V [b, G, m, v], E [r, m] -> the outputs [b, h, n, v] and the weight of each value
-    in them [b, h, n, m] (the softmax weights times E). The projection F in the paper is the same as E. Padding counts
-    as zeros.
+    Q [b, h, n, k], K [b, G, m, k], V [b, G, m, v], E [r, m] -> the outputs [b, h, n, v] and the effective weight of
+    each value [b, h, n, m], which is the softmax weights times E. E is also used for the projection F in the paper.
+    Padding counts as zeros.
     """
     E = E.expand(Q.shape[0], -1, -1)
     E = E if padding is None else E.masked_fill(~padding[:, None], 0)
@@ -124,7 +126,7 @@ def _repeat_heads(T: Tensor, Q: Tensor) -> Tensor:
 
 
 def _allowed_keys(A: Tensor, causal: bool, padding: Maybe) -> Tensor:
-    """Return the mask for A [b, h, n, m], which is True if query i may attend to key j."""
+    """Return a boolean mask for A [b, h, n, m], which is True if query i may attend to key j."""
     n, m = A.shape[2:]
     allowed = torch.ones(n, m, dtype=torch.bool).tril(m - n if causal else m)
     return allowed if padding is None else allowed & padding[:, None, None]

@@ -1,6 +1,6 @@
 """Attention to a subset of the keys, such as windows, blocks, strides, compressed keys and block summaries.
 
-These functions list the keys of each query, whereas the models use masks and blocks.
+These functions list the keys that each query attends to, whereas the models use masks and blocks.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,9 +19,10 @@ def keys_in_window(
 ) -> list[int]:
     """Return the positions that position i of n attends to in a sliding window (Longformer, 2004.05150, 3.1).
 
-    The window contains window / 2 positions on each side of i, or, if causal, the last `window` positions including i.
-    There are dilation - 1 positions between two attended ones. The first `global_tokens` positions attend to all
-    positions, and all positions attend to them (not supported if causal).
+    The window contains window / 2 positions on each side of i. If `causal` is true, it contains the last `window`
+    positions, including i. Between two positions in the window, dilation - 1 positions are skipped. The first
+    `global_tokens` positions attend to all positions, and all positions attend to them. Global tokens are not
+    supported for causal attention.
     """
     if i < global_tokens:
         return list(range(n))
@@ -33,7 +34,7 @@ def keys_in_window(
 def sliding_window_mask(
     n: int, *, window: int, dilation: int = 1, global_tokens: int = 0, causal: bool = False
 ) -> Tensor:
-    """Return the mask [n, n] of `keys_in_window`, which is True if position i attends to position j."""
+    """Return the boolean mask [n, n] for `keys_in_window`, which is True if position i attends to position j."""
     window_of = partial(keys_in_window, window=window, dilation=dilation, global_tokens=global_tokens, causal=causal)
     return pattern_mask(n, window_of)
 
@@ -57,9 +58,9 @@ def sliding_window_attention(
 def keys_by_stride(i: int, n: int, *, stride: int, part: int | None = None, causal: bool = False) -> list[int]:
     """Return the positions that position i of n attends to in the strided pattern (1904.10509, 4.3).
 
-    Part 1 contains the last `stride` positions and i itself. Part 2 contains every `stride`-th position before i. None
-    means that a head has both parts. If the heads are split, half of them have part 1 and the others part 2. If the
-    pattern is not causal, it is symmetric.
+    Part 1 contains the last `stride` positions and i itself. Part 2 contains every `stride`-th position before i. If
+    `part` is None, the head uses both parts. If the parts are split between heads, half of the heads use part 1, and
+    the others use part 2. If the pattern is not causal, it is symmetric.
     """
     near = {j for j in range(n) if abs(i - j) <= stride}
     far = {j for j in range(n) if (i - j) % stride == 0}
@@ -71,8 +72,8 @@ def keys_of_fixed_pattern(
 ) -> list[int]:
     """Return the positions that position i of n attends to in the fixed pattern (1904.10509, 4.3).
 
-    Part 1 contains the block of i. Part 2 contains the last `summary` positions in each block and i itself. None means
-    that a head has both parts.
+    Part 1 contains the block of i. Part 2 contains the last `summary` positions in each block and i itself. If `part`
+    is None, the head uses both parts.
     """
     near = {j for j in range(n) if j // block == i // block}
     far = {j for j in range(n) if j % block >= block - summary} | {i}
@@ -85,7 +86,7 @@ def keys_in_local_block(i: int, n: int, *, block: int, causal: bool = False) -> 
 
 
 def keys_in_dilated_block(i: int, n: int, *, block: int, step: int, causal: bool = False) -> list[int]:
-    """Return the positions in the block of i at multiples of `step` from i (LongNet, 2307.02486, 3.1)."""
+    """Return the positions in the block of i whose distance from i is a multiple of `step` (LongNet, 2307.02486)."""
     near = {j for j in range(n) if j // block == i // block and (j - i) % step == 0}
     return _select_keys(i, near, set(), None, causal)
 
@@ -95,8 +96,8 @@ def keys_in_random_blocks(
 ) -> list[int]:
     """Return the positions in the block of i, its two neighbors and `random` other blocks (BigBird, 2007.14062, 2).
 
-    The other blocks are drawn once per layer. Among the blocks that are farther away, those with the smallest random
-    numbers are selected.
+    The other blocks are drawn once per layer. They are the blocks with the smallest random numbers among those that
+    are not neighbors.
     """
     i_block, blocks = i // block, -(-n // block)
     others = [j for j in range(blocks) if (i_block - j > 1 if causal else abs(i_block - j) > 1)]
@@ -106,7 +107,7 @@ def keys_in_random_blocks(
 
 
 def pattern_mask(n: int, keys: Callable[[int, int], Iterable[int]], *, global_tokens: int = 0) -> Tensor:
-    """Return the mask [n, n] of a pattern, which is True if position i attends to position j.
+    """Return the boolean mask [n, n] of a pattern, which is True if position i attends to position j.
 
     Args:
         n: The number of positions.
@@ -149,23 +150,24 @@ def transient_global_attention(
     X: Tensor, P_q: Tensor, P_k: Tensor, P_v: Tensor, gamma: Tensor, *, window: int, block: int, scale: float = 1,
     length: int | None = None, bias: Maybe = None, block_bias: Maybe = None, epsilon: float = 1e-6,
 ) -> Tensor:  # fmt: skip
-    """Compute transient global attention, to a window and to block summaries (LongT5, 2112.07916, 3.1.2).
+    """Compute transient global attention to a window and to block summaries (LongT5, 2112.07916, 3.1.2).
 
     A summary is the sum of the inputs in a block, divided by the root mean square of this sum and multiplied by gamma.
-    Its key and value are projected like those of inputs. Tokens after the last complete block belong to that block.
-    Texts that are shorter than a block have no summaries.
+    Its key and value are computed with the same projections as those of the inputs. Tokens after the last complete
+    block belong to that block. Texts that are shorter than a block have no summaries.
 
     Args:
         X: The inputs of one text [n, d]. Positions from `length` on are padding.
-        P_q: [h, d, k].
-        P_k, P_v: [G, d, k].
-        gamma: [d].
-        window: The window size. Half of this number of tokens are on each side.
+        P_q: The query projections [h, d, k].
+        P_k, P_v: The key and value projections [G, d, k].
+        gamma: The scale of the summaries [d].
+        window: The window size. Half of these tokens are on each side of the query.
         block: The number of tokens per block.
         scale: The factor of the logits.
         length: The number of tokens. By default, there is no padding.
-        bias: [h, 2 n - 1], for the distances j - i from -(n - 1) to n - 1.
-        block_bias: [h, 2 B - 1] with B = n // block, for the distances in blocks from the query to the summary.
+        bias: The position bias [h, 2 n - 1] for the distances j - i from -(n - 1) to n - 1.
+        block_bias: The position bias [h, 2 B - 1] with B = n // block, for the distances from queries to summaries in
+            blocks.
         epsilon: A small number that is added to the mean square.
 
     Returns:
@@ -192,7 +194,7 @@ def transient_global_attention(
 
 
 def _select_keys(i: int, near: set[int], far: set[int], part: int | None, causal: bool) -> list[int]:
-    """Return the sorted positions of one part (1: near, 2: far, None: both), up to i if causal."""
+    """Return the sorted positions in one part (1: near, 2: far, None: both), only up to i if `causal` is true."""
     keys = {None: near | far, 1: near, 2: far}[part]
     return sorted(j for j in keys if not causal or j <= i)
 

@@ -13,7 +13,7 @@ def talking_heads_attention(
     P_w: Maybe = None, P_x2l: Maybe = None, P_m2l: Maybe = None, P_x2w: Maybe = None, P_m2w: Maybe = None,
     bias: Maybe = None, mask: Maybe = None, scale: float = 1,
 ) -> Tensor:  # fmt: skip
-    """Compute talking-heads attention, where P_l mixes the heads before the softmax and P_w after it (2003.02436).
+    """Compute talking-heads attention, in which P_l and P_w mix the heads before and after the softmax (2003.02436).
 
     X [b, n, d], M [b, m, d], P_q and P_k [h_k, d, k], P_v and P_o [h_v, d, v] -> Y [b, n, d]. P_l [h_k, h] mixes the
     logits (h = h_k without it), and P_w [h, h_v] mixes the weights (h_v = h without it). The bias and the mask [b, h,
@@ -33,7 +33,7 @@ def bilinear_attention(X: Tensor, M: Tensor, B_l: Tensor, B_v: Tensor, *, mask: 
     """Compute general bilinear multi-head attention, with two d x d forms per head (2003.02436).
 
     X [b, n, d], M [b, m, d], B_l [h, d, d] (logit = x B_l[h] m), B_v [h, d, d] (output = m B_v[h]), mask [b, h, n, m]
-    -> Y [b, n, d]. M itself provides the keys and values.
+    -> Y [b, n, d]. M itself serves as the keys and values.
     """
     logits = einsum("bhne,bme->bhnm", einsum("bnd,hde->bhne", X, B_l), M)
     weights = masked_softmax(logits, mask)
@@ -60,19 +60,20 @@ def attention_core(
     x2l: Maybe = None, m2l: Maybe = None, x2w: Maybe = None, m2w: Maybe = None, bias: Maybe = None,
     mask: Maybe = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute attention for projected inputs, one head at a time. All attention functions must reproduce the results.
+    """Compute attention for projected inputs, one head at a time.
 
-    The symbols are the same as in the attention functions: k is the number of key/value heads, and d is the head size.
+    The attention functions of the models must reproduce its results. As in these functions, but unlike elsewhere in
+    this package, k is the number of key/value heads, and d is the head size.
 
     Args:
-        query: [b, h_k, n, d].
-        key, value: [b, k, m, d] and [b, k', m, d_v]. k divides h_k, and k' divides h_v. Consecutive query heads share
-            a key/value head.
-        scale: The factor of the logits, applied before P_l.
-        P_l, P_w: [h_k, h] mixes the logits, and [h, h_v] mixes the weights. Without P_l, h = h_k. Without P_w, h_v =
-            h.
-        x2l, m2l: [b, n, h_k, h] and [b, m, h_k, h], added to P_l at each query or key position.
-        x2w, m2w: [b, n, h, h_v] and [b, m, h, h_v], added to P_w at each query or key position.
+        query: The queries [b, h_k, n, d].
+        key, value: The keys [b, k, m, d] and values [b, k', m, d_v], where k divides h_k, and k' divides h_v.
+            Consecutive query heads share a key/value head.
+        scale: The factor of the logits, which is applied before P_l.
+        P_l, P_w: The projections [h_k, h] and [h, h_v], which mix the logits and the weights. Without P_l, h is h_k.
+            Without P_w, h_v is h.
+        x2l, m2l: The terms [b, n, h_k, h] and [b, m, h_k, h], which are added to P_l at each query or key position.
+        x2w, m2w: The terms [b, n, h, h_v] and [b, m, h, h_v], which are added to P_w at each query or key position.
         bias, mask: Additive terms that are broadcast to [b, h, n, m] and added after P_l.
 
     Returns:
@@ -92,12 +93,12 @@ def attention_core(
 
 
 def _dynamic_projection(X: Tensor, P: Maybe) -> Maybe:
-    """Return the projection [b, n, r, s] for each position in X [b, n, d], with P [d, r, s]."""
+    """Return the projection [b, n, r, s], computed at each position in X [b, n, d] with P [d, r, s]."""
     return None if P is None else einsum("bnd,drs->bnrs", X, P)
 
 
 def _mix_heads(A: list[Tensor], P: Maybe, at_n: Maybe, at_m: Maybe) -> list[Tensor]:
-    """Mix heads: A is r heads [b, n, m], P [r, s], at_n [b, n, r, s], at_m [b, m, r, s] -> s heads [b, n, m]."""
+    """Mix r heads A [b, n, m] into s heads [b, n, m] with P [r, s], at_n [b, n, r, s] and at_m [b, m, r, s]."""
     if P is None:
         if at_n is not None or at_m is not None:
             raise ValueError("A dynamic projection requires a static one. Also pass P_l or P_w.")

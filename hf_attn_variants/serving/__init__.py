@@ -1,1 +1,1 @@
-"""Comparison of the engines that can serve a model on this CPU."""
+"""Comparison of different engines that can serve a model on this CPU."""

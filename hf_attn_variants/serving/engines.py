@@ -36,11 +36,11 @@ def get_ctranslate2_unsupported_reason(
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to serve a model.
+    """A way to serve a model.
 
     Args:
-        name: the name in tables.
-        fields: the configuration fields that a conversion changes. None means the unchanged checkpoint.
+        name: the name that tables show.
+        fields: the configuration fields that a conversion changes. None means that the checkpoint is not converted.
         shared: whether the model uses `share_memory`.
         int8: whether the linear layers are quantized to int8.
         ctranslate2: whether CTranslate2 runs the model instead of torch.
@@ -62,7 +62,7 @@ class Load:
     Args:
         batch_size: the number of texts or audio windows.
         length: the number of tokens per text or positions per audio window.
-        max_new_tokens: the number of tokens to generate per text. None means one forward pass of an encoder.
+        max_new_tokens: the number of tokens to generate per text. None means a single forward pass of an encoder.
         num_beams: the number of beams.
     """
 
@@ -118,7 +118,7 @@ def list_engines(
     if repeated := next((name for name in all_names if all_names.count(name) > 1), None):
         raise ValueError(f"The models to time must be different, got {repeated} twice. Remove one of them.")
     if unknown := next((name for name in names or () if name not in all_names), None):
-        raise ValueError(f"The engines contain the unknown {unknown!r:.80}. Use {'; '.join(all_names)}.")
+        raise ValueError(f"The engine {unknown!r:.80} is unknown. Use one of {'; '.join(all_names)}.")
     return engines if names is None else [engine for engine in engines if engine.name in (baseline, *names)]
 
 
@@ -133,7 +133,7 @@ def get_served_auto_class(config: Mapping[str, Any]) -> str:
 
 
 def is_generative(config: Mapping[str, Any]) -> bool:
-    """Return whether the model is an encoder-decoder that generates text, instead of running one forward pass."""
+    """Return whether the model is an encoder-decoder that generates text, instead of running a single forward pass."""
     return "Seq2Seq" in get_served_auto_class(config)
 
 
@@ -154,9 +154,9 @@ def _remove_latents(config: Any) -> Any:
 
 
 def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
-    """Build a randomly initialized float32 model for an engine. Engines with the same layers get the same weights.
+    """Build a model with random weights for an engine. Engines with the same layers are given the same weights.
 
-    For a CTranslate2 engine, it is the model from this package to export, without latents.
+    For a CTranslate2 engine, the result is the float32 model to export, which is from this package and has no latents.
     """
     torch.manual_seed(0)
     if engine.fields is None and not engine.ctranslate2:
@@ -177,7 +177,7 @@ def build_model(config: Mapping[str, Any], engine: Engine) -> Any:
 
 
 def _build_baseline(config: Mapping[str, Any]) -> Any:
-    """Return the unchanged model as an instance of the checkpoint's class, from Transformers or this package."""
+    """Return the unconverted model as an instance of the checkpoint's class, from Transformers or this package."""
     current = variant_config(config)
     if config["model_type"] == type(current).model_type:
         return get_served_model_class(config)(current)
@@ -185,7 +185,7 @@ def _build_baseline(config: Mapping[str, Any]) -> Any:
 
 
 def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tensor]:
-    """Return random inputs: `input_ids` [b, n] with `attention_mask`, or `input_features` for audio."""
+    """Return random inputs, which are `input_ids` [b, n] and `attention_mask` or, for audio, `input_features`."""
     current: Any = variant_config(config)
     generator = torch.Generator().manual_seed(0)
     if get_served_auto_class(config) in AUDIO_AUTO_CLASSES:
@@ -198,7 +198,7 @@ def random_inputs(config: Mapping[str, Any], load: Load) -> dict[str, torch.Tens
 def make_torch_call(
     model: Any, inputs: dict[str, torch.Tensor], load: Load, compiled: bool = False
 ) -> Callable[[int | None], None]:
-    """Return a function that serves a batch with torch. Its argument is the number of new tokens, or None."""
+    """Return a function that serves a batch with torch. Its argument is the value of `max_new_tokens`, or None."""
     options: dict[str, Any] = {"num_beams": load.num_beams, "do_sample": False}
     if compiled:  # with other caches, the length changes in each step, which requires recompilation
         options["cache_implementation"] = "static"

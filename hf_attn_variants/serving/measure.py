@@ -1,4 +1,4 @@
-"""Measuring the speed and peak memory of serving engines, and recommending one of them."""
+"""Functions that measure the speed and peak memory of serving engines, and recommend one of them."""
 
 import gc
 import statistics
@@ -31,7 +31,7 @@ from .engines import (
 )
 from .peak_memory import ExportedModel, make_ctranslate2_call, measure_peak_bytes, write_ctranslate2_folder
 
-# Engines count as equally good if their times or peak memory differ by less than this factor.
+# The times or peak memory of two engines count as equal if they differ by less than this factor.
 EQUAL_FACTOR = 1.05
 TimedCall = Callable[[Any], None]
 
@@ -67,9 +67,9 @@ class ServingTable:
         checkpoint: the name of the checkpoint.
         load: the batch.
         rows: the results, starting with the baseline.
-        left_out: the engines that are not installed or do not support this model, with the reasons.
-        machine: the processor, threads, load and versions.
-        without_peak: the engines whose peak memory could not be measured, with the reasons.
+        left_out: the engines that are not installed or do not support this model, as {name: reason}.
+        machine: the processor, the number of threads, the system load and the versions.
+        without_peak: the engines whose peak memory could not be measured, as {name: reason}.
     """
 
     checkpoint: str
@@ -106,15 +106,16 @@ def measure_serving(
     Args:
         config: the config.json of the checkpoint. No weights are read.
         checkpoint: the name of the checkpoint for the table.
-        kv_heads: the numbers of key/value heads of the conversions to time. If None, a quarter of the heads is timed
-            for Transformers models without `variants`.
+        kv_heads: the numbers of key/value heads of the conversions to time. If None, a conversion to a quarter of the
+            heads is timed for Transformers models, unless there are `variants`.
         batch_size: the number of texts or audio windows.
         length: the number of tokens per text. If None, it is 128, or the window of a Whisper model.
         max_new_tokens: the number of tokens to generate per text, for encoder-decoder models.
         num_beams: the number of beams, for encoder-decoder models. None means 1 (greedy).
         rounds: the number of timings per engine, of which the median is reported.
         peak_memory: whether to measure the peak memory of each engine in a separate process.
-        compiles: whether to also time compiled torch engines, which requires a C++ compiler and a minute per engine.
+        compiles: whether to also time compiled torch engines. This requires a C++ compiler and takes a minute per
+            engine.
         variants: the configuration fields of additional conversions to time.
         engines: the names of the engines to time in addition to the baseline. If None, all engines are timed.
 
@@ -147,7 +148,7 @@ def measure_serving(
 
 
 def _explain_left_out_engines(problem: str | None, names: Sequence[str] | None) -> dict[str, str]:
-    """Return {CTranslate2: reason} if it cannot be timed, unless the user selected engines.
+    """Return {"CTranslate2": reason} if CTranslate2 cannot be timed, unless the user selected engines.
 
     Raises:
         ValueError: if the user selected CTranslate2 but it cannot be timed.
@@ -164,7 +165,7 @@ def _measure_peaks(
     threads: int,
     exported: Mapping[str, ExportedModel],
 ) -> tuple[dict[str, int | None], dict[str, str]]:
-    """Return the peak memory of each engine, and the reasons for failed measurements."""
+    """Return {engine: peak memory in bytes} and, for failed measurements, {engine: reason}."""
     peaks: dict[str, int | None] = {}
     failed: dict[str, str] = {}
     for engine in progress_bar(engines, desc="peak memory", unit="engine", leave=False):
@@ -183,7 +184,10 @@ def _build_engines(
     stage: Path,
     left_out: dict[str, str],
 ) -> tuple[dict[str, TimedCall], dict[str, ExportedModel]]:
-    """Return a function that runs each engine, and the exported CTranslate2 models. Skips engines without int8."""
+    """Return {engine: function that serves a batch} and {engine: exported CTranslate2 model}.
+
+    int8 engines are left out if the model does not have a linear layer that is large enough for int8.
+    """
     runs: dict[str, TimedCall] = {}
     exported: dict[str, ExportedModel] = {}
     for number, engine in enumerate(progress_bar(engines, desc="building", unit="engine", leave=False)):
@@ -243,7 +247,7 @@ def _list_head_conversions(config: Mapping[str, Any], counts: Sequence[int] | No
 def _time_engines(
     runs: Mapping[str, TimedCall], load: Load, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the time in seconds of each round per engine and, for generative models, until the first tokens."""
+    """Return the times of all rounds for each engine and, for generative models, the times until the first tokens."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     firsts: dict[str, list[float]] = {name: [] for name in runs}
     # The first round is a warm-up.
@@ -263,10 +267,10 @@ def _time_engines(
 def recommend_engine(table: ServingTable) -> str:
     """Return a sentence that recommends an engine for this model, batch and machine.
 
-    The sentence contains the fastest engine for the unchanged checkpoint, the fastest float32 engine, and a conversion
-    if it is faster than both. Among equally fast engines (see `_select_fastest`), the engine with the least peak
-    memory is recommended. If the peak memory is equal or unknown, the first engine is recommended, because it requires
-    the fewest changes. The other engines are also mentioned.
+    The sentence names the fastest engine for the unchanged checkpoint, the fastest float32 engine, and a conversion if
+    it is faster than both. Among equally fast engines (see `_select_fastest`), the engine with the lowest peak memory
+    is recommended. If the peak memory is equal or unknown, the first engine is recommended, because it requires the
+    fewest changes. The other equally fast engines are also mentioned.
 
     Example:
         "Recommended for batch 4, length 512, ..., this machine: int8 (1.80 times transformers, 620 MiB)."
@@ -297,7 +301,7 @@ def recommend_engine(table: ServingTable) -> str:
 
 
 def _select_best(rows: Sequence[ServingRow]) -> ServingRow:
-    """Return the fastest row with the least peak memory, or the first of the fastest rows if it is unknown."""
+    """Return the row with the lowest peak memory among the fastest rows, or the first of them if a peak is unknown."""
     fastest = _select_fastest(rows)
     peaks = [row.peak_bytes for row in fastest if row.peak_bytes is not None]
     if len(peaks) < len(fastest):
@@ -306,7 +310,10 @@ def _select_best(rows: Sequence[ServingRow]) -> ServingRow:
 
 
 def _select_fastest(rows: Sequence[ServingRow]) -> list[ServingRow]:
-    """Return the rows that are as fast as the fastest row, based on close medians or overlapping middle halves."""
+    """Return the rows that are about as fast as the fastest row.
+
+    Their median times are close, or their interquartile ranges overlap.
+    """
     fastest = min(rows, key=lambda row: row.milliseconds)
     most, latest = EQUAL_FACTOR * fastest.milliseconds, _get_middle_half(fastest)[1]
     return [row for row in rows if row.milliseconds <= most or _get_middle_half(row)[0] <= latest]
@@ -324,12 +331,12 @@ def _format_memory(row: ServingRow) -> str:
     return "" if row.peak_bytes is None else f", {row.peak_bytes / 2**20:,.0f} MiB"
 
 
-# The colors can be distinguished by color-blind readers.
+# Color-blind readers can distinguish these colors.
 ENGINE_COLORS = {"transformers": "#0072B2", "a converted checkpoint": "#009E73", "CTranslate2": "#D55E00"}
 
 
 def plot_serving(table: ServingTable) -> Figure:
-    """Plot one bar per row, with the first row at the top. Bars for int8 engines are hatched."""
+    """Plot one bar for each row, with the first row at the top. The bars of int8 engines are hatched."""
     rows = table.rows
     has_memory = all(row.peak_bytes is not None for row in rows)
     figure = Figure(figsize=(10.0 if has_memory else 6.5, 1.6 + 0.32 * len(rows)), layout="constrained")

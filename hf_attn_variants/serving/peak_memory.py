@@ -1,7 +1,7 @@
-"""Running CTranslate2, and measuring the peak memory of an engine in a separate process that serves one batch.
+"""Functions that run CTranslate2, and that measure the peak memory of an engine in a separate process.
 
-The process for a CTranslate2 engine must not import torch, whose memory would be counted. Therefore, this module does
-not import torch or Transformers at the top level.
+The process serves one batch. For a CTranslate2 engine, it must not import torch, because the memory that torch uses
+would also be counted. Therefore, this module does not import torch or Transformers at the top level.
 """
 
 import json
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # Tokens that CTranslate2 requires in the vocabulary of a Whisper model.
 TRANSCRIPT, NO_TIMES, END = "<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"
-# The file that contains the peak memory of the process, and the file that resets it if "5" is written (see proc(5)).
+# The file that contains the peak memory of the process, and the file to which "5" is written to reset the peak memory
+# (see proc(5)).
 STATUS_FILE, CLEAR_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 # With `is_command`, the package imports only the modules that are used.
@@ -41,7 +42,7 @@ class ExportedModel:
         folder: the folder that contains the model.
         int8: whether the weights are int8.
         inputs: lists of token ids, or audio features as a NumPy array [b, mel bins, frames].
-        prompt: the first decoder tokens for a Whisper model. Empty for other models.
+        prompt: the first decoder tokens for a Whisper model. It is empty for other models.
     """
 
     folder: str
@@ -63,7 +64,7 @@ def write_ctranslate2_folder(
     Args:
         config: the config.json of the checkpoint.
         model: the model in float32. Quantization modifies its tensors.
-        inputs: a batch without padding, as for the torch engines.
+        inputs: a batch without padding, in the same format as for the torch engines.
         folder: an empty folder.
         int8: whether to quantize the weights to int8.
 
@@ -131,7 +132,7 @@ def make_ctranslate2_call(exported: ExportedModel, num_beams: int, threads: int)
 def measure_peak_bytes(
     config: Mapping[str, Any], engine: "Engine", load: "Load", threads: int, exported: ExportedModel | None
 ) -> int | None:
-    """Measure the peak memory of a process that serves one batch with an engine, including its libraries.
+    """Measure the peak memory of a process that serves one batch with an engine, including all libraries.
 
     The peak is reset after loading the model, because creating random weights is not part of serving. The process has
     the same allocator settings as this one.
@@ -144,7 +145,7 @@ def measure_peak_bytes(
         exported: the model that CTranslate2 runs. None for a torch engine.
 
     Returns:
-        The number of bytes, or None if the operating system does not report the peak memory.
+        The peak memory in bytes, or None if the operating system does not report it.
 
     Raises:
         ValueError: if the process fails. The message contains the end of its output.
@@ -169,7 +170,7 @@ def measure_peak_bytes(
 
 
 def _to_json(exported: ExportedModel, folder: Path) -> dict[str, Any]:
-    """Convert an exported model to JSON values. Audio features are saved to a file, and replaced with its name."""
+    """Convert an exported model to JSON values. Audio features are saved to a file and replaced with its path."""
     values = dict(vars(exported))
     if exported.prompt:
         import numpy as np

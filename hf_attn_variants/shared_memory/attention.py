@@ -1,4 +1,4 @@
-"""Cross-attention modules and a cache layer whose beams share keys and values or encoder outputs."""
+"""Cross-attention modules and a cache layer that let beams share keys and values or encoder outputs."""
 
 import functools
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ class CrossAttentionLayout:
         roles: The arguments of `forward` that this package reads (see `transformers_internals.ARGUMENT_ROLES`).
         returns: The number of values that `forward` returns. Two values are the outputs and the weights. With three
             values, the position bias is between them.
-        has_finite_masks: Whether masks contain the lowest finite number instead of -inf. If so, a query without any
-            key attends to all keys equally. Otherwise, its output is 0.
+        has_finite_masks: Whether masks contain the lowest finite number instead of -inf. If so, a query whose keys are
+            all masked attends to all keys equally. Otherwise, its output is 0.
     """
 
     query: str
@@ -56,7 +56,8 @@ T5 = CrossAttentionLayout("q", "k", "v", "o", "key_value_proj_dim", roles=T5_ROL
 UMT5 = CrossAttentionLayout("q", "k", "v", "o", "key_value_proj_dim", has_finite_masks=True)
 BART = CrossAttentionLayout("q_proj", "k_proj", "v_proj", "out_proj", "head_dim")
 
-# {class that defines `forward`: kind}. Classes of the same kind have the same code in Transformers 5.15 and 5.24.
+# Layouts by the class that defines `forward`. Classes with the same layout have the same code in Transformers 5.15 and
+# 5.24.
 SUPPORTED_KINDS: dict[str, CrossAttentionLayout] = {
     "LongT5Attention": T5,
     "MT5Attention": T5,
@@ -80,18 +81,18 @@ SUPPORTED_KINDS: dict[str, CrossAttentionLayout] = {
 
 
 def get_forward_owner(cls: type) -> type:
-    """Return the class that defines the `forward` of a module class."""
+    """Return the class that defines `forward` for a module class, which may be one of its base classes."""
     return next(base for base in cls.__mro__ if "forward" in vars(base))
 
 
 def get_attention_kind(cls: type) -> CrossAttentionLayout | None:
-    """Return the kind of a module class, or None if the class that defines `forward` is not supported."""
+    """Return the layout of a cross-attention class, or None if the class that defines `forward` is not supported."""
     owner = get_forward_owner(cls)
     return SUPPORTED_KINDS.get(owner.__name__) if owner.__module__.startswith("transformers.models.") else None
 
 
 def cross_attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and the module of each cross-attention in a model, even if its class is not supported."""
+    """Yield the path of each cross-attention module in a model and the module, even if its class is not supported."""
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in CROSS_ATTENTIONS:
             yield path, module
@@ -120,14 +121,14 @@ else:
 
 
 class SharesMemory(_Attention):
-    """A mixin for Transformers cross-attention classes that reads shared keys and values or the encoder outputs.
+    """Mixin for Transformers cross-attention classes that attends to shared keys and values or to encoder outputs.
 
     The `forward` method of the Transformers class is called during training, if gradients are recorded, and if there
     is one row of keys and values per query row.
 
     Class attributes:
         plain: The original class of the module, which is a Transformers class or a subclass.
-        kind: The kind of the original class.
+        kind: The layout of the original class.
         arguments: The arguments of the original `forward`, by role.
         cross_cache: `KEYS_AND_VALUES` or `ENCODER_OUTPUTS`.
     """
@@ -138,7 +139,7 @@ class SharesMemory(_Attention):
     cross_cache: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend from hidden states [b B, n, D] to encoder outputs [b, m, D]. See the overridden method."""
+        """Attend from hidden states [b B, n, D] of B beams to encoder outputs [b, m, D]. See the overridden method."""
         states, encoder_outputs, cache, mask, *bias = self.arguments.read(args, kwargs)
         if encoder_outputs is None or not (cache is None or isinstance(cache, EncoderDecoderCache)):
             return super().forward(*args, **kwargs)
@@ -168,7 +169,7 @@ class SharesMemory(_Attention):
     def _get_encoder_outputs_to_read(
         self, states: torch.Tensor, encoder_outputs: torch.Tensor, cache: Any, layer: Any
     ) -> torch.Tensor | None:
-        """Return the encoder outputs after storing them in the cache, or None if they cannot be read in this call."""
+        """Cache the encoder outputs and return them, or return None if this call cannot attend to encoder outputs."""
         if self.training or not self._is_computed_here() or not (layer is None or holds_encoder_outputs(layer)):
             return None
         source: torch.Tensor = encoder_outputs if layer is None else layer.source
@@ -192,7 +193,7 @@ class SharesMemory(_Attention):
         return source
 
     def _should_absorb_projections(self, states: torch.Tensor, source: torch.Tensor) -> bool:
-        """Return whether reading the encoder outputs requires fewer multiplications than computing keys and values."""
+        """Return whether attending to encoder outputs needs no more multiplications than computing keys and values."""
         if is_traced():
             return True
         rows, (sentences, length, width) = states.shape[0] * states.shape[1], source.shape
@@ -203,10 +204,11 @@ class SharesMemory(_Attention):
     def _attend_absorbed(
         self, query: torch.Tensor, source: torch.Tensor, mask: torch.Tensor | None, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from queries [b B, h, n, d] to encoder outputs [b, m, D], which serve as the only key and value head.
+        """Attend from queries [b B, h, n, d] to encoder outputs [b, m, D], which serve as a single key and value head.
 
         The bias of the key projection is omitted because it adds the same constant to all logits of a query. The bias
-        of the value projection is multiplied by the sum of the weights, which is 1, or 0 for a query without keys.
+        of the value projection is multiplied by the sum of the attention weights, which is 0 for a query whose keys
+        are all masked, and otherwise 1.
         """
         (key_linear, value_linear), head_dim = self.key_value_projections(), self._head_dim()
         latent = source[:, None]
@@ -234,7 +236,7 @@ class SharesMemory(_Attention):
         mask: torch.Tensor | None,
         position_bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attention outputs and, for eager attention, the weights."""
+        """Return the attention outputs and, for eager attention, the attention weights."""
         options: dict[str, Any] = {"scaling": self.scaling, "dropout": self.dropout if self.training else 0.0}
         is_eager = self.config._attn_implementation_internal == "eager"
         # On CPUs, the fused kernel uses one thread per sentence and key head.
@@ -245,7 +247,7 @@ class SharesMemory(_Attention):
         return fused_attention(query, key, value, mask, position_bias, **options), None
 
     def _can_share_keys(self, cache: Any, layer: Any, beams: int) -> bool:
-        """Return whether keys and values can have one row per sentence. Prepares an empty cache layer for it."""
+        """Return whether keys and values can have one row per sentence, and if so, prepare an empty cache layer."""
         if not self._is_computed_here():
             return False
         return layer is not None or cache is None or share_rows(cache, self.layer_idx, beams)
@@ -253,7 +255,7 @@ class SharesMemory(_Attention):
     def _get_keys_and_values(
         self, encoder_outputs: torch.Tensor, cache: Any, layer: Any, source: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values, read from the cache or computed from the encoder outputs."""
+        """Return the keys and values, which are read from the cache or computed from the encoder outputs."""
         if source is not None:  # the cache stores the encoder outputs, and these keys and values are temporary
             return compute_keys_and_values(source, self.key_value_projections(), self._head_dim())
         if layer is not None:
@@ -275,7 +277,7 @@ class SharesMemory(_Attention):
         return self.arguments.to_keywords(args, kwargs, **changes)
 
     def _convert_mask(self, mask: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor | None:
-        """Reduce a mask with equal rows to a single query row, and make it finite if the kind requires it."""
+        """Reduce a mask with identical query rows to a single row, and make it finite if the layout requires it."""
         if mask is None:
             return None
         if mask.dim() == 4 and mask.shape[2] > 1 and mask.stride(2) == 0:
@@ -293,14 +295,14 @@ class SharesMemory(_Attention):
         return getattr(self, getattr(self.kind, role))
 
     def key_value_projections(self) -> tuple[Any, Any]:
-        """Return the key and value projections, whose weights are read together with the encoder outputs."""
+        """Return the key and value projections, whose weights are applied to the encoder outputs."""
         return self._get_linear("key"), self._get_linear("value")
 
     def _head_dim(self) -> int:
         return getattr(self, self.kind.head_dim)
 
     def _is_computed_here(self) -> bool:
-        # The private field is read because the public property takes microseconds per layer and step.
+        # The private field is read because the public property takes microseconds for each layer in each step.
         return self.config._attn_implementation_internal in IMPLEMENTATIONS
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -309,7 +311,7 @@ class SharesMemory(_Attention):
 
 
 def _has_query_rows(mask: Any, states: torch.Tensor) -> bool:
-    """Return whether a mask is missing, has a single row, or has one row per query row."""
+    """Return whether a mask is missing, has a single batch row, or has as many batch rows as the hidden states."""
     return not isinstance(mask, torch.Tensor) or mask.shape[0] in (1, states.shape[0])
 
 
@@ -345,8 +347,9 @@ check_caches()
 class SourceLayer(SharedDynamicLayer):
     """A cache layer that stores the encoder outputs [b, m, D] and computes keys and values when they are first read.
 
-    After that, it is an ordinary cache layer. Keys and values are only read by other users of the cache, such as the
-    outputs of Whisper. The encoder outputs are never modified, because other layers and callers use the same tensor.
+    After that, it is an ordinary cache layer. Keys and values are only read by code outside of this module, such as
+    the code that collects the outputs of Whisper. The encoder outputs are never modified, because other layers and
+    callers use the same tensor.
 
     Args:
         source: The encoder outputs.
@@ -414,7 +417,7 @@ class SourceLayer(SharedDynamicLayer):
         self.is_initialized, self.beams = False, 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
+        """Repeat each batch row `repeats` times."""
         if self._rows():
             self._apply(lambda states: states.repeat_interleave(repeats, dim=0))
 
@@ -434,7 +437,7 @@ def _make_shared_layer(keys: torch.Tensor, values: torch.Tensor, beams: int) -> 
 
 
 def get_filled_layer(cache: Any, index: int) -> Any:
-    """Return a cross-attention layer of an encoder-decoder cache, or None if it is not filled."""
+    """Return the cross-attention cache of a layer in an encoder-decoder cache, or None if it is empty."""
     if cache is None or not cache.is_updated.get(index):
         return None
     return cache.cross_attention_cache.layers[index]
@@ -446,15 +449,15 @@ def holds_encoder_outputs(layer: Any) -> bool:
 
 
 def store_layer(cache: Any, index: int, layer: SourceLayer) -> bool:
-    """Store a layer with encoder outputs in an encoder-decoder cache.
+    """Store a cache layer with encoder outputs in an encoder-decoder cache, if the cache supports it.
 
     Args:
         cache: The cache.
         index: The index of the layer.
-        layer: The new layer.
+        layer: The cache layer with the encoder outputs.
 
     Returns:
-        True if the layer was stored. Static caches, offloaded caches and other layer types are left unchanged.
+        True if the layer was stored. Static caches, offloaded caches and other types of layers are left unchanged.
     """
     cross = cache.cross_attention_cache
     if getattr(cross, "offloading", False) or type(get_empty_layer(cross, index)) is not DynamicLayer:

@@ -35,8 +35,7 @@ class SharedExpansion(WeakModuleAttribute):
         model: The model that has this object as an attribute.
 
     Attributes:
-        replaced_attribute: The instance attribute with the same name that the model had before, or None if it had
-            none.
+        replaced_attribute: The instance attribute that this object replaces, or None if the model did not have one.
     """
 
     def __init__(self, model: Any) -> None:
@@ -51,7 +50,7 @@ class SharedExpansion(WeakModuleAttribute):
         return expand_and_mark(self._get_original_method(), shares, expand_size, is_encoder_decoder, input_ids, kwargs)
 
     def _can_share(self) -> bool:
-        """Return whether all cross-attention modules share memory with the current attention implementation."""
+        """Return whether all cross-attention modules can share memory with the current attention implementation."""
         return self.module.config._attn_implementation_internal in IMPLEMENTATIONS and all(
             isinstance(module, SharesMemory) for _, module in cross_attentions(self.module)
         )
@@ -70,16 +69,16 @@ ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
 def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_AND_VALUES) -> ModelT:
-    """Let all beams or samples for a sentence share one cross-attention cache in an encoder-decoder.
+    """Let all beams or samples for a sentence share one cross-attention cache in an encoder-decoder model.
 
     The model is modified in place. It keeps its class, its weights and its `generate` method. Keys and values are
     computed once per sentence, and are not copied when beams are reordered. With a single beam, or if gradients are
     recorded, the Transformers code runs unchanged.
 
     With `cross_cache="encoder_outputs"`, the cache stores only the encoder outputs y [b, m, D] for all layers. For
-    head i with the key and value projections W_k,i and W_v,i, the logits are (q_i W_k,i) y^T and the outputs are
-    (P_i y) W_v,i^T (slim attention, arXiv 2503.05840; absorbed form of MLA, arXiv 2405.04434, appendix C). This
-    requires the least memory, but more multiplications per step.
+    head i with the queries q_i, the attention weights P_i, and the key and value projections W_k,i and W_v,i, the
+    logits are (q_i W_k,i) y^T and the outputs are (P_i y) W_v,i^T (slim attention, arXiv 2503.05840; absorbed form of
+    MLA, arXiv 2405.04434, appendix C). This requires the least memory, but more multiplications per step.
 
     Encoder-decoder models from this package always share their cache, and are returned unchanged.
 
@@ -87,14 +86,15 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
         model: A loaded Transformers encoder-decoder (T5, mT5, UMT5, LongT5, BART, mBART, Marian, M2M100, PEGASUS,
             Whisper and related models, or a subclass) with `attn_implementation` "sdpa" or "eager".
         share: Whether to share the cache. False restores the original classes and attributes of the model.
-        cross_cache: The content of the cross-attention cache, which is "keys_and_values" for each layer, or
-            "encoder_outputs" once for all layers. In this package, the field `cross_kv_lora_rank` enables the latter.
+        cross_cache: The content of the cross-attention cache, either "keys_and_values" for each layer, or
+            "encoder_outputs" once for all layers. For models from this package, the field `cross_kv_lora_rank` enables
+            the latter.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the model is not supported, in which case it is left unchanged, or `cross_cache` is not valid.
+        ValueError: If the model is not supported, or `cross_cache` is not valid. The model is then left unchanged.
         TransformersChangedError: If the attention classes of the installed Transformers release are not supported.
 
     Example:
@@ -131,7 +131,7 @@ def share_memory(model: ModelT, share: bool = True, *, cross_cache: str = KEYS_A
 
 
 def _make_sharing_class_for(module: nn.Module, cross_cache: str) -> type:
-    """Return the sharing class for a cross-attention module, which may already share memory."""
+    """Return the class that lets a cross-attention module share memory. The module may already have such a class."""
     plain: Any = module.plain if isinstance(module, SharesMemory) else type(module)
     return make_cache_sharing_class(plain, cross_cache)
 
@@ -168,8 +168,7 @@ def _check_model_type(model: Any) -> None:
         return
     raise ValueError(
         f"`model` must be a Transformers model, got {type(model).__name__}. Load the model first, compile it "
-        "afterwards, "
-        "and extract the base model of a PEFT model with `get_base_model()`."
+        "afterwards, and extract the base model of a PEFT model with `get_base_model()`."
     )
 
 
@@ -214,7 +213,7 @@ def _check_supported(model: PreTrainedModel) -> None:
 
 
 def _check_variant(model: Any, cross_cache: str) -> None:
-    """Check that the beams of a model from this package share the cache.
+    """Check that the beams of a model from this package can share the requested cache.
 
     Raises:
         ValueError: If the cross-attention has talking heads, or the cache stores keys and values instead of the
@@ -238,7 +237,7 @@ def _check_attention(path: str, module: nn.Module) -> None:
     """Check that a cross-attention module is supported.
 
     Raises:
-        ValueError: If its class is unknown or its `forward` was replaced.
+        ValueError: If its class is unknown, or its `forward` was replaced.
     """
     kind = get_attention_kind(type(module))
     if kind is None:
