@@ -283,7 +283,8 @@ def load_json(path: Path, encoding: str = "utf-8") -> Any:
     try:
         return parse_json(read_file(path, MAX_JSON_BYTES).decode(encoding))
     except ValueError as error:
-        raise ValueError(f"{path} must be a JSON file: {error}.") from error
+        message = str(error).rstrip(".")
+        raise ValueError(f"{path} must be a JSON file: {message}.") from error
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -171,7 +171,8 @@ def _iterate_json_values(path: Path) -> Iterator[tuple[int | None, Any]]:
         try:
             values = parse_json("\n".join(line for _, line in lines))
         except ValueError as error:
-            raise ValueError(f"{path} must be a JSON list: {error}.") from error
+            message = str(error).rstrip(".")
+            raise ValueError(f"{path} must be a JSON list: {message}.") from error
         yield from ((None, value) for value in values)
         return
     for number, line in lines:

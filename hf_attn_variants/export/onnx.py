@@ -1,8 +1,8 @@
 """Exports checkpoints to ONNX graphs, which ONNX Runtime runs without PyTorch, Transformers or this package.
 
 An encoder is exported as one graph. An encoder-decoder is exported as three graphs: the encoder, the first decoder
-call, which fills both caches, and a decoding step, which reads the caches and one token. File and input names follow
-Optimum.
+call, which fills both caches, and a decoding step, which reads the caches and one token. A fourth graph, for
+transformers.js, contains both decoder graphs. File and input names follow Optimum.
 
 A cache consists of tensors per layer. The inputs `past_key_values.N.decoder.key` [b, k, n, d] and the outputs
 `present.N.decoder.key` contain the self-attention keys of layer N. Values are named `value` instead of `key`.
@@ -17,10 +17,11 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.export import Dim
@@ -37,12 +38,26 @@ from ..modeling.mechanisms.talking_heads import get_dynamic_terms, supports_cach
 from ..modeling.transformers_internals import get_cache, get_cache_name
 from ..progress import progress_bar
 from ..registration import max_input_length
+from .onnx_decoder import BRANCH_INPUT, merge_decoders
+from .onnx_int8 import (
+    ComparisonTexts,
+    Int8Graph,
+    compare_decoders,
+    compare_encoders,
+    compare_with_openvino,
+    make_text_batches,
+    open_session,
+    quantize_dynamically,
+    quantize_statically,
+    read_comparison_texts,
+)
 from .plain import is_independent_of_code, source_model, upstream_class_name, upstream_config
 
 TensorDict = dict[str, torch.Tensor]
 # The names of dimensions with variable sizes.
 BATCH, SOURCE, TARGET, PAST = "batch_size", "encoder_sequence_length", "decoder_sequence_length", "past_length"
 SEQUENCE, CHOICES = "sequence_length", "num_choices"
+FIRST_NAME, STEP_NAME, MERGED_NAME = "decoder_model", "decoder_with_past_model", "decoder_model_merged"
 
 
 @dataclass(frozen=True)
@@ -74,8 +89,15 @@ class Graph:
     longest: dict[str, int]
 
 
-def build_model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
+def build_model_graphs(
+    model: AttnVariantModelMixin, pooling: str | None = None, normalize: bool = False
+) -> list[Graph]:
     """Return the graphs for a model from this package.
+
+    Args:
+        model: The model.
+        pooling: If given, an encoder also returns embeddings, pooled with "mean" or "cls".
+        normalize: Whether to scale embeddings to unit length.
 
     Raises:
         ValueError: If the model is neither an encoder nor an encoder-decoder that generates text, or its decoder has
@@ -85,7 +107,16 @@ def build_model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
     longest = max_input_length(config)
     limits = {} if longest is None else {SEQUENCE: longest, SOURCE: longest, TARGET: longest, PAST: longest - 1}
     if stacks == {"encoder"}:
-        return [_build_encoder_graph(model, limits)]
+        graph = _build_encoder_graph(model, limits)
+        if pooling is None:
+            return [graph]
+        if model.base_model is model and "attention_mask" in graph.axes:
+            return [replace(graph, module=_SentenceEncoder(model, pooling, normalize))]
+    if pooling is not None:
+        raise ValueError(
+            f"`pooling` is only supported for text encoders without a head, got {upstream_class_name(type(model))}. "
+            "Remove `pooling`."
+        )
     name = upstream_class_name(type(model))
     if stacks == {"decoder"} or not model.can_generate():
         raise ValueError(
@@ -117,6 +148,26 @@ class _Encoder(nn.Module):
         """Return all output tensors of the model under their Transformers names."""
         outputs = self.model(**inputs, return_dict=True)
         return {name: value for name, value in outputs.items() if isinstance(value, torch.Tensor)}
+
+
+class _SentenceEncoder(nn.Module):
+    """Runs an encoder, and pools its last hidden states into one embedding per text."""
+
+    def __init__(self, model: PreTrainedModel, pooling: str, normalize: bool):
+        super().__init__()
+        self.model, self.pooling, self.normalize = model, pooling, normalize
+
+    def forward(self, inputs: TensorDict) -> TensorDict:
+        """Return the embeddings [b, D] and the last hidden states [b, n, D]."""
+        states = self.model(**inputs, return_dict=True).last_hidden_state
+        if self.pooling == "cls":
+            embeddings = states[:, 0]
+        else:
+            mask = inputs["attention_mask"].unsqueeze(-1).to(states.dtype)
+            embeddings = (states * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
+        if self.normalize:
+            embeddings = nn.functional.normalize(embeddings, dim=-1)
+        return {"sentence_embedding": embeddings, "last_hidden_state": states}
 
 
 class _Decoder(nn.Module):
@@ -213,8 +264,8 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
     for self_names, cross_names in zip(*names_by_layer, strict=True):
         cache_axes |= dict.fromkeys(self_names, self_axes) | dict.fromkeys(cross_names, cross_axes)
     return [
-        Graph("decoder_model", first, first_inputs, axes, limits),
-        Graph("decoder_with_past_model", step, step_inputs, mask | {"input_ids": {0: BATCH}} | cache_axes, limits),
+        Graph(FIRST_NAME, first, first_inputs, axes, limits),
+        Graph(STEP_NAME, step, step_inputs, mask | {"input_ids": {0: BATCH}} | cache_axes, limits),
     ]
 
 
@@ -276,6 +327,10 @@ def _make_audio_inputs(model: PreTrainedModel, sizes: Sizes) -> TensorDict:
     return {"input_features": torch.randn(shape, generator=_make_generator())}
 
 
+# The subfolder of the graphs, and the graph that is quantized for OpenVINO.
+FOLDER, OPENVINO_NAME = "onnx", "model_openvino_int8.onnx"
+# The number of tokens that are generated to compare graphs.
+MAX_COMPARED_TOKENS = 32
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 # Older releases cannot export some or all of these models (docs/compatibility.md).
 MIN_TORCH_VERSION = "2.10"
@@ -296,19 +351,22 @@ class OnnxExport:
         architecture: The name of the Transformers class of the model.
         opset: The opset of the graphs.
         graphs: {file: (largest difference between the outputs of ONNX Runtime and torch, names of the inputs)}.
+        int8_graphs: {file: agreement with the float32 graph}.
     """
 
     output_dir: str
     architecture: str
     opset: int
     graphs: dict[str, tuple[float, list[str]]]
+    int8_graphs: dict[str, Int8Graph] = field(default_factory=dict)
 
     def summary(self) -> str:
         """Return a printable summary."""
         lines = [f"Wrote {self.output_dir}: {self.architecture} as ONNX graphs, opset {self.opset}"]
         for name, (error, inputs) in self.graphs.items():
             shown = ", ".join(inputs[:3]) + (f", ... ({len(inputs)} inputs)" if len(inputs) > 3 else "")
-            lines.append(f"  {name:<29} within {error:.0e} of torch; inputs: {shown}")
+            lines.append(f"  {name:<33} within {error:.0e} of torch; inputs: {shown}")
+        lines += [f"  {name:<33} {graph}" for name, graph in self.int8_graphs.items()]
         return "\n".join(lines)
 
 
@@ -318,36 +376,55 @@ def export_onnx(
     output_dir: str | os.PathLike,
     *,
     opset: int = OPSETS[0],
+    pooling: str | None = None,
+    normalize: bool = False,
+    quantization: str | None = None,
+    calibration_file: str | os.PathLike | None = None,
+    validation_file: str | os.PathLike | None = None,
     allow_pickle: bool = False,
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> OnnxExport:
-    """Export a checkpoint from this package or Transformers to float32 ONNX graphs with Optimum's names.
+    """Export a checkpoint from this package or Transformers to ONNX graphs with Optimum's names.
 
-    Before the output folder is created, each graph's outputs in ONNX Runtime are compared with the model's outputs,
-    for inputs of different sizes than in the export.
+    The graphs are written to the subfolder `onnx`, where sentence-transformers, Optimum and transformers.js look for
+    them. Before the output folder is created, each graph's outputs in ONNX Runtime are compared with the model's
+    outputs, for inputs of different sizes than in the export.
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
         output_dir: A new or empty folder.
         opset: The ONNX opset, one of `OPSETS`.
+        pooling: "mean" or "cls". If given, the graph of an encoder has another output, `sentence_embedding` [b, D].
+        normalize: Whether to scale the embeddings to unit length.
+        quantization: "int8" to write quantized graphs next to the float32 graphs. The quantized graphs are for ONNX
+            Runtime, or for OpenVINO if there is a calibration file.
+        calibration_file: A text file with one text per line (UTF-8, plain or .gz), from which the static scales of
+            the int8 graph of an encoder are computed. A tenth of the texts is held out.
+        validation_file: A text file with texts on which the int8 graphs are compared with the float32 graphs. By
+            default, these are the held-out texts of the calibration file, or else random tokens.
         allow_pickle, revision, token: See `convert_checkpoint`.
 
     Raises:
-        ValueError: If a package is missing, torch is too old, the model is not supported, or a graph is incorrect.
+        ValueError: If a package is missing, torch is too old, the model or an option is not supported, or a graph is
+            incorrect.
         OSError: If a file is missing or cannot be written.
 
     Example:
-        >>> print(export_onnx("bert-gqa4", "bert-onnx").summary())
+        >>> print(export_onnx("bert-gqa4", "bert-onnx", quantization="int8").summary())
     """
-    if missing := [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"Export to ONNX requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
+    required = REQUIRED_PACKAGES if calibration_file is None else (*REQUIRED_PACKAGES, "nncf", "openvino")
+    if missing := [name for name in required if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"This export requires {' and '.join(missing)}. Run `pip install {' '.join(missing)}`.")
     if torch.__version__ < MIN_TORCH_VERSION:
         raise ValueError(
             f"Export to ONNX requires torch {MIN_TORCH_VERSION} or newer, got {torch.__version__}. Upgrade torch."
         )
     if opset not in OPSETS:
         raise ValueError(f"`opset` must be one of {', '.join(map(str, OPSETS))}, got {opset}.")
+    if quantization not in (None, "int8"):
+        raise ValueError(f'`quantization` must be "int8" for ONNX graphs, got {quantization!r}.')
+    texts = read_comparison_texts(calibration_file, validation_file)
     check_output_dir(output_dir)
     folder = resolve_source(model_name_or_path, revision, token, allow_pickle)
     output = check_output_dir(output_dir, source=folder)
@@ -356,23 +433,97 @@ def export_onnx(
         names, _ = list_side_files(folder, reader.files)
     copied = [name for name in names if is_independent_of_code(folder, name)]
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    graphs = build_model_graphs(model)
-    if (
-        len(graphs) == 1
-    ):  # opset 23 has one operator for the attention of an encoder, but not for a decoder with a cache
+    graphs = build_model_graphs(model, pooling, normalize)
+    if len(graphs) == 1:
+        # Opset 23 has one operator for the attention of an encoder, but not for a decoder with a cache.
         model.set_attn_implementation("sdpa")
-    check_disk_space(output, len(graphs) * sum(parameter.nbytes for parameter in model.parameters()))
+    elif calibration_file is not None:
+        raise ValueError(
+            f"`calibration_file` is only supported for encoders, got {upstream_class_name(model_class)}. Remove it to "
+            "quantize the graphs dynamically."
+        )
+    check_disk_space(output, (len(graphs) + 1) * sum(parameter.nbytes for parameter in model.parameters()))
     with staged_folder(output) as stage:
         copy_side_files(folder, stage, copied)
         upstream_config(model_config, model_class).save_pretrained(stage)
         if model.can_generate():
             model.generation_config.save_pretrained(stage)
-        written = {}
-        for graph in progress_bar(graphs, desc="graphs"):
-            file = f"{graph.name}.onnx"
-            _write_graph(graph, opset, stage / file)
-            written[file] = _largest_difference(graph, stage / file), list(graph.axes)
-    return OnnxExport(os.fspath(output_dir), upstream_class_name(model_class), opset, written)
+        written = _write_graphs(graphs, opset, stage)
+        int8_graphs = {} if quantization is None else _write_int8_graphs(model, graphs, texts, stage)
+    return OnnxExport(os.fspath(output_dir), upstream_class_name(model_class), opset, written, int8_graphs)
+
+
+def _write_graphs(graphs: list[Graph], opset: int, stage: Path) -> dict[str, tuple[float, list[str]]]:
+    """Write the graphs, and compare them with the model.
+
+    Returns:
+        {file: (largest difference, names of the inputs)}.
+    """
+    written = {}
+    (stage / FOLDER).mkdir()
+    for graph in progress_bar(graphs, desc="graphs"):
+        file = f"{FOLDER}/{graph.name}.onnx"
+        _write_graph(graph, opset, stage / file)
+        written[file] = _largest_difference(graph, stage / file), list(graph.axes)
+    if len(graphs) > 1:
+        file = _merge_decoder_files(stage, "")
+        differences = [_largest_difference(graph, stage / file) for graph in graphs[1:]]
+        names = list(dict.fromkeys(name for graph in graphs[1:] for name in graph.axes))
+        written[file] = max(differences), [*names, BRANCH_INPUT]
+    return written
+
+
+def _merge_decoder_files(stage: Path, suffix: str) -> str:
+    """Merge the decoder graphs, whose files have the given suffix, and return the name of the new file."""
+    first, step, merged = (f"{FOLDER}/{name}{suffix}.onnx" for name in (FIRST_NAME, STEP_NAME, MERGED_NAME))
+    merge_decoders(stage / first, stage / step, stage / merged)
+    return merged
+
+
+def _write_int8_graphs(
+    model: PreTrainedModel, graphs: list[Graph], texts: ComparisonTexts, stage: Path
+) -> dict[str, Int8Graph]:
+    """Write an int8 graph for each graph, compare it with the float32 graph, and return the comparisons by file."""
+    threads, suffix = torch.get_num_threads(), "_quantized"
+    files = [
+        (stage / FOLDER / f"{graph.name}.onnx", stage / FOLDER / f"{graph.name}{suffix}.onnx") for graph in graphs
+    ]
+    if texts.calibration:
+        path = stage / FOLDER / OPENVINO_NAME
+        inputs = make_text_batches(texts.calibration, stage, model.config, list(graphs[0].axes), batch_size=1)
+        quantize_statically(files[0][0], path, inputs)
+        files = [(files[0][0], path)]
+    else:
+        for path, int8_path in progress_bar(files, desc="int8"):
+            quantize_dynamically(path, int8_path)
+    sizes = Sizes(batch=16, source=32)
+    names = list(graphs[0].axes)
+    batches = [{name: tensor.numpy() for name, tensor in graphs[0].inputs(sizes).items()}]
+    described = "random inputs"
+    if texts.validation and "input_ids" in names:
+        batches = make_text_batches(texts.validation, stage, model.config, names)
+        described = f"{len(texts.validation)} texts"
+    if len(graphs) == 1:
+        compare = compare_with_openvino if texts.calibration else compare_encoders
+        result = compare(*files[0], batches, threads)
+    else:
+        _merge_decoder_files(stage, suffix)
+        batches = [batch | {"tokens": _generate_tokens(model, batch)} for batch in batches]
+        result = compare_decoders(files[0], files[1], batches, threads)
+    runtime = "OpenVINO" if texts.calibration else "ONNX Runtime"
+    names = [path.name for _, path in files] + ([f"{MERGED_NAME}{suffix}.onnx"] if len(graphs) > 1 else [])
+    return {f"{FOLDER}/{name}": Int8Graph(runtime, *result, described) for name in names}
+
+
+def _generate_tokens(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the tokens that a model generates with greedy search [b, n]. The padding after the last token is -1."""
+    inputs = {name: torch.from_numpy(array) for name, array in batch.items()}
+    tokens = model.generate(**inputs, num_beams=1, do_sample=False, max_new_tokens=MAX_COMPARED_TOKENS)
+    ends = torch.isin(tokens, torch.tensor(model.generation_config.eos_token_id or -1))
+    ends[:, 0] = False  # a decoder may start with the end token
+    is_padding = ends.cumsum(1) - ends.long() > 0
+    generated: np.ndarray = tokens.masked_fill(is_padding, -1).numpy()
+    return generated
 
 
 def _write_graph(graph: Graph, opset: int, path: Path) -> None:
@@ -405,14 +556,17 @@ def _largest_difference(graph: Graph, path: Path) -> float:
     Raises:
         ValueError: If the difference is too large.
     """
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+    session = open_session(path, torch.get_num_threads())
     inputs = {name: graph.inputs(CHECK_SIZES)[name] for name in graph.axes}
     expected: dict[str, torch.Tensor] = graph.module(inputs)
-    outputs: list[Any] = session.run(list(expected), {name: tensor.numpy() for name, tensor in inputs.items()})
+    arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+    # A merged decoder also has the inputs of its other branch, which does not read them.
+    for item in session.get_inputs():
+        if item.name == BRANCH_INPUT:
+            arrays[item.name] = np.array([graph.name == STEP_NAME])
+        elif item.name not in arrays:
+            arrays[item.name] = np.zeros([size if isinstance(size, int) else 1 for size in item.shape], np.float32)
+    outputs: list[Any] = session.run(list(expected), arrays)
     pairs = [(torch.from_numpy(output), expected[name]) for name, output in zip(expected, outputs, strict=True)]
     differences = [((one - other).abs().max(), other.abs().max()) for one, other in pairs]
     for name, (difference, largest) in zip(expected, differences, strict=True):

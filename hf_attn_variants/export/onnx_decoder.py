@@ -20,7 +20,7 @@ Weights = dict[bytes, TensorProto]
 
 
 def merge_decoders(first_path: Path, step_path: Path, merged_path: Path) -> None:
-    """Merge the graphs of a decoder's first call and of a decoding step into a graph with the input `use_cache_branch`.
+    """Merge the graphs of a decoder's first call and of a decoding step, with the new input `use_cache_branch`.
 
     The merged graph has the inputs and outputs of both graphs. In the first call, the cache inputs are ignored and
     may have any shape. A decoding step returns the cross-attention cache unchanged.
@@ -38,7 +38,9 @@ def merge_decoders(first_path: Path, step_path: Path, merged_path: Path) -> None
         "then_branch": _make_branch(step.graph, "step", outputs, weights),
     }
     inputs = {value.name: value for graph in (step.graph, first.graph) for value in graph.input}
-    inputs |= {name: _without_sizes(value, name) for name, value in inputs.items() if name.startswith("past_key_values")}
+    inputs |= {
+        name: _without_sizes(value, name) for name, value in inputs.items() if name.startswith("past_key_values")
+    }
     flag = helper.make_tensor_value_info(BRANCH_INPUT, TensorProto.BOOL, [1])
     graph = helper.make_graph(
         [helper.make_node("If", [BRANCH_INPUT], [output.name for output in outputs], **branches)],

@@ -1,0 +1,234 @@
+"""Quantizes ONNX graphs to int8, and compares them with the float32 graphs.
+
+With dynamic quantization, ONNX Runtime chooses the scale of the inputs in each call. With static quantization, the
+scales are computed from calibration texts, and OpenVINO can fuse more operators. Each form is slow in the other runtime.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from ..registration import max_input_length
+from ..text_files import is_table, read_lines
+
+Arrays = dict[str, np.ndarray]
+
+# The operators with weights: products and embeddings.
+QUANTIZED_OPERATORS = ("MatMul", "Gemm", "Gather")
+# The number of texts that nncf reads. More texts took longer and did not improve MiniLM.
+CALIBRATION_TEXTS = 300
+# The share of the calibration texts that are held out to compare the graphs.
+HELD_OUT_SHARE = 0.1
+MAX_COMPARED_TEXTS, MAX_TOKENS = 256, 128
+
+
+@dataclass(frozen=True)
+class Int8Graph:
+    """An int8 graph and its agreement with the float32 graph.
+
+    Args:
+        runtime: "ONNX Runtime" or "OpenVINO", the program that the graph is made for.
+        measure: "cosine similarity", "equal predictions" or "equal tokens".
+        agreement: The value of the measure.
+        texts: A description of the compared inputs.
+    """
+
+    runtime: str
+    measure: str
+    agreement: float
+    texts: str
+
+    def __str__(self) -> str:
+        value = f"{self.agreement:.4f}" if self.measure == "cosine similarity" else f"{self.agreement:.1%}"
+        return f"int8 for {self.runtime}; {self.measure} with float32: {value} ({self.texts})"
+
+
+class ComparisonTexts(NamedTuple):
+    """The texts for the static scales of an int8 graph, and for its comparison with the float32 graph."""
+
+    calibration: list[str]
+    validation: list[str]
+
+
+def read_comparison_texts(
+    calibration_file: str | os.PathLike | None, validation_file: str | os.PathLike | None
+) -> ComparisonTexts:
+    """Read the texts, one per line. Without a validation file, some of the calibration texts are held out.
+
+    Raises:
+        OSError: If a file cannot be read.
+        ValueError: If a file is a table, or there are not enough texts.
+    """
+    for path in (calibration_file, validation_file):
+        if path is not None and is_table(path):
+            raise ValueError(f"{path} must be a text file with one text per line, not a table.")
+    calibration = [] if calibration_file is None else read_lines([calibration_file])
+    validation = [] if validation_file is None else read_lines([validation_file])
+    if calibration and not validation:
+        held_out = math.ceil(HELD_OUT_SHARE * len(calibration))
+        calibration, validation = calibration[:-held_out], calibration[-held_out:]
+    if calibration_file is not None and not calibration:
+        raise ValueError(f"{calibration_file} must contain at least 2 texts. Provide about {CALIBRATION_TEXTS}.")
+    return ComparisonTexts(calibration[:CALIBRATION_TEXTS], validation[:MAX_COMPARED_TEXTS])
+
+
+def make_text_batches(
+    texts: Sequence[str], folder: Path, config: Any, names: Sequence[str], batch_size: int = 16
+) -> list[Arrays]:
+    """Tokenize texts.
+
+    Args:
+        texts: The texts.
+        folder: The folder of the tokenizer.
+        config: The configuration of the model.
+        names: The names of the inputs.
+        batch_size: The number of texts per batch.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    length = min(MAX_TOKENS, max_input_length(config) or MAX_TOKENS)
+    batches = []
+    for first in range(0, len(texts), batch_size):
+        batch = tokenizer(
+            list(texts[first : first + batch_size]),
+            truncation=True,
+            max_length=length,
+            padding=True,
+            return_tensors="np",
+        )
+        zeros = np.zeros_like(batch["input_ids"])
+        batches.append({name: np.asarray(batch.get(name, zeros), dtype=np.int64) for name in names})
+    return batches
+
+
+def quantize_dynamically(path: Path, int8_path: Path) -> None:
+    """Write a graph with int8 weights, one scale per output, for ONNX Runtime.
+
+    The weights have 7 bits. On x86 processors without VNNI, ONNX Runtime adds two products in 16 bits, which could
+    overflow with 8 bits.
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    quantize_dynamic(
+        path,
+        int8_path,
+        op_types_to_quantize=list(QUANTIZED_OPERATORS),
+        per_channel=True,
+        reduce_range=True,
+        weight_type=QuantType.QInt8,
+        use_external_data_format=_is_large(path),
+    )
+
+
+def quantize_statically(path: Path, int8_path: Path, inputs: Sequence[Arrays]) -> None:
+    """Write a graph with quantize and dequantize operators around the products, for OpenVINO.
+
+    Args:
+        path: The float32 graph.
+        int8_path: The file to write.
+        inputs: The inputs for a call with each calibration text.
+    """
+    import nncf
+    import onnx
+
+    quantized = nncf.quantize(
+        onnx.load(path), nncf.Dataset(inputs), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(inputs)
+    )
+    onnx.save_model(quantized, int8_path, save_as_external_data=_is_large(path), location=f"{int8_path.name}_data")
+
+
+def _is_large(path: Path) -> bool:
+    """Return whether a graph stores its weights in a second file."""
+    return path.with_name(f"{path.name}.data").exists()
+
+
+def open_session(path: str | os.PathLike, threads: int) -> Any:
+    """Load a graph in ONNX Runtime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # errors
+    return onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+
+
+def compare_encoders(path: Path, int8_path: Path, batches: Sequence[Arrays], threads: int) -> tuple[str, float]:
+    """Compare an int8 encoder with the float32 encoder.
+
+    Returns:
+        The measure and its value: the mean cosine similarity of hidden states or embeddings, or the share of equal
+        predictions for other outputs. Padding is ignored.
+    """
+    int8_session = open_session(int8_path, threads)
+    return _compare_outputs(path, lambda name, batch: int8_session.run([name], batch)[0], batches, threads)
+
+
+def compare_with_openvino(path: Path, int8_path: Path, batches: Sequence[Arrays], threads: int) -> tuple[str, float]:
+    """Compare an int8 encoder in OpenVINO with the float32 encoder, as in `compare_encoders`."""
+    import openvino
+
+    options = {"INFERENCE_NUM_THREADS": threads, "PERFORMANCE_HINT": "LATENCY"}
+    model = openvino.Core().compile_model(int8_path, "CPU", options)
+    return _compare_outputs(path, lambda name, batch: model(batch)[name], batches, threads)
+
+
+def _compare_outputs(
+    path: Path, run_int8: Callable[[str, Arrays], np.ndarray], batches: Sequence[Arrays], threads: int
+) -> tuple[str, float]:
+    """Compare the most important output of an encoder with the int8 output, which a function computes by name."""
+    session = open_session(path, threads)
+    names = [output.name for output in session.get_outputs()]
+    name = next((name for name in ("sentence_embedding", "last_hidden_state") if name in names), names[0])
+    measure = "equal predictions" if name.endswith("logits") else "cosine similarity"
+    values = []
+    for batch in batches:
+        [expected], output = session.run([name], batch), run_int8(name, batch)
+        if measure == "equal predictions":
+            equal = (expected.argmax(-1) == output.argmax(-1)).astype(np.float64)
+        else:
+            norms = np.linalg.norm(expected, axis=-1) * np.linalg.norm(output, axis=-1)
+            equal = (expected * output).sum(-1) / norms
+        mask = batch.get("attention_mask")
+        values.append(equal[mask.astype(bool)] if mask is not None and mask.shape == equal.shape else equal.ravel())
+    return measure, float(np.concatenate(values).mean())
+
+
+def compare_decoders(
+    encoders: tuple[Path, Path], decoders: tuple[Path, Path], batches: Sequence[Mapping[str, np.ndarray]], threads: int
+) -> tuple[str, float]:
+    """Compare an int8 encoder-decoder with the float32 graphs.
+
+    Args:
+        encoders: The float32 encoder and the int8 encoder.
+        decoders: The graphs of the first decoder call, in float32 and int8.
+        batches: The inputs of the encoder, and the tokens that the float32 model generates as "tokens" [b, n], padded
+            with -1.
+        threads: The number of threads of ONNX Runtime.
+
+    Returns:
+        "equal tokens" and the share of generated tokens that are also the most likely ones in int8.
+    """
+    sessions = [
+        (open_session(encoder, threads), open_session(decoder, threads))
+        for encoder, decoder in zip(encoders, decoders, strict=True)
+    ]
+    equal = total = 0
+    for batch in batches:
+        tokens = batch["tokens"]
+        inputs = {name: array for name, array in batch.items() if name != "tokens"}
+        likeliest = []
+        for encoder, decoder in sessions:
+            [states] = encoder.run(["last_hidden_state"], inputs)
+            given = {"encoder_hidden_states": states, "input_ids": np.maximum(tokens[:, :-1], 0)}
+            if "attention_mask" in inputs:
+                given["encoder_attention_mask"] = inputs["attention_mask"]
+            likeliest.append(decoder.run(["logits"], given)[0].argmax(-1))
+        real = tokens[:, 1:] >= 0
+        equal += int((likeliest[0] == likeliest[1])[real].sum())
+        total += int(real.sum())
+    return "equal tokens", equal / max(total, 1)
