@@ -33,7 +33,7 @@ class AttentionModule:
         new_tensors: The same mapping after the conversion. Modules that share a latent all map to the same tensor.
         shapes: Maps each field of `new_tensors` to its shape.
         projections: The talking-heads parameters to add, {name in the checkpoint: shape}.
-        kernel: The kernels that replace the softmax before and after the conversion. None stands for a softmax.
+        kernel: The kernels that replace the softmax (before, after). None if a softmax is used.
     """
 
     name: str

@@ -48,7 +48,7 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
     """Return the cache size per token in bytes for each type of attention, summed over all layers.
 
     A latent that all layers share is counted only once. Decoders also cache the keys and values of short source texts
-    (`latent_attention.is_short`). These are not counted because they are not larger than the projections.
+    (`latent_attention.is_short_latent`). These are not counted because they are not larger than the projections.
 
     Args:
         config: The variant configuration of the model.

@@ -134,7 +134,7 @@ class ConversionPlan:
         latents: Mapping[str, torch.Tensor],
         calibrated: AttentionTensors | None = None,
     ) -> AttentionTensors:
-        """Return a module's projections with new heads, latent and kernel.
+        """Convert a module's projections to the new heads, latent and kernel.
 
         Args:
             module: The attention module.
@@ -466,7 +466,7 @@ def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any
         if field.endswith(KIND):
             if not has_talking_heads(config):
                 raise ValueError(
-                    f"`{field}` must name the talking-heads projections to add, got {changes[field]!r}. Choose one."
+                    f"`{field}` must select projections to add, got {changes[field]!r}. Use another value."
                 )
         elif not has_talking_heads(config, prefix or None):
             raise ValueError(f"`{field}` has no effect without `{prefix}talking_heads`. Set both.")

@@ -144,8 +144,10 @@ class Quality:
     def __str__(self) -> str:
         """Describe the quality and its confidence interval as part of a sentence."""
         if self.alike:
-            output = "generates nothing" if self.measure == "tokens" else f"gives all examples one {self.measure[:-1]}"
-            return f"the original model {output}, so that the models cannot be compared"
+            output = (
+                "generates nothing" if self.measure == "tokens" else f"gives all examples the same {self.measure[:-1]}"
+            )
+            return f"the original model {output}, so the models cannot be compared"
         if self.unknown:
             loss = "" if self.losses is None else f" of {self.losses[0]:.1f} nats per token"
             return f"the original model has a loss{loss} on these examples, which is more than that of a random guess"
@@ -554,7 +556,7 @@ class ConversionReport:
         return "\n".join(lines)
 
     def _describe_output_errors(self) -> list[str]:
-        """Return the summary lines about output errors on held-out text, or an empty list if there are none."""
+        """Return summary lines about output errors on held-out text, or an empty list if they were not measured."""
         if self.mean_output_relative_error is None:
             return []
         averaged = self.mean_output_relative_error_averaged

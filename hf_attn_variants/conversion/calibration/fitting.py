@@ -40,8 +40,8 @@ REFIT_STRENGTHS = (1e-6, 1e-2, 1.0)
 def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tuple[AttentionTensors, float | None]:
     """Fit a module's projections to target outputs with Adam until the error on held-out text stops decreasing.
 
-    Gradients only pass through this module. Adam optimizes W C^1/2, where C is the second-moment matrix of W's input, so
-    that each step changes the outputs equally in all directions that occur in the text.
+    Gradients only pass through this module. Adam optimizes W C^1/2, where C is the second-moment matrix of W's input,
+    so that each step changes the outputs equally in all directions that occur in the text.
 
     Args:
         tensors: The initial projections.
@@ -126,8 +126,8 @@ class _Whitened:
     """A module's projections in whitened coordinates W C^1/2, with biases as the last columns of W.
 
     C is the second-moment matrix of the input to W, which consists of hidden states, latents or head outputs. If the
-    values have a bias but the keys do not (Whisper), a key bias is fitted and then discarded because it does not affect
-    a softmax.
+    values have a bias but the keys do not (Whisper), a key bias is fitted and then discarded because it does not
+    affect a softmax.
     """
 
     def __init__(self, tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]):
@@ -181,7 +181,7 @@ class _Whitened:
         return replace(self._original, **changed, kernel_tensors=self._original.kernel_tensors | learned)
 
     def _pad_joined(self, role: str) -> torch.Tensor:
-        """Return [W | b], where b is zero if only the roots of the input have a bias column, or W without a bias column."""
+        """Return [W | b], padded with zeros if the input has a bias column but this role has no bias."""
         joined = self._original.join_weight_and_bias(role)
         return nn.functional.pad(joined, (0, self._roots[self._input_names[role]][1].shape[0] - joined.shape[1]))
 
@@ -254,7 +254,7 @@ def refit_output(
 def iterate_output_refits(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
-    """Refit the output projection with each of `REFIT_STRENGTHS`, shrunk towards the current one, and yield the results.
+    """Yield the results of refitting the output projection towards the current one with each of `REFIT_STRENGTHS`.
 
     Takes the same arguments as `refit_output`.
     """
@@ -318,8 +318,8 @@ def _compute_folds(
 ) -> list[_Moments]:
     """Return the moments for each cross-validation fold. Takes the same arguments as `refit_output`."""
     folds: dict[int, _Moments] = {}
-    # An example's index in its batch determines its fold, so that it stays in the same fold if a forward pass calls the
-    # module several times (ALBERT). If all batches contain a single example, the batch number determines the fold.
+    # An example's index in its batch determines its fold, so that it stays in the same fold if a forward pass calls
+    # the module several times (ALBERT). If all batches contain a single example, the batch number determines the fold.
     is_single = all(len(target) == 1 for target in targets)
     for number, (batch, target) in enumerate(zip(inputs, targets, strict=True)):
         output, context = compute_attention(tensors, batch, heads.query)

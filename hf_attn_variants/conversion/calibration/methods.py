@@ -5,8 +5,8 @@ matter. Head i has the logits x^T B_i y with B_i = W_q,i^T W_k,i, and it adds W_
 Heads can be reordered, and `find_best_groups` chooses the groups that lose the least. For the g heads in a group:
 
 - Keys: The best shared key head (the least-squares solution over the text) spans the first d right singular vectors of
-  the stacked T_i^1/2 [K_i] S^1/2. T_i is the second-moment matrix of head i's queries. S is the second-moment matrix of
-  the group's keys, which are centered within each text because a softmax ignores what all keys have in common. The
+  the stacked T_i^1/2 [K_i] S^1/2. T_i is the second-moment matrix of head i's queries. S is the second-moment matrix
+  of the group's keys, which are centered within each text because a softmax ignores what all keys have in common. The
   queries are then adapted to the shared key head.
 - Values: The shared value head spans the first d right singular vectors of the stacked W_o,i [V_i] Z^1/2. Z is the
   second-moment matrix of the group's values after averaging with the attention weights of its heads.
@@ -16,9 +16,10 @@ Heads can be reordered, and `find_best_groups` chooses the groups that lose the 
 All computations use float64 moments of dimension h*d or less. Afterwards, all projections are fitted with Adam
 (`fitting`).
 
-**Latent forms.** A latent causes an error E y in the keys or values for each input y. The form measures the first-order
-effect of this error on the attention output for the calibration text (`attention_tensors.QuadraticErrorForm`). An error
-in the keys changes the logits of query q by q^T E y_j, and the output by
+**Latent forms.** A latent causes an error E y in the keys or values for each input y. The form measures the
+first-order effect of this error on the attention output for the calibration text
+(`attention_tensors.QuadraticErrorForm`). An error in the keys changes the logits of query q by q^T E y_j, and the
+output by
 
     W_o,i W_v,i sum_j p_ij (y_j - z_i) (q_i^T E y_j),   z_i = sum_j p_ij y_j   (q_i includes the logit scaling)
 
@@ -28,9 +29,9 @@ This is linear in E. Its square along a random output direction e is (q_i^T E a_
 
 An error in the values changes the output by W_o,i E z_i. If queries and a_i are assumed to be independent (as in
 K-FAC, arXiv 1503.05671), the form for the keys has G = sum_i W_k,i^T E[q q^T] W_k,i, and S is the second-moment matrix
-of a_i. The form for the values has G = sum_i W_v,i^T W_o,i^T W_o,i W_v,i, and S is the second-moment matrix of z_i. The
-S of each head is weighted by its share of G. Because both forms measure squared output errors, it is not necessary to
-weight keys against values, or layers that read the same encoder outputs against each other.
+of a_i. The form for the values has G = sum_i W_v,i^T W_o,i^T W_o,i W_v,i, and S is the second-moment matrix of z_i.
+The S of each head is weighted by its share of G. Because both forms measure squared output errors, it is not necessary
+to weight keys against values, or layers that read the same encoder outputs against each other.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ from .recording import attention_weights
 
 logger = logging.getLogger(__name__)
 
-# Weight of directions that do not occur in the calibration text, relative to the mean direction. It is not zero because
-# they can occur in other text.
+# Weight of directions that do not occur in the calibration text, relative to the mean direction. It is not zero
+# because they can occur in other text.
 UNSEEN_SHARE = 1e-4
 
 
@@ -179,8 +180,8 @@ def _compute_query_moments(
 
 # Number of times that all heads in a group are aligned with each other.
 ROUNDS = 30
-# Weight of directions that do not occur in the calibration text, relative to those that do. It is not zero because they
-# can occur in other text.
+# Weight of directions that do not occur in the calibration text, relative to those that do. It is not zero because
+# they can occur in other text.
 UNSEEN = 1e-4
 # Keys can be weighted equally or by the attention that they receive. Each of these shares of the latter is tried.
 ATTENDED_SHARES = (0.0, 0.5, 1.0)
@@ -271,8 +272,8 @@ class Calibrated(CalibratedMethod):
     ) -> AttentionTensors:
         """Compute the keys and values from a latent, refit the output projection, and then fit all projections.
 
-        The latent is also fitted unless other modules share it. The default learning rate is multiplied by the relative
-        error of the closed form.
+        The latent is also fitted unless other modules share it. The default learning rate is multiplied by the
+        relative error of the closed form.
         """
         tensors = project_onto_latent(tensors, latent.weight, latent.forms)
         tensors = refit_output(tensors, heads, layer.inputs, layer.targets)
@@ -331,7 +332,7 @@ class Calibrated(CalibratedMethod):
 def iterate_closed_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
-    """Compute the best shared heads in the least-squares sense for each of `ATTENDED_SHARES`, and yield the projections.
+    """Compute the best shared heads in the least-squares sense, and yield projections for each of `ATTENDED_SHARES`.
 
     Args:
         tensors: The original projections. Query heads that will share a key/value head must be consecutive.
@@ -460,13 +461,13 @@ def _find_shared_head(
 
 
 def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
-    """Repeat the shared heads of a projection [k*d, ...], and return one head per query head [h, d, ...] in float64."""
+    """Repeat the heads of a projection [k*d, ...], and return one head per query head, [h, d, ...], in float64."""
     projection = projection.double()
     return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
 
 
 def _compute_balance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return factors [d, 1] by which to multiply the rows of `second` [d, D] and divide the rows of `first` [g, d, ...].
+    """Return factors [d, 1] to multiply the rows of `second` [d, D] and to divide the rows of `first` [g, d, ...].
 
     Afterwards, the rows of both have the same magnitude, which minimizes rounding errors in bfloat16.
     """
@@ -474,7 +475,7 @@ def _compute_balance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return (sizes[0].clamp_min(1e-30) / sizes[1].clamp_min(1e-30)).sqrt()[:, None]
 
 
-# Directions with a smaller weight than this, relative to the largest weight, are numerical noise in float32 activations.
+# Directions with a smaller weight, relative to the largest weight, are numerical noise in float32 activations.
 RANK_TOLERANCE = 1e-7
 # Approximate number of tokens for the search. It needs joint moments of all heads, which are much more expensive than
 # the moments of groups.

@@ -222,7 +222,7 @@ def check_source(model_name_or_path: str | os.PathLike) -> None:
 
 
 def find_cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
-    """Return the local or cached folder of a checkpoint without network access, or None if there is none."""
+    """Return the local or cached folder of a checkpoint without network access, or None if it does not exist."""
     from huggingface_hub import snapshot_download
 
     name = os.fspath(model_name_or_path)
@@ -256,8 +256,8 @@ def list_side_files(folder: Path, weight_files: list[str], allow_pickle: bool = 
     """List the files in a checkpoint other than its weights and config.json.
 
     The files to copy include the tokenizer, the generation configuration, and the additional modules of a
-    sentence-transformers model with their safetensors weights (or pickled weights if they are allowed). Other copies of
-    the weights, training checkpoints, and results that describe the original model are left out.
+    sentence-transformers model with their safetensors weights (or pickled weights if they are allowed). Other copies
+    of the weights, training checkpoints, and results that describe the original model are left out.
 
     Args:
         folder: The checkpoint folder.
@@ -325,7 +325,7 @@ def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
 
 
 def list_learned_tokens(tokenizer: Any) -> set[str]:
-    """Return a tokenizer's tokens except special and added tokens. The set is empty if it was not loaded from files."""
+    """Return a tokenizer's tokens except special and added tokens, or an empty set if it has no files."""
     return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
 
 
@@ -412,7 +412,7 @@ def _convert_download_errors(name: str) -> Iterator[None]:
 
 
 def _check_pickles(name: str, files: list[str]) -> None:
-    """Check that a repository has weights in a format other than pickle, and warn about modules that only have pickles.
+    """Check that a repository does not only have pickled weights, and warn about modules that only have these.
 
     Raises:
         ValueError: if the repository only has pickled weights.

@@ -81,7 +81,7 @@ def element_size(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Describes a stored tensor by its file, dtype (safetensors name), shape, and byte range in the data of the file."""
+    """Describes a stored tensor by its file, dtype (safetensors name), shape, and byte range in the file's data."""
 
     file: str
     dtype: str
@@ -440,8 +440,8 @@ class SafetensorsWriter:
     ):
         self.path = path
         self._layout: dict[str, TensorEntry] = {}
-        # As in the safetensors library, tensors with large elements are written first, so that each tensor is aligned to
-        # its element size.
+        # As in the safetensors library, tensors with large elements are written first, so that each tensor is aligned
+        # to its element size.
         position = 0
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -element_size(item[1][0])):
             begin, position = position, position + math.prod(shape) * element_size(dtype)
