@@ -79,7 +79,7 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
 
 
 def _variant_type(row: FrontierRow) -> str:
-    """Return the type of variant in a row, which is a key of `KINDS`."""
+    """Return the type (a key of `KINDS`) of the variant in a row."""
     if not row.fields:
         return "base model"
     names = {*row.fields, *(row.fields.get("per_layer_values") or {})}

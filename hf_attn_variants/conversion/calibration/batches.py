@@ -35,9 +35,9 @@ TOKENS_PER_DIMENSION = 8
 MIN_CHECKED_TOKENS = 1000
 # Maximum average number of tokens per alphabetic word. English tokenizers split words in English text into 1.0 to 1.4
 # tokens, even if it contains code, and words in German text into 1.9. Names and numbers in code have many tokens in
-# every language and are not counted.
+# every language, so they are ignored.
 MAX_TOKENS_PER_WORD = 1.65
-# If the average word is longer, the text does not consist of words, but for example of formulas or sequences.
+# If the average word is longer, the text does not consist of words. It may contain formulas or letter sequences.
 MAX_WORD_LENGTH = 12.0
 # Maximum number of words that are used to check the language.
 MAX_WORDS = 4096

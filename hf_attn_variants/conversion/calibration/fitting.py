@@ -207,7 +207,7 @@ def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 def _append_one(states: torch.Tensor) -> torch.Tensor:
-    """Append a 1 to each state, which is the input for the bias."""
+    """Append a column of ones to the states, as the input for the bias."""
     return nn.functional.pad(states, (0, 1), value=1.0)
 
 

@@ -183,7 +183,8 @@ ROUNDS = 30
 # Weight of directions that do not occur in the calibration text, relative to those that do. It is not zero because
 # they can occur in other text.
 UNSEEN = 1e-4
-# Keys can be weighted equally or by the attention that they receive. Each of these shares of the latter is tried.
+# Keys can be weighted equally, or by the attention that they receive. Each of these shares of attention weighting is
+# tried.
 ATTENDED_SHARES = (0.0, 0.5, 1.0)
 # A latent's learning rate is proportional to the relative error of the closed form, or to this value if it is larger.
 MIN_RATE_ERROR = 1e-3
@@ -673,7 +674,7 @@ def _make_sharing_loss(
     losses: dict[tuple[int, ...], float] = {}
 
     def loss(group: Sequence[int]) -> float:
-        """Return the loss of a group, which is cached."""
+        """Return the loss of a group. Losses are cached."""
         group = tuple(sorted(group))
         if group not in losses:
             members = [head for unit in group for head in units[unit]]

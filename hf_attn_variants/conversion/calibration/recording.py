@@ -149,7 +149,7 @@ class _Recorder:
                 hook.remove()
 
     def end_batch(self) -> None:
-        """Store the number of calls in the batch, which is the same for all batches."""
+        """Store the number of calls in the batch. It is the same for all batches."""
         self._calls_expected, self._calls_in_batch = self._calls_in_batch, 0
 
     def _store_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:

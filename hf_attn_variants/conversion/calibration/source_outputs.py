@@ -325,7 +325,7 @@ def _get_encoder_outputs(batch: Batch, model: PreTrainedModel) -> Batch:
 
 
 def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -> str:
-    """Select the measure for a model, which is a key of `BOUNDS`."""
+    """Select the measure (a key of `BOUNDS`) for a model."""
     if generates:
         return "tokens"
     if model.get_output_embeddings() is not None:
