@@ -1,4 +1,4 @@
-"""Converts multi-head checkpoints into attention variants: fewer key/value heads, latents, talking heads.
+"""Converts multi-head checkpoints into models with fewer key/value heads, latents, kernels or talking heads.
 
 `conversions.convert` reads a model, plans the conversion, pools or fits the weights, and writes the result:
 
@@ -6,12 +6,12 @@
         │
     conversions           checks the arguments; layer_choice chooses the fields of each layer
         │
-    plan                  the new configuration, and the change to each attention module (attention_modules)
+    plan                  the new configuration, and how each attention module changes (attention_modules)
         │
-    attention_tensors     new heads and latents from the weights, or
-    calibration           attention modules fitted to text or audio (imported only if calibration is used)
+    attention_tensors     computes new heads and latents from the weights, or
+    calibration           fits attention modules to text or audio (imported only if calibration is used)
         │
-    writing, report       the new tensors, the folder, and the report
+    writing, report       write the new tensors, the other files and the report
 """
 
 import importlib
@@ -44,7 +44,7 @@ def _load_attribute(name: str) -> Any:
     return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
 
 
-# Type checkers would accept any attribute if they saw `__getattr__`.
+# `__getattr__` is hidden from type checkers because they would otherwise accept any attribute name.
 if TYPE_CHECKING:
     from .attention_tensors import AttentionTensors as AttentionTensors
     from .attention_tensors import ConversionMethod as ConversionMethod
@@ -64,5 +64,5 @@ else:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the module, including those that are not imported yet."""
+    """Return the names in this module, including those that have not been imported yet."""
     return sorted({*globals(), *__all__})

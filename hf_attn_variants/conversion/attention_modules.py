@@ -1,4 +1,4 @@
-"""Names and shapes of the tensors in a checkpoint's attention modules, before and after a conversion."""
+"""Determines the tensor names and shapes of each attention module before and after a conversion, and checks them."""
 
 import logging
 import re
@@ -28,12 +28,12 @@ class AttentionModule:
     Args:
         name: Path of the module inside the base model, e.g. "encoder.layer.0.attention".
         site: The type of attention.
-        heads: Head counts and latent rank, before and after.
+        heads: Head counts and latent ranks before and after the conversion.
         tensors: Maps each field of `AttentionTensors` that the module has to the tensor's name in the checkpoint.
-        new_tensors: The same mapping after the conversion. All modules that share a latent contain its name.
+        new_tensors: The same mapping after the conversion. Modules that share a latent all map to the same tensor.
         shapes: Maps each field of `new_tensors` to its shape.
         projections: The talking-heads parameters to add, {name in the checkpoint: shape}.
-        kernel: The kernel that replaces the softmax, before and after. None if a softmax is used.
+        kernel: The kernels that replace the softmax (before, after). None if a softmax is used.
     """
 
     name: str
@@ -47,7 +47,7 @@ class AttentionModule:
 
     @property
     def new_kernel(self) -> AttentionKernel:
-        """The kernel that replaces the softmax. Only valid if `gets_kernel` is True."""
+        """The kernel of the converted module. Only valid if the converted module has a kernel."""
         kernel: Any = self.kernel[1]
         return kernel
 
@@ -58,28 +58,28 @@ class AttentionModule:
 
     @property
     def is_reduced(self) -> bool:
-        """True if the module gets fewer heads, a smaller latent or a kernel, so that its weights must be computed."""
+        """True if the module gets fewer heads, a smaller latent or a kernel, so that new weights must be computed."""
         return self.heads.is_reduced or self.gets_kernel
 
     @property
     def change(self) -> str:
-        """The type of change, as shown in reports: "same", "pool", "expand", "compress", "kernel" or two of these."""
+        """The changes as shown in reports: "same", or one or more of "pool", "expand", "compress" and "kernel"."""
         if not self.gets_kernel:
             return self.heads.change
         return "kernel" if self.heads.change == "same" else f"{self.heads.change}, kernel"
 
     @property
     def new_latent(self) -> str | None:
-        """The name of the new latent if other modules share it, otherwise None."""
+        """The tensor name of the new latent if the module shares it with other modules, otherwise None."""
         shared = self.heads.latent_change == "compress" and self.site.shares_latent
         return self.new_tensors[LATENT] if shared else None
 
     def read_tensors(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
-        """Return the projections before the conversion. `read` returns a tensor by its name in the checkpoint."""
+        """Return the original projections. `read` is a function that returns the tensor with a given name."""
         return AttentionTensors.from_tensors({part: read(name) for part, name in self.tensors.items()}, self.kernel[0])
 
     def read_converted_tensors(self, read: Callable[[str], torch.Tensor]) -> AttentionTensors:
-        """Return the projections after the conversion. `read` returns a tensor by its name in the checkpoint."""
+        """Return the converted projections. `read` is a function that returns the tensor with a given name."""
         return AttentionTensors.from_tensors(
             {part: read(name) for part, name in self.new_tensors.items()}, self.kernel[1]
         )
@@ -88,7 +88,7 @@ class AttentionModule:
 def build_attention_modules(
     target: AttnVariantModelMixin, source_config: Any, entries: Mapping[str, TensorEntry]
 ) -> list[AttentionModule]:
-    """Return all attention modules in a checkpoint that is converted to `target`, after checking their tensors.
+    """Return the attention modules in a checkpoint that is converted to `target`, after checking their tensors.
 
     Args:
         target: The converted model, on the meta device.
@@ -96,8 +96,8 @@ def build_attention_modules(
         entries: {name: dtype and shape} for every tensor in the original model.
 
     Raises:
-        ValueError: if head counts or ranks are impossible, or if attention tensors are missing, unexpected, or have
-            other shapes than the configuration implies.
+        ValueError: if the head counts or ranks cannot be converted, or if attention tensors are missing, are
+            unexpected, or do not have the shapes that the configuration implies.
     """
     modules = [
         _build_attention_module(site, path, module, target, source_config, entries)
@@ -115,7 +115,14 @@ def _build_attention_module(
     source_config: Any,
     entries: Mapping[str, TensorEntry],
 ) -> AttentionModule:
-    """Return one attention module after checking its tensors. Takes the arguments of `build_attention_modules`."""
+    """Return one attention module after checking its tensors.
+
+    Args:
+        site: The type of attention.
+        path: Path of the module inside the base model.
+        module: The converted module, on the meta device.
+        target, source_config, entries: See `build_attention_modules`.
+    """
     heads = _resolve_head_counts(site, path, source_config, target.config)
     prefix = _find_stored_prefix(target, f"{path}.{site.query}.weight", entries)
     width = target.config.hidden_size
@@ -203,14 +210,14 @@ def _resolve_head_counts(site: AttentionSite, path: str, source: Any, target: An
 
 
 def _check_shared_latent_terms(site: AttentionSite, source: Any, target: Any) -> None:
-    """Check that no input-dependent term is computed from a shared latent whose rank changes.
+    """Check that no input-dependent talking-heads term is computed from a shared latent whose rank changes.
 
     Args:
         site: The type of attention whose shared latent changes its rank.
         source, target: The configurations before and after.
 
     Raises:
-        ValueError: if there are such terms.
+        ValueError: if such terms exist.
     """
     dynamic = {name for config in (source, target) for name in get_dynamic_terms(config, site.place_prefix)}
     terms = {name for name in dynamic if name.startswith("m")}
@@ -224,8 +231,8 @@ def _check_shared_latent_terms(site: AttentionSite, source: Any, target: Any) ->
 def _check_no_leftover_tensors(
     target: AttnVariantModelMixin, modules: list[AttentionModule], entries: Mapping[str, TensorEntry]
 ) -> None:
-    """Check that every attention tensor in the checkpoint is used, so that none is lost silently."""
-    # Leftover tensors would be copied, but the converted model has no layers for them.
+    """Check that every attention tensor in the checkpoint is used, so that no tensor is silently lost."""
+    # Leftover tensors would be copied to the new checkpoint, but the converted model has no layers for them.
     claimed = {name for module in modules for name in module.tensors.values()}
     sites = "|".join(pattern for site in target.attention_sites for pattern in _linear_layer_patterns(site))
     pattern = re.compile(rf"(?:{re.escape(target.base_model_prefix)}\.)?(?:{sites})\.(?:weight|bias)")
@@ -249,7 +256,7 @@ def _linear_layer_patterns(site: AttentionSite) -> Iterable[str]:
 
 
 def _find_stored_prefix(target: PreTrainedModel, name: str, entries: Mapping[str, TensorEntry]) -> str:
-    """Return the prefix of base-model tensor names in the checkpoint, which is often empty."""
+    """Return the prefix of base-model tensor names in the checkpoint, such as "bert." or an empty string."""
     for prefix in (f"{target.base_model_prefix}.", ""):
         if f"{prefix}{name}" in entries:
             return prefix
@@ -280,16 +287,16 @@ def _check_tensor(name: str, entries: Mapping[str, TensorEntry], expected: list[
 def check_other_tensor_shapes(
     target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
 ) -> None:
-    """Check that all other tensors match the configuration, so that the converted folder can be loaded.
+    """Check that the shapes of all other tensors match the configuration, so that the converted model can be loaded.
 
     Args:
         target: The converted model, on the meta device.
         entries: All tensors in the original model.
-        modules: The attention modules, whose tensors the conversion computes.
-        wrong: The start of error messages about an invalid configuration.
+        modules: The attention modules. Their tensors are not checked because the conversion computes them.
+        wrong: The beginning of error messages about an invalid configuration.
 
     Raises:
-        ValueError: if a tensor has a different shape. The message names the first one.
+        ValueError: if a tensor has a different shape. The message names the first such tensor.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in target.state_dict().items()}
     converted = {name for module in modules for name in module.tensors.values()}
@@ -306,17 +313,17 @@ def check_other_tensor_shapes(
 def check_no_missing_tensors(
     target: Any, entries: Mapping[str, TensorEntry], modules: list[AttentionModule], wrong: str
 ) -> None:
-    """Check that the checkpoint is complete, because `from_pretrained` initializes missing parts randomly.
+    """Check that the checkpoint is complete, because `from_pretrained` would initialize missing tensors randomly.
 
-    A missing model head only causes a warning because users often load a base model into a model with a head. A
-    missing pooler is ignored because many BERT checkpoints do not have one.
+    If only the model head is missing, a warning is logged because users often load a base model into a model with a
+    head. A missing pooler is ignored because many BERT checkpoints do not have one.
 
     Args:
-        target, entries, modules, wrong: See `check_other_tensor_shapes`. The tensors of `modules` were already
+        target, entries, modules, wrong: See `check_other_tensor_shapes`. The tensors of `modules` have already been
             checked.
 
     Raises:
-        ValueError: if a base-model tensor is missing. The message names the first one.
+        ValueError: if a base-model tensor is missing. The message names the first such tensor.
     """
     prefix = f"{target.base_model_prefix}."
     # Transformers renames these tensors when it loads old BERT checkpoints.

@@ -1,19 +1,21 @@
-"""The tensors, head counts and latent of an attention module, and the methods that compute new heads.
+"""Defines the tensors and head counts of an attention module, and computes new heads and latents for it.
 
 **Latents.** A latent c = A y [r] of an encoder output y [D] is decoded as R c. A key or value projection W then loses
 W (y - R A y). The effect on the attention output is a quadratic form in the lost part. Let G [D, D] be the Gram matrix
 that measures how an error of y, passed through the projections of all heads, changes the output. Let S [D, D] be the
-second moment of y as weighted by the attention. Then
+second-moment matrix of y, weighted by the attention. Then
 
     lost energy = tr( G (1 - R A) S (1 - R A)^T ),   total energy = tr( G S )
 
-R is the regression of y on c, S A^T (A S A^T)^-1, and the new projections are W R. The best A spans the first r right
-singular vectors of G^1/2 S^1/2 (Eckart-Young), transformed back with S^-1/2. A latent for several projections (keys
-and values, or all layers that read the same encoder outputs) has one form for each. Their G matrices are added in the
-common metric sum S / tr S, and each S is weighted by the energy of its form.
+R = S A^T (A S A^T)^-1 contains the coefficients of a regression of y on c. Each new projection is W R. The best A
+spans the first r right singular vectors of G^1/2 S^1/2 (Eckart-Young), transformed back with S^-1/2. A latent can
+serve several projections, such as keys and values, or all layers that read the same encoder outputs. Each projection
+then has its own form. Their S matrices are divided by their traces and added, weighted by the energies of the forms.
+Their G matrices are scaled to the same energies under this common S, and added.
 
-Without text (`weight_forms`), S is the identity and G follows from products of weights: keys are only multiplied by
-W_q,i and values only by W_o,i. See `calibration.methods.compute_latent_forms` for the computation with text.
+Without text (`weight_forms`), S is the identity matrix, and G follows from products of weights because keys are only
+multiplied by W_q,i and values only by W_o,i. See `calibration.methods.compute_latent_forms` for the computation with
+text.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class HeadCounts:
 
     Args:
         query: Number of query heads.
-        key, value: Numbers of key heads and of value heads (before, after).
+        key, value: Numbers of key heads and of value heads, each as (before, after).
         output: Number of heads that the output projection reads.
         head_dim: Size of a head, d.
         rank: Rank of the latent from which keys and values are computed (before, after). None if there is no latent.
@@ -76,21 +78,21 @@ class HeadCounts:
 
     @property
     def change(self) -> str:
-        """The change to the module, as shown in reports: "same", "pool", "expand", "compress" or two of these."""
+        """The changes as shown in reports: "same", or one or two of "pool", "expand" and "compress"."""
         changes = dict.fromkeys((self.relation, self.latent_change))
         return ", ".join(change for change in changes if change != "same") or "same"
 
     @property
     def is_reduced(self) -> bool:
-        """True if there are fewer heads or a smaller latent afterwards, so that new weights must be computed."""
+        """True if the module gets fewer heads or a smaller latent, so that new weights must be computed."""
         return self.relation == "pool" or self.latent_change == "compress"
 
 
 def relation(source: int, target: int) -> str:
-    """Return how `source` key/value heads become `target` heads: "same", "pool" (fewer) or "expand" (repeated heads).
+    """Return how `source` key/value heads become `target` heads: "same", "pool" (fewer) or "expand" (more heads).
 
     Raises:
-        ValueError: if a count is below 1 or neither count divides the other.
+        ValueError: if a count is less than 1, or if neither count divides the other.
     """
     if source < 1 or target < 1:
         raise ValueError(f"The number of key/value heads must be at least 1, got {source} -> {target}.")
@@ -110,7 +112,7 @@ def latent_change(source: int | None, target: int | None) -> str:
     A rank of None means that there is no latent.
 
     Raises:
-        ValueError: if `target` is larger than `source`, because the new dimensions would be empty.
+        ValueError: if `target` is larger than `source`, because the additional dimensions would hold no information.
     """
     if source == target:
         return "same"
@@ -135,16 +137,16 @@ def join_heads(heads: torch.Tensor) -> torch.Tensor:
 
 
 def group_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """Reshape a projection of `source` heads to `target` groups of consecutive heads: [h*d, ...] -> [k, g, d, ...].
+    """Reshape a projection with `source` heads to `target` groups of consecutive heads: [h*d, ...] -> [k, g, d, ...].
 
-    The groups are consecutive because in Transformers query heads g*i ... g*i + g - 1 share key/value head i.
+    Each group is consecutive because query heads g*i ... g*i + g - 1 share key/value head i in Transformers.
     """
     heads = split_heads(projection, source)  # [h, d, ...]
     return heads.reshape(target, source // target, *heads.shape[1:])
 
 
 def repeat_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
-    """Expand a projection [source*d, ...] to [target*d, ...] by repeating each head, which preserves the output.
+    """Repeat each head of a projection, [source*d, ...] -> [target*d, ...], which preserves the attention output.
 
     Head i of the result is head i // (target / source) of the original projection.
     """
@@ -153,16 +155,16 @@ def repeat_heads(projection: torch.Tensor, source: int, target: int) -> torch.Te
 
 @dataclass(frozen=True)
 class AttentionTensors:
-    """The projections of an attention module in the layout of `nn.Linear`: weights [out, in], biases [out] or None.
+    """The projections of an attention module, with weights [out, in] and biases [out] as in `nn.Linear`.
 
     Args:
         query_weight, key_weight, value_weight, output_weight: The weights.
-        query_bias, key_bias, value_bias, output_bias: The biases.
+        query_bias, key_bias, value_bias, output_bias: The biases, or None for projections without a bias.
         latent_weight: Projection [r, D] to the latent from which keys and values are computed, or None if there is no
             latent. Several modules can share it.
         kernel: The kernel that replaces the softmax, or None if a softmax is used.
         kernel_tensors: The kernel's tensors (`AttentionKernel.tensors`).
-        details: JSON values about this layer that a method adds to the report.
+        details: JSON values that the conversion method adds to the report for this layer.
 
     Example:
 
@@ -186,14 +188,14 @@ class AttentionTensors:
     details: dict[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        """Return one of the kernel's tensors, so that the kernel's functions accept this object as their module."""
+        """Return a kernel tensor, so that this object can be passed to kernel functions instead of a module."""
         if name not in vars(self).get("kernel_tensors", ()):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self.kernel_tensors[name]
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], kernel: AttentionKernel | None) -> AttentionTensors:
-        """Create an instance from {field name or kernel tensor name: tensor}."""
+        """Create an instance from a dictionary that maps field names and kernel tensor names to tensors."""
         names = () if kernel is None else (*kernel.learned, *kernel.drawn)
         projections: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in names}
         kernel_tensors = {name: tensors[name] for name in names if name in tensors}
@@ -212,7 +214,7 @@ class AttentionTensors:
         return states if self.latent_weight is None else nn.functional.linear(states, self.latent_weight)
 
     def with_input_projection(self, latent_weight: torch.Tensor) -> AttentionTensors:
-        """Return the same projections with a linear layer [w, D] applied to the input of keys and values first."""
+        """Return equivalent projections for key/value inputs to which a linear layer [w, D] is applied first."""
         second = self.latent_weight
         product = latent_weight if second is None else (second.double() @ latent_weight.double()).to(latent_weight)
         return replace(self, latent_weight=product)
@@ -225,7 +227,7 @@ class AttentionTensors:
         return replace(self, kernel=kernel, kernel_tensors=new)
 
     def fold_latent(self, dtype: torch.dtype = torch.float64) -> AttentionTensors:
-        """Return equivalent projections without a latent, in this dtype: each projection W becomes W A."""
+        """Merge the latent A into the key and value weights: each W becomes W A in the given dtype."""
         if self.latent_weight is None:
             return self
         latent = self.latent_weight.double()
@@ -241,12 +243,12 @@ class AttentionTensors:
         return replace(self, **tensors, kernel_tensors=moved)
 
     def join_weight_and_bias(self, role: str) -> torch.Tensor:
-        """Return a role's weight and bias as one matrix [W | b] of shape [out, in + 1], or W if there is no bias."""
+        """Return a role's weight and bias as one matrix [W | b] [out, in + 1], or only W [out, in] without a bias."""
         weight, bias = self.weight_and_bias(role)
         return weight if bias is None else torch.cat([weight, bias[:, None]], dim=1)
 
     def split_weight_and_bias(self, role: str, joined: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Split a matrix from `join_weight_and_bias` into {field: tensor} for `dataclasses.replace`."""
+        """Split a matrix from `join_weight_and_bias`, and return {field: tensor} for `dataclasses.replace`."""
         if self.weight_and_bias(role)[1] is None:
             return {f"{role}_weight": joined}
         return {f"{role}_weight": joined[:, :-1], f"{role}_bias": joined[:, -1]}
@@ -260,7 +262,7 @@ class AttentionTensors:
 def reorder_heads(tensors: AttentionTensors, heads: HeadCounts, groups: Sequence[Sequence[int]]) -> AttentionTensors:
     """Return equivalent projections with the query heads in the order of `groups`.
 
-    In `groups`, query heads that share a key/value head in the original model must be adjacent.
+    Query heads that share a key/value head in the original model must be adjacent in `groups`.
     """
     order = torch.tensor([head for group in groups for head in group], device=tensors.query_weight.device)
     share = heads.query // heads.key[0]
@@ -280,12 +282,13 @@ def _reorder_projection(projection: torch.Tensor, order: torch.Tensor) -> torch.
 def pool_key_value(
     tensors: AttentionTensors, heads: HeadCounts, pool: Callable[..., torch.Tensor]
 ) -> AttentionTensors:
-    """Return the projections after applying `pool(projection, source=, target=)` to the keys and values.
+    """Apply a pooling function to the key and value projections, and return all projections.
 
     Args:
         tensors: The original projections.
-        heads: The head counts. A role whose number of heads does not change stays unchanged.
-        pool: Function that computes a projection with `target` heads from a projection with `source` heads.
+        heads: The head counts. The function is only applied to keys or values whose number of heads changes.
+        pool: Function `pool(projection, source=, target=)` that computes a projection with `target` heads from a
+            projection with `source` heads.
     """
     changed: dict[str, Any] = {}
     for role, (source, target) in (("key", heads.key), ("value", heads.value)):
@@ -295,7 +298,7 @@ def pool_key_value(
 
 
 class QuadraticErrorForm(NamedTuple):
-    """The quadratic form for errors in the key or value projections: G and S (see the module docstring)."""
+    """The matrices G and S of the quadratic form for errors in the keys or values (see the module docstring)."""
 
     gram: torch.Tensor  # [D, D]
     metric: torch.Tensor  # [D, D]
@@ -307,9 +310,12 @@ class QuadraticErrorForm(NamedTuple):
 
 
 class LatentForms(NamedTuple):
-    """The forms for the keys and values of an attention module, and the mean input [k, D] of each value head.
+    """The quadratic forms for the keys and values of an attention module.
 
-    The mean input is None if the forms were computed without text.
+    Attributes:
+        key, value: The forms.
+        mean_read: Mean input of each value head, averaged with the attention weights, [k, D]. None if the forms were
+            computed without text, or if the values have no bias.
     """
 
     key: QuadraticErrorForm
@@ -319,7 +325,7 @@ class LatentForms(NamedTuple):
 
 @torch.no_grad()
 def best_latent(forms: Sequence[QuadraticErrorForm], rank: int) -> torch.Tensor:
-    """Return the latent projection A [r, D] that loses the least energy over all forms (float64, orthonormal)."""
+    """Return the latent projection A [r, D] (float64, orthonormal rows) that loses the least energy over all forms."""
     _, directions = _latent_directions(forms)
     # With orthonormal rows, the latent is not larger than its input and therefore fits into the same dtype.
     return torch.linalg.qr(directions[:, -rank:])[0].T.contiguous()
@@ -327,7 +333,7 @@ def best_latent(forms: Sequence[QuadraticErrorForm], rank: int) -> torch.Tensor:
 
 @torch.no_grad()
 def energy_lost_by_rank(forms: Sequence[QuadraticErrorForm]) -> torch.Tensor:
-    """Return the share of energy [D + 1] that the best latent loses over all forms, for each rank from 0 to D."""
+    """Return the shares of energy [D + 1] that the best latents of ranks 0 to D lose over all forms."""
     energies = _latent_directions(forms)[0].clamp_min(0)  # ascending
     return torch.cat([energies.new_zeros(1), energies.cumsum(0)]).flip(0) / energies.sum().clamp_min(1e-300)
 
@@ -365,7 +371,7 @@ def project_onto_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: 
         weight = getattr(tensors, f"{role}_weight").double()
         changed[f"{role}_weight"] = (weight @ _regression_matrix(form, latent)).to(like).contiguous()
     if tensors.value_bias is not None and forms.mean_read is not None:
-        # The forms are computed from centered inputs, so the mean of the lost part is added to the bias.
+        # The forms were computed from centered inputs, so the mean of the lost part is added to the bias.
         lost = tensors.value_weight.double() - changed["value_weight"].double() @ latent
         lost = split_heads(lost, forms.mean_read.shape[0])  # [k, d, D]
         lost_mean = torch.einsum("kde,ke->kd", lost, forms.mean_read).flatten()
@@ -379,7 +385,7 @@ def project_onto_latent(tensors: AttentionTensors, latent: torch.Tensor, forms: 
 
 @torch.no_grad()
 def weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
-    """Compute the forms of an attention module from its weights only. Keys and values are weighted equally."""
+    """Compute a module's quadratic forms from its weights only, with equal energies for keys and values."""
     pairs = (
         ("key", tensors.join_weight_and_bias("query").double(), heads.query),
         ("value", tensors.output_weight.T.double(), heads.output),
@@ -398,7 +404,7 @@ def weight_forms(tensors: AttentionTensors, heads: HeadCounts) -> LatentForms:
 
 
 def _regression_matrix(form: QuadraticErrorForm, latent: torch.Tensor) -> torch.Tensor:
-    """Return the matrix R [D, r] of the regression R c of the input on its latent c."""
+    """Return the matrix R [D, r] of regression coefficients that predict the input from its latent c as R c."""
     latent_metric = latent @ form.metric  # [r, D]
     return torch.linalg.solve(latent_metric @ latent.T, latent_metric).T
 
@@ -411,7 +417,7 @@ class AttentionInputs:
         states: Inputs x to the query projection, [b, n, D_x].
         key_value_states: Inputs y to the key and value projections, [b, m, D_y]. In self-attention, this is the same
             tensor as `states`. If the model has a latent, it is the latent.
-        mask: Additive mask that broadcasts to [b, h, n, m], or None if there is no mask.
+        mask: Additive mask that can be broadcast to [b, h, n, m], or None if there is no mask.
         position_bias: Position bias [1, h, n, m], or None if there is no bias.
         valid: Boolean mask [b, n] of the queries that are not padding.
         scaling: Factor by which dot products are multiplied.
@@ -458,8 +464,9 @@ class LayerContext:
         calibration: The calibration settings.
         inputs: The recorded inputs to the original attention module on the calibration text.
         targets: The module's outputs for these inputs, each of shape [b, n, D].
-        uses: Number of times that a forward pass calls the module. It is above 1 in ALBERT, whose layers share it.
-        held_out_error: Function that returns the relative output error of given projections on held-out text, or
+        uses: Number of times that a forward pass calls the module. It is greater than 1 in ALBERT, whose layers share
+            the same module.
+        held_out_error: Function that takes projections and returns their relative output error on held-out text, or
             None if the error is not finite.
     """
 
@@ -476,11 +483,11 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class LatentInText:
-    """A latent that was computed from text for an attention module.
+    """A latent projection that was computed from calibration text for an attention module.
 
     Args:
         weight: The latent projection A [r, D], float64.
-        forms: The quadratic forms for the energy that the latent loses.
+        forms: The quadratic forms that measure the energy that the latent loses.
         is_shared: Whether other attention modules also use the latent. A method must not change a shared latent.
     """
 
@@ -490,10 +497,10 @@ class LatentInText:
 
 
 class ConversionMethod(Protocol):
-    """Interface of methods that merge heads. To register a method, add its class to `conversions.METHODS`.
+    """Interface for methods that merge heads. To register a method, add its class to `conversions.METHODS`.
 
-    `convert(..., method=instance)` accepts instances as well as names. Methods that need text derive from
-    `CalibratedMethod`. With all other methods, latents are computed from the weights
+    The `method` argument of `convert` accepts an instance or the name of a registered method. Methods that need text
+    must be subclasses of `CalibratedMethod`. With all other methods, latents are computed from the weights
     (`attention_tensors.weight_forms`).
 
     Example:
@@ -518,10 +525,10 @@ class ConversionMethod(Protocol):
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return this layer's projections with `heads.key[1]` key heads and `heads.value[1]` value heads.
 
-        This method is only called if the number of heads decreases. The values of query and output projections may
-        change, but not their shapes. A bias may change, but must not be added or removed. Input tensors must not be
-        changed in place. Unchanged tensors can be returned directly. PyTorch uses a single thread during this
-        call, so expensive fitting should be done beforehand.
+        This method is only called if the number of heads decreases. It may change the values of the query and output
+        projections, but not their shapes. It may change a bias, but must not add or remove one. It must not modify
+        the input tensors in place, but may return them unchanged. PyTorch uses a single thread during this call, so
+        expensive fitting should be done beforehand.
 
         Args:
             tensors: The original projections.
@@ -534,9 +541,8 @@ class ConversionMethod(Protocol):
 class CalibratedMethod(ABC):
     """A `ConversionMethod` that uses the recorded inputs of each attention module on calibration text.
 
-    `calibration.calibrate` calls `convert_module` for one module at a time. `options` lists the fields of
-    `Calibration` that this method reads in addition to those that describe the text. Setting any other option raises
-    an error.
+    `calibration.calibrate` calls `convert_module` for one module at a time. `options` lists the fitting options of
+    `Calibration` that this method uses. An error is raised if the user sets any other fitting option.
     """
 
     name: str
@@ -546,17 +552,17 @@ class CalibratedMethod(ABC):
     def convert_module(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
         """Return the new projections of an attention module. Takes the same arguments as `pool`.
 
-        If the method evaluates `layer.held_out_error`, it adds the result to `details` as "output_relative_error".
+        A method that evaluates `layer.held_out_error` should add the result to `details` as "output_relative_error".
         """
 
     def with_latent(
         self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
     ) -> AttentionTensors:
-        """Return the projections with keys and values computed from a latent. `tensors` already have the new heads."""
+        """Return projections that compute keys and values from a latent. `tensors` must already have the new heads."""
         return project_onto_latent(tensors, latent.weight, latent.forms)
 
     def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the projections with a fitted kernel. `tensors` already have new heads and an initialized kernel."""
+        """Fit a newly initialized kernel. `tensors` must already have this kernel and the new heads."""
         return tensors
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
@@ -569,8 +575,8 @@ class CalibratedMethod(ABC):
 def average_heads(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
     """Return the mean of each group of consecutive heads: [source*d, ...] -> [target*d, ...], in the same dtype."""
     pooled = [
-        # The mean of identical heads is exact in float64. Processing one group at a time avoids a float64 copy of the
-        # layer.
+        # The mean of identical heads is exact in float64. Processing one group at a time avoids a float64 copy of all
+        # heads.
         group.double().sum(dim=0).div_(group.shape[0]).to(projection.dtype)
         for group in group_heads(projection, source, target)
     ]
@@ -578,7 +584,7 @@ def average_heads(projection: torch.Tensor, source: int, target: int) -> torch.T
 
 
 class MeanPooling:
-    """Mean pooling (arXiv 2305.13245): each key/value head is the mean of the heads of its group."""
+    """Mean pooling (arXiv 2305.13245), which averages the key and value heads in each group."""
 
     name = "mean"
 
@@ -603,12 +609,12 @@ class FirstHead:
 
 
 class RandomHeads:
-    """Initializes new key and value projections with zero biases, as a baseline for uptraining."""
+    """Initializes new key and value projections randomly, with zero biases, as a baseline for uptraining."""
 
     name = "random"
 
     def pool(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return the projections with new keys and values. Takes the same arguments as `ConversionMethod.pool`."""
+        """Return the projections with random keys and values. Takes the same arguments as `ConversionMethod.pool`."""
 
         def initialize(projection: torch.Tensor, source: int, target: int) -> torch.Tensor:
             rows = projection.shape[0] // source * target

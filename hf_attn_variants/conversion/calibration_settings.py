@@ -1,4 +1,4 @@
-"""Calibration settings: the text or audio, and the fitting options. This module does not import torch."""
+"""Defines the calibration settings, which are the text or audio and the fitting options, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     import torch
     from transformers import FeatureExtractionMixin, PreTrainedTokenizerBase
 
-# Number of examples sampled from a text file, and from a folder of audio files. Whisper encodes each recording as
-# 1,500 positions.
+# Maximum number of examples sampled from a text file, and from a folder of audio files. Fewer audio files are needed
+# because Whisper encodes each recording as 1,500 positions.
 CALIBRATION_SIZE, AUDIO_CALIBRATION_SIZE = 2048, 64
-# The same numbers for `convert --quick`.
+# The same limits for `convert --quick`.
 QUICK_SIZE, QUICK_AUDIO_SIZE = 384, 48
-# Maximum number of tokens that a model generates per example. The value for audio is taken from Whisper's own code.
+# Maximum number of tokens that a model generates per example, for text and for audio. The latter value is taken from
+# Whisper's own code.
 MAX_LENGTH, MAX_AUDIO_LENGTH = 64, 224
 # Maximum number of tokens in a passage, if the model has enough positions.
 PASSAGE_LENGTH = 256
@@ -30,8 +31,8 @@ FIT_TOKENS = 2**18
 BATCH_SIZE, AUDIO_BATCH_SIZE = 32, 4
 # One example for fitting, and one that is held out.
 MIN_TEXTS = 2
-# A tenth of the examples is held out, but at least LEAST_HELD_OUT examples unless these are more than a quarter. With
-# 200 examples, a share of 5 % has a confidence interval of about ±3 percentage points.
+# A tenth of the examples is held out, but at least LEAST_HELD_OUT examples, unless that is more than a quarter.
+# With 200 examples, a share of 5 % has a confidence interval of about ±3 percentage points.
 HELD_OUT, LEAST_HELD_OUT = 0.1, 200
 FIT_DEFAULTS: dict[str, Any] = {"fit_steps": 400, "fit_learning_rate": 0.03, "fit_batch_size": 32}
 
@@ -40,9 +41,9 @@ FIT_DEFAULTS: dict[str, Any] = {"fit_steps": 400, "fit_learning_rate": 0.03, "fi
 class Calibration:
     """The text or audio for calibration, and the fitting options.
 
-    An encoder needs no labels, and no gradient passes through more than one attention module. A few thousand lines of
+    Encoders need no labels, and gradients never pass through more than one attention module. A few thousand lines of
     typical text are enough, and many short texts are better than a few long ones. A tenth of the examples (a quarter
-    if there are few) is held out from fitting and is used to measure the errors in the report.
+    if there are few) is not used for fitting, but to measure the errors in the report.
 
     A model keeps its quality on long text only if the calibration text contains long examples. For encoders, half of
     the texts are therefore joined with the texts that follow them to form passages. Passages have between 16 and 256
@@ -54,30 +55,32 @@ class Calibration:
             greedily.
         tokenizer: The model's tokenizer. If None, it is loaded from the checkpoint folder. Required for models in
             memory.
-        max_length: Maximum number of tokens in a text, or in the output for audio. If None, the limit is the length of
-            the longest text and the model's number of positions (512 if it has no limit). Passages of shorter texts
-            have up to 256 tokens. For audio, the limit is 224 and half of the model's positions.
-        passages: Whether half of the texts are joined with the texts that follow them. If None, only encoders and
-            decoder-only models that read single texts do so. Not supported for other models.
-        batch_size: Number of texts in a forward pass. If None, 32, or 4 for audio.
-        fit_steps: For the method "calibrated", the number of Adam steps per module after the closed form. If None,
+        max_length: Maximum number of tokens in a text, or in the output for audio. If None, texts are only truncated
+            if they are longer than the model's number of positions (512 tokens if the model has no limit), and
+            passages of shorter texts have up to 256 tokens. For audio, the default is 224. The output is always
+            limited to half of the model's positions.
+        passages: Whether half of the texts are joined with the texts that follow them. If None, texts are joined for
+            encoders and decoder-only models that read single texts. Not supported for other models.
+        batch_size: Number of examples in a forward pass. Defaults to 32 for text and 4 for audio.
+        fit_steps: For the method "calibrated", the number of Adam steps per module after the closed form. Defaults to
             400. If 0, only the closed form is used.
-        fit_learning_rate: Initial learning rate of these steps, relative to the root mean square of each tensor. If
-            None, 0.03. For a latent, it is multiplied by the relative error of the closed form.
-        fit_batch_size: Number of texts in a step. If None, 32.
-        source_lang, target_lang: Languages for a multilingual tokenizer (`languages.set_languages`). If None, the
-            languages saved with the tokenizer are used.
+        fit_learning_rate: Initial learning rate of these steps, relative to the root mean square of each tensor.
+            Defaults to 0.03. For a latent, this default is multiplied by the relative error of the closed form.
+        fit_batch_size: Number of texts in a step. Defaults to 32.
+        source_lang, target_lang: Languages for a multilingual tokenizer (`model_properties.set_languages`). If None,
+            the languages saved with the tokenizer are used.
         device: Device for the computations. If None, a GPU is used if available.
-        audio: Paths of audio files, instead of texts, for speech models. Each file is truncated or padded to one
-            window. The decoder reads the model's own greedy output.
+        audio: Paths of audio files for speech models, which replace the texts. Each file is truncated or padded to
+            the length of one input window. The decoder reads the model's own greedy output.
         feature_extractor: Feature extractor for audio. If None, it is loaded from the checkpoint folder.
-        whole_length: Number of tokens in the longest text, limited by the model's number of positions. It is set by
-            the conversion (`batches.add_text_lengths`), which evaluates the converted model on texts of this length.
-        cut_share: Share of the texts that are truncated. It is set by the conversion together with `whole_length`.
+        whole_length: Number of tokens in the longest text, limited by the model's number of positions. The conversion
+            sets this field (`batches.add_text_lengths`) and evaluates the converted model on texts of up to this
+            length.
+        cut_share: Share of the texts that are truncated. The conversion sets this field together with `whole_length`.
 
     Raises:
         TypeError: if `texts`, `target_texts` or `audio` is not a list, or contains values of the wrong type.
-        ValueError: if there are too few examples, a text is empty, or a number is out of range.
+        ValueError: if there are too few examples, if a text is empty, or if a number is out of range.
 
     Example:
 
@@ -202,7 +205,7 @@ class Calibration:
 
     @property
     def measured_length(self) -> int:
-        """The maximum number of tokens in a text when the quality of the whole model is measured."""
+        """The maximum number of tokens in a text that is used to measure the quality of the whole model."""
         return self.whole_length or self.length
 
     @property
@@ -246,7 +249,7 @@ class Calibration:
 
 
 def _check_unicode(name: str, texts: Sequence[str]) -> None:
-    """Check that texts contain no lone surrogates, which tokenizers reject."""
+    """Check that texts do not contain lone surrogates, which tokenizers do not accept."""
     for number, text in enumerate(texts):
         if not is_unicode(text):
             raise ValueError(
@@ -260,6 +263,6 @@ def _check_is_list(name: str, value: Any) -> None:
         raise TypeError(f"`{name}` in `Calibration` must be a list, got {type(value).__name__}.")
 
 
-# The forms in which users pass calibration data: texts, pairs of texts, or the path of a text file, a table or a
-# folder of audio files.
+# The types of calibration data that users can pass: settings, texts, pairs of texts, or the path of a text file, a
+# table or a folder of audio files.
 CalibrationLike = Calibration | Sequence[str] | Sequence[tuple[str, str]] | str | os.PathLike

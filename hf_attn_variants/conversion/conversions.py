@@ -2,11 +2,12 @@
 
 `convert_checkpoint`, `load_converted` and `convert_model` all follow these steps:
 
-1. Check the arguments (`ConversionRequest`), and read the configuration and the tensors (`checkpoint`).
+1. Check the arguments (`ConversionRequest`), and open the checkpoint or the model (`checkpoint`).
 2. Determine the heads, tensor names and shapes of each attention module (`plan`).
-3. Compute the new weights. With calibration, all modules are fitted before anything is written (`calibration`).
-   Otherwise, the weights of each module are pooled when it is written (`attention_tensors`).
-4. Write the attention modules one by one (`writing`), then the report (`report`).
+3. With calibration, fit all modules before anything is written (`calibration`).
+4. Compute the other new tensors (`attention_tensors`) one module at a time, and write or load them (`writing`).
+
+`convert_checkpoint` then also writes a report (`report`).
 """
 
 import importlib
@@ -148,39 +149,42 @@ def convert(
         model_or_path: A model in memory, a checkpoint folder, or a Hub id. It can already be a variant.
         num_key_value_heads: Number of key/value heads in the converted model. 1 selects multi-query attention. If
             None, the number does not change.
-        method: How heads are merged: "mean" (arXiv 2305.13245), "first", "random", with calibration text "calibrated"
-            or "aligned", or a `ConversionMethod`. If None, "calibrated" with calibration, otherwise "mean".
-        output_dir: Folder to write the converted checkpoint to. The conversion then needs little memory and builds no
-            model. Not supported for a model in memory.
+        method: Method that merges heads: "mean" (arXiv 2305.13245), "first", "random", or a `ConversionMethod`. With
+            calibration text, it can be "calibrated" or "aligned". Defaults to "calibrated" if `calibration` is set,
+            and otherwise to "mean".
+        output_dir: Folder to which the converted checkpoint is written. In this case, the conversion needs little
+            memory because it does not build a model. Not supported for a model in memory.
         calibration: A list of texts or pairs of texts, the path of a text file or table, or a `Calibration`. For a
             model in memory, pass `Calibration(texts, tokenizer=tokenizer)`.
-        kv_lora_rank: Rank of the self-attention latents. The full input width caches the input itself, and no
-            information is lost.
+        kv_lora_rank: Rank of the self-attention latents. If it equals the input width, the input itself is cached and
+            no information is lost.
         encoder_num_key_value_heads: Number of key/value heads in the encoder.
         encoder_kv_lora_rank: Rank of the encoder's latents.
-        cross_kv_lora_rank: Rank of the cross-attention latents. The full width caches the encoder outputs.
-        per_layer_values: Field values that differ between layers, {field: values}.
+        cross_kv_lora_rank: Rank of the cross-attention latents. If it equals the full width, the encoder outputs are
+            cached.
+        per_layer_values: Field values that differ between layers, {field: list of one value per layer}.
         kv_cache_bytes: For encoder-decoders, the maximum cache size in bytes per source token and per generated token.
-            The conversion chooses the ranks that lose the least.
-        keep_matching_layers: Number of token-matching layers of an encoder that stay unchanged.
+            The conversion chooses the latent ranks that lose the least energy within this limit.
+        keep_matching_layers: Number of token-matching encoder layers that stay unchanged.
         strict: Whether to raise an error if the model is not within tolerance on held-out examples (`report.Quality`).
         dtype: The dtype of floating-point tensors in the converted model. If None, it does not change.
         seed: Random seed.
-        copy: Whether a model converted in memory gets its own copy of unchanged parameters.
-        max_position_embeddings: For a checkpoint of BERT or a related model, the new number of positions.
-        position_extension: How positions are added: "tiled" repeats them, "interpolated" stretches them.
+        copy: For a model in memory, whether the converted model gets its own copy of unchanged parameters.
+        max_position_embeddings: For checkpoints of BERT and related models, the new number of positions.
+        position_extension: How position embeddings are added: "tiled" repeats the existing embeddings, and
+            "interpolated" stretches them.
         allow_pickle: Whether to read a checkpoint's pickled weights if it has no safetensors file.
         revision: Branch, tag or commit on the Hub.
         token: Access token for the Hub.
-        fields: Other configuration fields, such as those of talking heads and kernels.
+        fields: Other configuration fields, such as those for talking heads and kernels.
 
     Returns:
-        The converted model in this package's class, without a tokenizer. If `output_dir` is set, the
-        `ConversionReport` instead, and the tokenizer is copied into the folder.
+        The converted model, which is an instance of a class in this package. If `output_dir` is set, the
+        `ConversionReport` is returned instead, and the tokenizer is copied to the folder.
 
     Raises:
         TypeError: if `calibration` has the wrong type.
-        ValueError: if the conversion is impossible. The error is raised before any work is done.
+        ValueError: if the conversion is impossible. The error is raised before any weights are computed.
         ModelNotKeptError: if `strict` is set and the model is not within tolerance. Only the report is written.
         OSError: if a file is missing or truncated, or cannot be written.
 
@@ -210,8 +214,8 @@ def convert(
         "revision": revision,
         "token": token,
     }
-    # Arguments with their default value are not passed on, because not all of the three functions know all of them.
-    # `token=False` is not a default. It means that the stored token is not sent.
+    # Arguments with their default value are not passed on because not all three functions accept all of them.
+    # `token=False` is not the default value. It means that the stored token is not sent.
     defaults = dict.fromkeys(("strict", "copy", "allow_pickle"), False)
     given = {name: value for name, value in arguments.items() if value is not defaults.get(name)}
     options: dict[str, Any] = {"seed": seed, **given, **fields}
@@ -243,7 +247,7 @@ def convert_model(
     Args:
         model: A model of Transformers or of this package.
         num_key_value_heads, method, fields: See `convert`.
-        calibration: The text or audio for methods that need it. Because a model in memory has no tokenizer, pass
+        calibration: Text or audio for methods that need it. Because a model in memory has no tokenizer, pass
             `Calibration(texts, tokenizer=tokenizer)`, or `read_calibration(path, tokenizer=tokenizer)` for a file.
         dtype: The dtype of floating-point parameters in the converted model. If None, it does not change.
         seed: Random seed.
@@ -251,7 +255,7 @@ def convert_model(
             so only one of the models can be trained.
 
     Returns:
-        The converted model in this package's class, with the same model head.
+        The converted model with the same model head. Its class is from this package.
 
     Raises:
         TypeError, ValueError: See `convert`.
@@ -305,7 +309,7 @@ def load_converted(
     """Convert a checkpoint and return the model without writing any files.
 
     Takes the same arguments and raises the same errors as `convert`. As with `from_pretrained`, all parameters of the
-    model have the same dtype, which is `dtype` or the one in config.json. Only `convert_checkpoint` preserves mixed
+    model have the same dtype, which is `dtype` or the dtype in config.json. Only `convert_checkpoint` preserves mixed
     dtypes.
     """
     request = ConversionRequest(num_key_value_heads, method, calibration, dtype, seed, fields)
@@ -339,10 +343,11 @@ def convert_checkpoint(
     token: str | bool | None = None,
     **fields: Any,
 ) -> ConversionReport:
-    """Convert a checkpoint into a new folder, holding the attention of only one layer in memory at a time.
+    """Convert a checkpoint and write it to a new folder, with only one attention module in memory at a time.
 
-    The folder has the same shards, tensor names and other files as the original one, and the remote code for
-    `trust_remote_code=True`. It is created only when complete. The arguments and errors are those of `convert`.
+    The new folder has the same shards, tensor names and other files as the original folder. It also contains the
+    remote code for `trust_remote_code=True`. The folder is only created once all files have been written. Takes the
+    same arguments and raises the same errors as `convert`.
 
     Returns:
         The report, which is also saved in the folder as conversion_report.json.
@@ -390,7 +395,7 @@ def convert_checkpoint(
 def _measure_quality(
     plan: ConversionPlan, reader: CheckpointReader, result: CalibrationResult, folder: Path
 ) -> Quality | None:
-    """Measure the quality of the converted model before it is written, or return None if nothing was fitted."""
+    """Return the quality of the converted model before it is written, or None if nothing was fitted."""
     if result.source_outputs is None:
         return None
     tensors = compute_converted_tensors(plan, reader, result.attentions)
@@ -413,7 +418,7 @@ def check_conversion(
     token: str | bool | None = None,
     **fields: Any,
 ) -> None:
-    """Run the checks for a checkpoint conversion that need no weights. Takes the same arguments as `convert`.
+    """Check whether a checkpoint can be converted, without reading any weights. Takes the same arguments as `convert`.
 
     Raises:
         TypeError, ValueError, OSError: See `convert`.
@@ -430,7 +435,7 @@ def check_conversion(
 
 
 def _make_calibrated_method(name: str) -> ConversionMethod:
-    """Create a method from `calibration.methods`, importing the module only when it is used."""
+    """Create a method from `calibration.methods`, which is imported only when it is used."""
     method: ConversionMethod = getattr(importlib.import_module(".calibration.methods", __package__), name)()
     return method
 
@@ -441,8 +446,9 @@ METHODS: dict[str, Callable[[], ConversionMethod]] = {
     "calibrated": partial(_make_calibrated_method, "Calibrated"),
 }
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-# For each type of change: the quality loss without text, and the result with text.
-# The numbers are from benchmarks/convert/README.md and, for latents, benchmarks/convert/calibration_experiments.md.
+# For each type of change, a warning about the quality loss without text, and the end of a sentence about the result
+# with text. The numbers are from benchmarks/convert/README.md and, for latents, from
+# benchmarks/convert/calibration_experiments.md.
 QUALITY_LOSS_TEXTS = {
     "pool": (
         "The conversion averages heads, so the model loses quality until it is retrained. Measured examples: Spearman "
@@ -469,16 +475,16 @@ AUDIO_ADVICE = (
 
 @dataclass
 class ConversionRequest:
-    """The arguments of a conversion. The constructor checks the arguments that do not depend on a checkpoint.
+    """The arguments of a conversion. The constructor checks everything that does not depend on the checkpoint.
 
     Args:
         num_key_value_heads: Number of key/value heads in the converted model, or None if it does not change.
         requested_method: A method or its name, or None for the default.
-        requested_calibration: Calibration text or audio as passed by the user, or None.
+        requested_calibration: Calibration text or audio as passed by the user, or None if it is not used.
         requested_dtype: The dtype of floating-point tensors in the converted model or its name, or None if it does not
             change.
         seed: Random seed.
-        fields: All other arguments: configuration fields, and options such as `strict`.
+        fields: All other arguments, which are configuration fields and options such as `strict`.
     """
 
     num_key_value_heads: int | None
@@ -536,14 +542,16 @@ class ConversionRequest:
         reader: TensorSource | None = None,
         source: "SourceLoader | None" = None,
     ) -> ConversionPlan:
-        """Return the checked plan. Warn if heads are averaged and the user did not choose a method.
+        """Plan the conversion and check that it is possible.
+
+        A warning is logged if the model would lose quality because the user set neither a method nor calibration.
 
         Args:
             config: The original model's config.json.
             entries: The dtypes and shapes of the original model's tensors.
             config_file: Path of `config` for error messages, or None for a model in memory.
-            reader: The tensors of the original model. If None, the conversion is only checked, without weights and
-                text, and ranks and layers that depend on these are placeholders.
+            reader: The tensors of the original model. If None, the conversion is only checked, without weights or
+                text. Ranks and layers that depend on them are then placeholders.
             source: Function that loads the original model for calibration, or None if calibration is not used.
 
         Raises:
@@ -581,7 +589,7 @@ class ConversionRequest:
         return budget | {"per_layer_values": by_layer or None}
 
     def _should_calibrate(self, plan: ConversionPlan) -> bool:
-        """Return whether calibration is used and the plan has attention modules to fit (see `should_calibrate`)."""
+        """Return whether calibration is used and there are attention modules to fit (see `should_calibrate`)."""
         if self.calibration is None:
             return False
         from .calibration.calibrate import should_calibrate
@@ -589,11 +597,11 @@ class ConversionRequest:
         return should_calibrate(plan, self.calibration)
 
     def _describe_loss_without_examples(self, plan: ConversionPlan) -> str | None:
-        """Return a warning about quality loss without examples, or None if a method or examples are set.
+        """Return a warning about quality loss without examples, or None if it does not apply.
 
         Raises:
-            ValueError: if `needs_method` is set and the outputs of the decoder would be unusable. The message is the
-                warning.
+            ValueError: if `needs_method` is set and the decoder's outputs would be unusable. The error message is the
+                same warning.
         """
         if self.requested_method is not None or not plan.reduced_modules or self.calibration is not None:
             return None
@@ -638,7 +646,10 @@ class ConversionRequest:
         source: "SourceLoader | None",
         modules: list[AttentionModule],
     ) -> list[torch.Tensor]:
-        """Return the energy lost by each module's latent for each rank, measured on text if calibration is used."""
+        """Return the share of energy that a latent of each rank loses in each module.
+
+        The energy is measured on text if calibration is used, and otherwise computed from the weights.
+        """
         if reader is None:
             return [torch.zeros(1) for _ in modules]
         if source is not None and self._should_calibrate(plan):
@@ -653,13 +664,14 @@ class ConversionRequest:
 
 
 def resolve_method(method: str | ConversionMethod | None, calibration: Calibration | None = None) -> ConversionMethod:
-    """Return the conversion method with the given name. A method is returned unchanged.
+    """Return the conversion method with the given name, after checking that it matches the calibration settings.
 
     Args:
-        method: A method or its name. If None, "calibrated" with calibration, otherwise "mean".
+        method: A method, which is returned unchanged, or the name of a method. If None, "calibrated" is used with
+            calibration, and "mean" without it.
         calibration: The calibration settings, or None if calibration is not used.
 
-        Raises:
+    Raises:
         ValueError: if the name is unknown, if the method requires calibration or does not support it, or if
             `calibration` sets an option that the method does not use.
 

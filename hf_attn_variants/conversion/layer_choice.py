@@ -1,13 +1,15 @@
-"""Chooses the fields of each layer: ranks that fit into a cache budget, and layers that stay unchanged.
+"""Chooses the field values of each layer: ranks that fit into a cache budget, and layers that stay unchanged.
 
-**Cache budget** (`kv_cache_bytes`). The budget does not choose head counts. Keys and values of k heads are equivalent
-to a latent of 2 k d numbers with tied projections, and an unconstrained latent of that size loses less.
+**Cache budget** (`kv_cache_bytes`). The budget determines ranks instead of head counts. The keys and values of k heads
+of size d are equivalent to a latent of rank 2 k d with constrained projections, and a latent of the same rank without
+this constraint loses less.
 
 **Token-matching layers** (`keep_matching_layers`). A model compares two texts with heads that find the same word in
 the other text ("duplicate token heads", arXiv 2211.00593, section 3). Shared keys and kernels make these heads less
-precise. This hardly changes the outputs for single texts, but fine-tuning on pairs of texts then converges late or
-never (docs/what_did_not_help.md). Only a few layers have such a head, such as two of six in MiniLM. Any text reveals
-them because words also occur twice in single texts. The share of a layer with attention weights P is
+precise. This hardly changes the outputs for single texts, but fine-tuning on pairs of texts then converges slowly or
+not at all (docs/what_did_not_help.md). Only a few layers have such heads, for example two of six in MiniLM. They can
+be found with any text because words are also repeated within single texts. The matching share of a layer with
+attention weights P is
 
     s(layer) = max over heads i of  mean over repeated tokens t of  sum of P_i[t, u] over u != t with x_u = x_t
 """
@@ -31,10 +33,10 @@ from .plan import ConversionPlan
 
 
 def num_cached_values(heads: AttentionHeads, width: int) -> int:
-    """Return the number of values that an attention module caches per token: its latent, or its keys and values.
+    """Return the number of values that an attention module caches per token, which are a latent or keys and values.
 
     Args:
-        heads: The heads of the module.
+        heads: The head counts of the module.
         width: Input size of the key and value projections, which is the maximum size of a latent.
     """
     if heads.rank is not None:
@@ -45,16 +47,17 @@ def num_cached_values(heads: AttentionHeads, width: int) -> int:
 def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite, int]]) -> dict[str, int] | None:
     """Return the cache size per token in bytes for each type of attention, summed over all layers.
 
-    A latent that all layers share is counted once. Decoders also cache the keys and values of short source texts
-    (`latent_attention.is_short`). These are not counted because they are not larger than the projections.
+    A latent that all layers share is counted only once. Decoders also cache the keys and values of short source texts
+    (`latent_attention.is_short_latent`). These are not counted because they are not larger than the projections.
 
     Args:
         config: The variant configuration of the model.
-        attentions: The type and the bytes per token of each attention module (see `num_cached_values`).
+        attentions: The attention type and the cached bytes per token of each module (see `num_cached_values`).
 
     Returns:
-        {type: bytes}: "self" or "decoder" per generated token, "cross" per source token. None if the model has no
-        cache, that is, for encoders and for models excluded by `can_cache`.
+        {type: bytes}. The sizes for "self" and "decoder" are per generated token, and the size for "cross" is per
+        source token. None if the model has no cache because it is an encoder or because of
+        `supports_decoder_cache`.
     """
     if not supports_decoder_cache(config):
         return None
@@ -68,24 +71,25 @@ def cache_bytes_per_token(config: Any, attentions: Iterable[tuple[AttentionSite,
     return dict(sites) or None
 
 
-# Fields of a plan that selects the attention modules to compress. The rank values do not matter.
+# Fields for a preliminary plan, which shows the attention modules that can be compressed. The ranks do not matter.
 PROBE_FIELDS = {"cross_kv_lora_rank": 1, "kv_lora_rank": 1}
 # Fields that the budget determines.
 BUDGET_FIELDS = {*PROBE_FIELDS, "num_key_value_heads"}
-# If there are at least MIN_STEPPED_RANK values per layer, ranks are multiples of RANK_STEP, which is efficient on
-# GPUs.
+# If the budget allows at least MIN_STEPPED_RANK values per layer, ranks are multiples of RANK_STEP, which is efficient
+# on GPUs.
 RANK_STEP, MIN_STEPPED_RANK = 8, 16
 
 
 def check_cache_bytes(kv_cache_bytes: Any, fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the cache budget in bytes per source token and per generated token.
+    """Check the cache budget, and return it in bytes per source token and per generated token.
 
     Args:
         kv_cache_bytes: The value passed by the user.
         fields: The other conversion fields.
 
     Raises:
-        ValueError: if the value is not two positive integers, or if a field also sets a rank or the key/value heads.
+        ValueError: if the value does not consist of two positive integers, or if a field also sets a rank or the
+            number of key/value heads.
     """
     sizes = tuple(kv_cache_bytes) if isinstance(kv_cache_bytes, Sequence) else ()
     if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
@@ -124,16 +128,17 @@ def choose_ranks_for_budget(
     entries: Mapping[str, TensorEntry],
     losses: Callable[[list[AttentionModule]], list[torch.Tensor]],
 ) -> dict[str, Any]:
-    """Return the configuration fields with the latent ranks whose cache fits into the budget.
+    """Choose the latent ranks whose cache fits into the budget, and return them as configuration fields.
 
     Args:
         probe: A plan that compresses all attention modules to latents (`PROBE_FIELDS`).
         kv_cache_bytes: Bytes per source token and per generated token, in the stored dtype.
         entries: The tensors of the original model.
-        losses: Function that returns the energy lost at each rank (`energy_lost_by_rank`) for the given modules.
+        losses: Function that returns the share of energy lost at each rank (`energy_lost_by_rank`) for each of the
+            given modules.
 
     Raises:
-        ValueError: if the budget is below one value per latent and token, or not below the current cache size.
+        ValueError: if the budget is less than one value per latent and token, or is not below the current cache size.
     """
     config, width = probe.source_config, probe.source_config.hidden_size
     sizes, numbers = [], {}
@@ -163,7 +168,7 @@ def choose_ranks_for_budget(
     if generated * itemsize < old_sizes["decoder"]:
         max_ranks = [min(numbers[module.name], width) for module in layers]
         ranks = allocate_ranks(losses(layers), generated, max_ranks)
-        # A layer whose cache need not shrink keeps its latent, or its keys and values.
+        # A layer whose cache does not have to shrink keeps its latent, or its keys and values.
         old = [(numbers[module.name], module.site.get_heads(config, module.name).rank) for module in layers]
         new_ranks = [old_rank if rank == count else rank for rank, (count, old_rank) in zip(ranks, old, strict=True)]
         fields["per_layer_values"] = {"kv_lora_rank": new_ranks}
@@ -177,7 +182,7 @@ def choose_ranks_for_budget(
 
 
 def allocate_ranks(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence[int]) -> list[int]:
-    """Return a rank for each layer such that all layers together lose the least energy.
+    """Choose a rank for each layer such that all layers together lose the least energy.
 
     Args:
         lost: For each layer, the share of energy lost at each rank, starting at rank 0. It must be convex.
@@ -188,7 +193,7 @@ def allocate_ranks(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence
     ranks = [min(step, max_rank) for max_rank in max_ranks]
 
     def gain(layer: int) -> float:
-        """Return the loss avoided per additional value by one more step, or -1 if no further step is possible."""
+        """Return how much energy per value a larger rank would preserve, or -1 if the rank cannot be increased."""
         rank = ranks[layer]
         more = min(rank + step, max_ranks[layer])
         if more == rank or sum(ranks) + more - rank > total:
@@ -202,18 +207,18 @@ def allocate_ranks(lost: Sequence[torch.Tensor], total: int, max_ranks: Sequence
     return ranks
 
 
-# Number of texts, and of tokens per text, that are used. The attention weights of all layers must fit into memory. A
-# hundred lines are enough to find the two layers in MiniLM. The length does not depend on the `max_length` of the
-# calibration because heads that copy from one part of a text to another are only visible if both parts are read.
+# Maximum number of texts, and of tokens per text, that are used to find token-matching layers. The attention weights
+# of all layers must fit into memory. A hundred lines are enough to find the two layers in MiniLM. The length does not
+# depend on `max_length` because token-matching heads can only be found if both occurrences of a word are read.
 MAX_TEXTS, MAX_TOKENS = 512, 128
-# Fields that change a layer, without their prefix: heads, latent and kernel.
+# Fields that change the heads, latent or kernel of a layer, without their prefix.
 LAYER_FIELDS = ("num_key_value_heads", "kv_lora_rank", "attention_kernel")
 
 
 def check_matching_layers(
     plan: ConversionPlan, fields: Mapping[str, Any], count: Any, calibration: Calibration | None
 ) -> None:
-    """Check that the given number of token-matching layers can stay unchanged. This check does not read any text.
+    """Check that the given number of token-matching layers can stay unchanged, without reading any text.
 
     Args:
         plan: A plan that converts all layers.
@@ -222,8 +227,8 @@ def check_matching_layers(
         calibration: The calibration settings with the text that is used to find these layers.
 
     Raises:
-        ValueError: if no layer would be left to convert, if there is no text or no encoder, if the encoder layers
-            share weights, or if another argument changes all layers or selects layers.
+        ValueError: if there is no layer left to convert, if there is no text or no encoder, if the encoder layers
+            share weights, or if other arguments do not change the encoder layers or also select layers.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"`keep_matching_layers` must be an integer of at least 1, got {count!r}.")
@@ -269,7 +274,7 @@ def check_matching_layers(
 def compute_matching_shares(
     plan: ConversionPlan, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration
 ) -> list[float]:
-    """Return the share s of each encoder layer (see the module docstring).
+    """Return the matching share s of each encoder layer (see the module docstring).
 
     In a decoder-only BERT model, only earlier tokens u < t are counted.
 
@@ -281,7 +286,7 @@ def compute_matching_shares(
             each.
 
     Raises:
-        ValueError: if no example contains a word twice, or the tokenizer does not belong to the model.
+        ValueError: if no example contains a word twice, or if the tokenizer does not belong to the model.
     """
     from .calibration.batches import pad_rows, tokenize_texts
 
@@ -321,7 +326,7 @@ def exclude_matching_layers(
 
     Args:
         plan, fields, count: See `check_matching_layers`.
-        shares: The share of each layer from `compute_matching_shares`.
+        shares: The matching share of each layer (see `compute_matching_shares`).
     """
     unchanged = sorted(range(len(shares)), key=lambda layer: shares[layer])[-count:]
     by_layer = dict(fields.get("per_layer_values") or {})

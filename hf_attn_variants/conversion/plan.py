@@ -2,9 +2,9 @@
 
     config.json ──────────► source_config ──┐
         │                                   ├──► heads and ranks before and after ──┐
-        └─ with the fields ─► config ───────┘                                       │
+        └─ changed fields ──► config ───────┘                                       │
                                 │                                                   ▼
-                                └──► model on the meta device ──► one AttentionModule per attention
+                                └──► model on the meta device ──► AttentionModules
                                                                                     ▲
     names and shapes of the checkpoint's tensors ───────────────────────────────────┘
 
@@ -60,7 +60,7 @@ from .checkpoint.tensor_files import POSITION_FIELDS, TensorEntry
 
 # Fields that a conversion can change in addition to heads and latents.
 OTHER_CHANGES = (KIND, "attention_pattern", "attention_kernel", "per_layer_values")
-# Fields of the original model that make a conversion impossible.
+# Fields of the original model that must not be set, because the conversion does not support their features.
 UNCONVERTIBLE = {
     name: text for row in FIELDS for name in row.names if (text := FIELD_TEXTS[row.name].unconvertible) is not None
 }
@@ -77,7 +77,7 @@ class ConversionPlan:
         modules: All attention modules.
         method: The method that merges heads.
         seed: Random seed.
-        dtype: The dtype of floating-point tensors in the converted model. If None, it does not change.
+        dtype: The dtype of floating-point tensors in the converted model. If None, their dtypes do not change.
     """
 
     model_class: type[AttnVariantModelMixin]
@@ -101,7 +101,7 @@ class ConversionPlan:
 
     @property
     def heads(self) -> dict[str, tuple[Any, Any]]:
-        """The head counts and ranks of the two configurations, {field: (before, after)}.
+        """The head counts and ranks before and after the conversion, {field: (before, after)}.
 
         The value is a list if it differs between layers. Ranks are omitted if there are no latents.
         """
@@ -110,7 +110,7 @@ class ConversionPlan:
 
     @property
     def other_fields(self) -> dict[str, tuple[Any, Any]]:
-        """The other changed fields (kernels and patterns), {field: (before, after)}."""
+        """The other fields that change, such as kernels and patterns, {field: (before, after)}."""
         head_fields = {*_list_key_value_fields(self.config), *self.config.talking_heads_fields(), "per_layer_values"}
         pairs = self._values([name for name in self.config.variant_fields() if name not in head_fields])
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -134,7 +134,7 @@ class ConversionPlan:
         latents: Mapping[str, torch.Tensor],
         calibrated: AttentionTensors | None = None,
     ) -> AttentionTensors:
-        """Return a module's projections with new heads, latent and kernel.
+        """Convert a module's projections to the new heads, latent and kernel.
 
         Args:
             module: The attention module.
@@ -144,7 +144,7 @@ class ConversionPlan:
         """
         if module.change == "same":
             return tensors
-        # Methods treat an attention module with a latent as a module whose input is the latent.
+        # To a method, an attention module with a latent is a module without one whose key/value input is the latent.
         if calibrated is not None:
             new = calibrated
         else:
@@ -159,24 +159,24 @@ class ConversionPlan:
         if tensors.latent_weight is not None:
             new = new.with_input_projection(tensors.latent_weight)
             if module.heads.rank[1] is None:
-                # A wider dtype preserves precision that the product would lose in the dtype of the original tensors.
+                # If the new dtype is wider, the product is more precise than in the dtype of the original tensors.
                 new = new.fold_latent(self.dtype or tensors.key_weight.dtype)
         return new
 
     def with_new_heads(self, module: AttentionModule, tensors: AttentionTensors) -> AttentionTensors:
-        """Return projections with the new head counts, computed only from the weights."""
+        """Return projections with the new head counts, which are computed from the weights only."""
         if module.heads.relation == "pool":
             return self.method.pool(tensors, module.heads, self.layer(module))
         # Repeating heads is lossless, so all methods give the same result.
         return pool_key_value(tensors, module.heads, repeat_heads)
 
     def layer(self, module: AttentionModule, **context: Any) -> LayerContext:
-        """Return the `LayerContext` of a module. `context` contains further fields."""
+        """Return the `LayerContext` for a module, including the additional fields in `context`."""
         generator = make_seeded_generator(self.seed, module.name)
         return LayerContext(module.name, module.site.name, generator, get_initializer_std(self.config), **context)
 
     def new_projections(self, module: AttentionModule, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return a module's new talking-heads parameters, {name in the checkpoint: tensor}."""
+        """Initialize the talking-heads parameters that a module gets, {name in the checkpoint: tensor}."""
         generator = make_seeded_generator(self.seed, f"{module.name}:talking_heads")
         init = module.site.get_heads(self.config, module.name).talking_init
         return {name: tensor.to(dtype) for name, tensor in initialize_projections(module.projections, init, generator)}
@@ -191,7 +191,7 @@ def make_plan(
     dtype: torch.dtype | None = None,
     config_file: str | os.PathLike | None = None,
 ) -> ConversionPlan:
-    """Return the plan of a conversion after checking that it is possible.
+    """Plan a conversion after checking that it is possible.
 
     Args:
         config: The original model's config.json. If it has no `architectures`, the base model is converted.
@@ -199,15 +199,16 @@ def make_plan(
         method: The method that merges heads.
         fields: The configuration fields to change. Fields set to None do not change.
         seed: Random seed.
-        dtype: The dtype of floating-point tensors in the converted model. If None, it does not change.
-        config_file: Path of `config`, for error messages.
+        dtype: The dtype of floating-point tensors in the converted model. If None, their dtypes do not change.
+        config_file: Path of the file that contains `config`, for error messages.
 
     Raises:
-        ValueError: if the architecture is not supported, the configuration is invalid, head counts are impossible, or
-            attention tensors are missing, unexpected, or have other shapes than the configuration implies.
+        ValueError: if the architecture is not supported, if the configuration is invalid, if the head counts cannot be
+            converted, or if attention tensors are missing, are unexpected, or do not have the shapes that the
+            configuration implies.
     """
     changes = {name: value for name, value in fields.items() if value is not None and value != {}}
-    # `extend_positions` has already changed the positions in the configuration and the tensors.
+    # `extend_positions` has already changed the number of positions in the configuration and the tensors.
     has_other_changes = any([changes.pop(name, None) is not None for name in POSITION_FIELDS]) or dtype is not None
     config_class = variant_config_class(config.get("model_type", ""))
     changes = drop_default_value_head_dim(config_class, config, changes)
@@ -239,7 +240,7 @@ def make_plan(
 
 
 def explain_not_fittable(config: Any) -> str | None:
-    """Return why a model with this configuration cannot be used for calibration, or None if it can."""
+    """Return the reason why a model with this configuration cannot be calibrated, or None if it can."""
     if has_talking_heads(config):
         names = [name for name in config.talking_heads_fields() if name.endswith(KIND)]
         kind = next(value for name in names if (value := getattr(config, name)) not in (None, NONE))
@@ -259,7 +260,7 @@ def explain_not_fittable(config: Any) -> str | None:
 
 
 def explain_not_calibrated(plan: ConversionPlan) -> str | None:
-    """Return why calibration is not possible for a plan, or None if it is possible."""
+    """Return the reason why calibration is not possible for a plan, or None if it is possible."""
     if (reason := explain_not_fittable(plan.source_config)) is not None:
         return reason
     is_encoder_decoder = getattr(plan.config, "is_encoder_decoder", False)
@@ -275,7 +276,10 @@ def make_seeded_generator(seed: int, name: str) -> torch.Generator:
 
 
 def get_initializer_std(config: Any) -> float:
-    """Return the standard deviation of new key and value projections, from a field (BERT, BART) or a formula (T5)."""
+    """Return the standard deviation with which new key and value projections are initialized.
+
+    BERT and BART define it in a configuration field, and T5 computes it from two fields.
+    """
     for name in ("initializer_range", "init_std"):
         if hasattr(config, name):
             return getattr(config, name)
@@ -288,7 +292,7 @@ def _get_values_by_layer(config: Any, name: str) -> Any:
 
 
 def _list_key_value_fields(config_class: type[AttnVariantConfigMixin]) -> list[str]:
-    """Return the names of the fields for key/value heads and latent ranks."""
+    """Return the names of the fields that set key/value heads and latent ranks."""
     return [*config_class.kv_heads_fields(), *config_class.rank_fields()]
 
 
@@ -298,7 +302,7 @@ def _check_fields(
     changes: Mapping[str, Any],
     has_other_changes: bool,
 ) -> None:
-    """Check that at least one field changes, and that the conversion supports all changes."""
+    """Check that the model changes, and that the conversion supports the original model and all changes."""
     kv_fields = config_class.kv_heads_fields()
     for name in changes:
         if name not in config_class.variant_fields():
@@ -345,12 +349,13 @@ def _make_new_config(
     """Return the configuration of the converted model.
 
     Args:
-        config_class: Class of the configuration.
+        config_class: The configuration class.
         source_config: The variant configuration of the original model.
         raw: The contents of the original config.json.
         changes: The fields to change.
     """
-    # Head counts and per-layer lists that are not set do not change, except head counts that differ between layers.
+    # Head counts and per-layer lists that are not in `changes` stay the same, except for head counts that get a
+    # per-layer list.
     new_lists = changes.get("per_layer_values")
     new_lists = new_lists if isinstance(new_lists, Mapping) else {}
     lists = source_config.per_layer_values or {}
@@ -380,7 +385,7 @@ def _check_all_fields_used(
     config: Any,
     modules: list[AttentionModule],
 ) -> None:
-    """Check that each changed field has an effect, because otherwise the conversion would not change the model."""
+    """Check that each changed field has an effect on the model."""
     used = {field for module in modules for field in (module.site.kv_heads_field, module.site.rank_field)}
     for fields in (config_class.kv_heads_fields(), config_class.rank_fields()):
         if unused := [field for field in fields if field in changes and field not in used]:
@@ -397,14 +402,15 @@ def _check_all_fields_used(
 
 
 def check_talking_heads_unchanged(source: Any, new: Any, changes: Mapping[str, Any]) -> None:
-    """Check that existing talking heads do not change, and that new ones do not change any other tensor.
+    """Check that existing talking heads stay unchanged, and that new ones do not require changes to other tensors.
 
     Args:
-        source, new: The configurations before and after.
+        source, new: The configurations before and after the conversion.
         changes: The fields to change.
 
     Raises:
-        ValueError: if existing talking heads, the number of value heads, or the softmax heads of a T5 model change.
+        ValueError: if existing talking heads, the number of value heads, or the number of softmax heads in a T5 model
+            would change.
     """
     new_lists = changes.get("per_layer_values") or {}
     talking_changes = [name for name in source.talking_heads_fields() if name in {*changes, *new_lists}]
@@ -451,7 +457,7 @@ def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any
         prefixes: Field prefixes of the model's attention modules.
 
     Raises:
-        ValueError: if the model has no attention modules for a field, or `talking_heads` is missing.
+        ValueError: if a field does not apply to any attention module, or if `talking_heads` is not set.
     """
     for field in (field for field in config.talking_heads_fields() if field in changes):
         prefix, _ = get_field_row(field)
@@ -460,7 +466,7 @@ def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any
         if field.endswith(KIND):
             if not has_talking_heads(config):
                 raise ValueError(
-                    f"`{field}` must name the talking-heads projections to add, got {changes[field]!r}. Choose one."
+                    f"`{field}` must select projections to add, got {changes[field]!r}. Use another value."
                 )
         elif not has_talking_heads(config, prefix or None):
             raise ValueError(f"`{field}` has no effect without `{prefix}talking_heads`. Set both.")
@@ -469,7 +475,9 @@ def check_talking_fields_used(name: str, changes: Mapping[str, Any], config: Any
 def initialize_projections(
     shapes: Mapping[str, tuple[int, ...]], initialization: str, generator: torch.Generator
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield new talking-heads parameters, initialized as in `AttentionVariantMixin.init_projections`.
+    """Yield the names and values of new talking-heads parameters.
+
+    They are initialized as in `AttentionVariantMixin.init_projections`.
 
     Args:
         shapes: The shape of each parameter, by its name in the checkpoint.

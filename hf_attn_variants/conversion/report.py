@@ -1,37 +1,38 @@
-"""The conversion report (`conversion_report.json`) and the quality of the converted model.
+"""Reports the result of a conversion (`conversion_report.json`), including the quality of the converted model.
 
-**Weight errors.** The relative Frobenius errors of the two weight products in an attention module, over all heads i:
+**Weight errors.** These are the relative Frobenius errors of two weight products, over all heads i in a module:
 
-    logits:  sqrt( sum_i |B_i - B'_i|^2 / sum_i |B_i|^2 ),  B_i = W_q,i^T W_k,i   (with biases: [W | b] instead of W)
-    values:  sqrt( sum_i |P_i - P'_i|^2 / sum_i |P_i|^2 ),  P_i = W_o,i W_v,i     (with the bias of the values)
+    logits:  sqrt( sum_i |B_i - B'_i|^2 / sum_i |B_i|^2 ),  B_i = W_q,i^T W_k,i   ([W | b] instead of W for biases)
+    values:  sqrt( sum_i |P_i - P'_i|^2 / sum_i |P_i|^2 ),  P_i = W_o,i W_v,i     (including the bias of the values)
 
-W_k,i is the key head that query head i uses. These errors do not depend on data. After calibration, they can be large
-even if the model is good.
+W_k,i is the key head that query head i uses. These errors do not depend on data, and they can be large after
+calibration even if the model is good.
 
 **Output errors.** After calibration, the error in the output y of each attention module is more meaningful. It is
 computed in float32 on held-out text from the inputs that the module receives in the original model:
 
-    output:  sqrt( sum |y - y'|^2 / sum |y - mean y|^2 ) over the tokens
+    output:  sqrt( sum |y - y'|^2 / sum |y - mean y|^2 ), summed over all tokens
 
-0 means identical outputs. 1 means an output that is no better than the mean.
+If the error is 0, the outputs are identical. If it is 1, they are no better than the mean output.
 
 **Model quality.** The errors of individual attention modules can add up or cancel. The whole model is therefore run
-on held-out examples before and after the conversion. As in actual use, examples are neither truncated nor joined into
-passages. The measure depends on the task:
+on held-out examples before and after the conversion. As in actual use, the examples are not joined into passages, and
+they are only truncated at the model's maximum length. The measure depends on the task:
 
 - Models that generate text: the greedily generated tokens, compared by edit distance (Levenshtein, 1966).
 - Other language models: the loss on masked tokens, or on the next token.
-- Classification and question answering: the share of predictions that change. In tagging, a token is only counted if
-  one of the models does not predict the most frequent tag. The same applies to classification if one class accounts
-  for more than three quarters of the examples. In multi-label classification, a label is counted if one of the models
-  predicts it. A label that most examples have is counted if one of the models does not predict it.
+- Classification and question answering: the share of predictions that change. For taggers, a token is only counted if
+  at least one of the models predicts a tag other than the most frequent one. The same applies to classifiers if one
+  class accounts for more than three quarters of the predictions. In multi-label classification, a label is counted if
+  at least one of the models predicts it. If most examples have a label, it is counted if at least one of the models
+  does not predict it.
 - Scores (regression, reranking, multiple choice): the squared error as a share of the variance.
-- All other models: the cosine similarity of embeddings. An embedding is the mean of the last hidden states, from which
-  the mean over all examples is subtracted.
+- All other models: the cosine similarity of embeddings. An embedding is the mean of the last hidden states, minus the
+  mean embedding of all examples.
 
-Each measure is a ratio of sums over examples with a 95 % confidence interval (`ratio_confidence_interval`). The model
-is within tolerance if the whole interval is within tolerance, and outside tolerance if no part of it is. Otherwise the
-result is inconclusive.
+Each measure is a ratio of sums over examples with a 95 % confidence interval (`ratio_confidence_interval`). If the
+whole interval is within the tolerance, the verdict is "within tolerance". If no part of it is, the verdict is "outside
+tolerance". Otherwise, the verdict is "inconclusive".
 """
 
 import json
@@ -59,7 +60,7 @@ logger = logging.getLogger(__name__)
 # The tolerance of each measure.
 BOUNDS = {"tokens": 0.1, "loss": 0.3, "predictions": 0.1, "scores": 0.1, "embeddings": 0.8}
 
-# The measures that are shares of changed tokens or predictions.
+# The measures that are shares, either of changed tokens or of changed predictions.
 SHARES = ("tokens", "predictions")
 # The 97.5 % quantile of the standard normal distribution.
 Z = 1.959964
@@ -81,17 +82,17 @@ class Quality:
             (share of predictions that change), "scores" (mean squared error as a share of the variance) or
             "embeddings" (mean cosine similarity).
         value: The value of the measure. None if the outputs are not finite, or if `alike` is True.
-        bound: The tolerance, which is the maximum value, or the minimum value for embeddings.
+        bound: The tolerance, which is a maximum for most measures and a minimum for embeddings.
         examples: Number of held-out examples.
         losses: Losses of the original and converted models in nats per token, if measured.
         runaway: For models that generate text, the number of outputs with more than twice as many tokens as the
-            original output. Most of these are repetitive, which explains a large `value`.
+            original output. Most such outputs are repetitive, which can explain a large `value`.
         alike: Whether the original model gives the same output for all examples, which makes a comparison meaningless.
         unknown: Whether the original model's loss is higher than that of a random guess, which means that the model
             was not trained on this type of text.
-        interval: The 95 % confidence interval of the value. None if there is only one example, or if the report is
-            from version 0.1.
-        is_rare: Whether examples are excluded if both models make the most frequent prediction.
+        interval: The 95 % confidence interval of the value. None if there is only one example, or if the report was
+            written by version 0.1.
+        is_rare: Whether predictions are excluded if both models make the most frequent prediction.
     """
 
     measure: str
@@ -107,7 +108,7 @@ class Quality:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Quality | None":
-        """Create an instance from a report's values, or return None if they are from an incompatible version."""
+        """Create an instance from values in a report, or return None if an incompatible version wrote the report."""
         if values.get("measure") not in BOUNDS or not {"bound", "examples"} <= values.keys():
             return None
         options: dict[str, Any] = {
@@ -124,12 +125,12 @@ class Quality:
 
     @property
     def is_uninformative(self) -> bool:
-        """True if these examples cannot be used to compare the models."""
+        """True if the models cannot be compared on these examples."""
         return self.alike or self.unknown
 
     @property
     def verdict(self) -> str:
-        """The verdict: "within tolerance", "outside tolerance" or "inconclusive"."""
+        """The verdict, which is "within tolerance", "outside tolerance" or "inconclusive"."""
         if self.is_uninformative or (self.value is not None and self.interval is None and self.examples < 2):
             return "inconclusive"
         if self.value is None:
@@ -141,10 +142,12 @@ class Quality:
         return "inconclusive" if any(are_within) else "outside tolerance"
 
     def __str__(self) -> str:
-        """Return a clause that describes the quality, with its confidence interval."""
+        """Describe the quality and its confidence interval as part of a sentence."""
         if self.alike:
-            output = "generates nothing" if self.measure == "tokens" else f"gives all examples one {self.measure[:-1]}"
-            return f"the original model {output}, so that the models cannot be compared"
+            output = (
+                "generates nothing" if self.measure == "tokens" else f"gives all examples the same {self.measure[:-1]}"
+            )
+            return f"the original model {output}, so the models cannot be compared"
         if self.unknown:
             loss = "" if self.losses is None else f" of {self.losses[0]:.1f} nats per token"
             return f"the original model has a loss{loss} on these examples, which is more than that of a random guess"
@@ -182,17 +185,17 @@ def ratio_confidence_interval(
 ) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of sum(amounts) / sum(counts) over randomly sampled examples.
 
-    The variance is that of a ratio of sums over examples (Cochran, Sampling Techniques, 1977, section 6.4) because the
-    changes within an example are not independent. For shares, Wilson's interval (1927) is computed for the number of
-    independent units with the same variance. For all other ratios, Student's interval is used.
+    The variance is computed for a ratio of sums over examples (Cochran, Sampling Techniques, 1977, section 6.4)
+    because changes within the same example are not independent. For shares, Wilson's interval (1927) is used with the
+    number of independent units that would have the same variance. For all other ratios, Student's interval is used.
 
     Args:
-        amounts: The numerator of each example, [n].
-        counts: The denominator of each example, [n].
-        is_share: Whether the ratio is a share, that is, whether `amounts` are parts of `counts`.
+        amounts: The numerator for each example, [n].
+        counts: The denominator for each example, [n].
+        is_share: Whether the ratio is a share, which means that each amount is a part of its count.
 
     Returns:
-        The lower and upper ends, or None if fewer than two examples have a positive count.
+        The lower and upper ends of the interval, or None if fewer than two examples have a positive count.
     """
     examples, total = int((counts > 0).sum()), float(counts.sum())
     if examples < 2:
@@ -223,9 +226,9 @@ def check_within_tolerance(quality: Quality | None, strict: bool, report: Any = 
 
     Args:
         quality: Quality of the converted model, or None if it was not measured.
-        strict: Whether to raise an error instead of a warning.
-        report: The `ConversionReport` if the model is converted into a folder. It is written next to the folder before
-            the error is raised because the folder itself is not created.
+        strict: Whether to raise an error instead of logging a warning.
+        report: The `ConversionReport` if the converted model is written to a folder. The report is saved next to the
+            folder before the error is raised because the folder itself is not created.
 
     Raises:
         ModelNotKeptError: if `strict` is True and the conversion is not within tolerance.
@@ -255,7 +258,7 @@ class CalibrationResult(NamedTuple):
         attentions: The new projections of every fitted attention module, on the CPU, by module name.
         source_outputs: The original model's outputs on held-out examples (`calibration.source_outputs`). None if
             nothing was fitted, or if they were not requested.
-        batches: The model inputs, which can be reused to calibrate the same model on the same examples again.
+        batches: The model inputs, which can be reused to calibrate the same model again on the same examples.
         settings: The calibration settings for the report, or None if nothing was fitted.
     """
 
@@ -270,7 +273,7 @@ class CalibrationResult(NamedTuple):
 
 
 def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Return the number of insertions, deletions and replacements that turn `first` into `second`."""
+    """Return the minimum number of insertions, deletions and replacements that turn `first` into `second`."""
     row = list(range(len(second) + 1))
     for i, one in enumerate(first, 1):
         before, row[0] = row[0], i
@@ -279,7 +282,7 @@ def edit_distance(first: Sequence[Any], second: Sequence[Any]) -> int:
     return row[-1]
 
 
-# A weight [h*d, D] and its bias [h*d], or None if there is no bias.
+# A weight [h*d, D] and its bias [h*d]. The bias is None if the projection does not have one.
 WeightAndBias = tuple[torch.Tensor, torch.Tensor | None]
 # Maximum number of elements in the float64 copy of a block of heads.
 _COMPARED_ELEMENTS = 2**20
@@ -312,15 +315,15 @@ def attention_errors(
 def bilinear_squared_norms(
     left: torch.Tensor, right: torch.Tensor, new_left: torch.Tensor, new_right: torch.Tensor
 ) -> tuple[float, float]:
-    """Return |left^T right - new_left^T new_right|^2 and |left^T right|^2 (Frobenius norms).
+    """Return the squared Frobenius norms |left^T right - new_left^T new_right|^2 and |left^T right|^2.
 
     Neither product is computed explicitly. The difference is left^T (right - new_right) + (left - new_left)^T
     new_right, and |X^T Y|^2 = <X X^T, Y Y^T>. This only requires matrices of size 2d x 2d, and the result is exactly
-    zero if nothing changed.
+    zero if nothing has changed.
 
     Args:
-        left, new_left: [..., d, D_1].
-        right, new_right: [..., d, D_2].
+        left, new_left: The left factors before and after the change, [..., d, D_1].
+        right, new_right: The right factors before and after the change, [..., d, D_2].
 
     Returns:
         The two squared norms, each summed over the leading dimensions.
@@ -344,7 +347,10 @@ def _compute_relative_error(
     shared: tuple[int, int],
     head_dim: int,
 ) -> float | None:
-    """Return the relative error over all `heads`, each of which uses one of the `shared` heads (before, after)."""
+    """Return the relative error of the products, or None if it is not defined.
+
+    `shared` contains the number of heads in `right` and in `new_right`, which `heads` heads in `left` share.
+    """
     # Heads are processed in blocks because a float64 copy of all heads would need more memory than the layer.
     block = max(1, _COMPARED_ELEMENTS // (head_dim * max(left[0].shape[1], right[0].shape[1])))
     unchanged = all(new is old for new, old in zip(new_left, left, strict=True))
@@ -360,7 +366,7 @@ def _compute_relative_error(
 
 
 def _select_heads(projection: WeightAndBias, indices: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the given heads as float64 matrices [W | b] of shape [i, d, D + 1], or W if there is no bias."""
+    """Return the given heads as float64 matrices [W | b] [i, d, D + 1], or as W [i, d, D] if there is no bias."""
     weight, bias = projection
     heads = weight.unflatten(0, (-1, head_dim))[indices.to(weight.device)].double()  # [i, d, D]
     if bias is None:
@@ -377,14 +383,14 @@ class LayerReport:
     Args:
         module: Path of the module inside the base model.
         site: The type of attention.
-        change: "same", or one or two of "pool" and "expand" (heads), "compress" and "expand" (latent), and "kernel".
+        change: "same", or one or more of "pool" or "expand" (heads), "compress" or "expand" (latent), and "kernel".
         key_heads, value_heads: Numbers of heads (before, after).
         logits_relative_error, value_relative_error: Weight errors (see the module docstring). None if the original
             weight products are zero.
-        details: Values from the conversion method. With calibration: `output_relative_error`, the error in the
-            attention output on held-out text, and `output_relative_error_averaged`, the same error with averaged
-            heads. After fitting steps also `relative_error_closed_form`, `relative_error_fitted`, and `fit_kept`
-            (whether the fitted result was better). Errors that are not finite are None. For latents,
+        details: Values from the conversion method. After calibration, `output_relative_error` is the error in the
+            attention output on held-out text, and `output_relative_error_averaged` is the same error with averaged
+            heads. After fitting steps, there are also `relative_error_closed_form`, `relative_error_fitted`, and
+            `fit_kept` (whether the fitted result was better). Errors that are not finite are None. For latents,
             `latent_key_energy` and `latent_value_energy` are the preserved shares of energy.
         rank: Latent ranks (before, after). None if there is no latent.
     """
@@ -402,7 +408,7 @@ class LayerReport:
 
 @dataclass
 class ConversionReport:
-    """The report of a conversion. `save` writes it to a folder, and `summary` or `print` display it in a few lines.
+    """The report of a conversion. `save` writes it to a folder, and `summary` returns a few lines of text.
 
     Args:
         source: The folder or Hub id of the original model.
@@ -412,18 +418,18 @@ class ConversionReport:
         architecture: Class of the converted model.
         heads: Head counts and ranks, {field: [before, after]}. The values are lists if they differ between layers.
         other_fields: Kernels and patterns that changed, {field: [before, after]}.
-        talking_heads: The added talking-heads parameters, {name suffix: shape}. If the types of attention differ, the
-            type precedes the suffix.
+        talking_heads: The added talking-heads parameters, {name suffix: shape}. If they differ between types of
+            attention, the type precedes the suffix.
         layers: The report of each attention module.
         parameters: Number of elements in all stored floating-point tensors, {"before": ..., "after": ...}.
-        kv_cache_bytes_per_token: For decoders, {type: {"before": ..., "after": ...}} over all layers in the stored
-            dtype. "cross" is per source token. None if the model is an encoder, or has dynamic talking-heads
-            projections that do not allow a cache.
-        files_copied, files_left_out: Other files in the original folder.
+        kv_cache_bytes_per_token: For decoders, {type of attention: {"before": ..., "after": ...}} over all layers, in
+            the stored dtype. The values for "cross" are per source token. None if the model is an encoder, or has
+            dynamic talking-heads projections that do not allow a cache.
+        files_copied, files_left_out: Other files in the original folder that were or were not copied.
         versions: Package versions.
         calibration: The calibration settings (`Calibration.settings`), or None if calibration was not used.
-        matching_shares: For `keep_matching_layers`, one value per layer: the largest share of attention that a head
-            gives to other occurrences of the same word. None if the option was not used.
+        matching_shares: For `keep_matching_layers`, the largest share of attention that a head in each layer gives to
+            other occurrences of the same word. None if the option was not used.
         quality: Quality of the whole model on held-out examples. None if nothing was fitted.
         seconds: Duration of the conversion in seconds.
 
@@ -464,12 +470,12 @@ class ConversionReport:
 
     @property
     def mean_logits_relative_error(self) -> float | None:
-        """The mean logits error over the attention modules that changed."""
+        """The mean error of the logits over all attention modules that changed."""
         return self._mean("logits_relative_error")
 
     @property
     def mean_value_relative_error(self) -> float | None:
-        """The mean value error over the attention modules that changed."""
+        """The mean error of the value products over all attention modules that changed."""
         return self._mean("value_relative_error")
 
     @property
@@ -479,7 +485,7 @@ class ConversionReport:
 
     @property
     def mean_output_relative_error_averaged(self) -> float | None:
-        """The mean output error if heads were averaged, or None if it was not measured."""
+        """The mean output error with averaged heads, or None if it was not measured."""
         return self._mean_detail("output_relative_error_averaged")
 
     def __str__(self) -> str:
@@ -531,8 +537,7 @@ class ConversionReport:
         for site, cache in (self.kv_cache_bytes_per_token or {}).items():
             lines.append(f"  {f'cache per token ({site})':<27} {cache['before']:,} -> {cache['after']:,} bytes")
         if attention_errors or self.quality is None:
-            # With a new attention pattern, the outputs change even if the weights do not, so weight errors are
-            # meaningless.
+            # A new attention pattern changes the outputs but not the weights, so weight errors would be misleading.
             is_changed = any(layer.change != "same" for layer in self.layers)
             weights = [
                 f"  {'relative error of logits':<27} {_format_error(self.mean_logits_relative_error)}",
@@ -551,7 +556,7 @@ class ConversionReport:
         return "\n".join(lines)
 
     def _describe_output_errors(self) -> list[str]:
-        """Return the summary lines about output errors on held-out text, or an empty list if not measured."""
+        """Return summary lines about output errors on held-out text, or an empty list if they were not measured."""
         if self.mean_output_relative_error is None:
             return []
         averaged = self.mean_output_relative_error_averaged
@@ -569,11 +574,11 @@ class ConversionReport:
         return lines
 
     def _mean_detail(self, name: str) -> float | None:
-        """Return the mean of an entry in `details` over the layers that have it."""
+        """Return the mean of an entry in `details` over all modules that have this entry."""
         return _mean_ignoring_none(layer.details.get(name) for layer in self.layers)
 
     def _mean(self, name: str) -> float | None:
-        """Return the mean of an error over the layers that changed, or over all layers if none changed."""
+        """Return the mean of an error over the modules that changed, or over all modules if none changed."""
         changed = [layer for layer in self.layers if layer.change != "same"]
         return _mean_ignoring_none(getattr(layer, name) for layer in changed or self.layers)
 
@@ -591,7 +596,7 @@ def build_layer_report(
         plan: The conversion plan.
         module: The attention module.
         before, after: The module's projections before and after the conversion.
-        stored: {name: tensor} for all tensors that are written. Their dtype can differ from that of `after`.
+        stored: {name: tensor} for all tensors that are written. Their dtypes can differ from those in `after`.
     """
     errors: tuple[float | None, float | None] = (0.0, 0.0)
     if module.change != "same" or plan.dtype is not None:
@@ -619,7 +624,7 @@ def build_conversion_report(
         plan: The conversion plan.
         layers: The report for each attention module.
         before, after: All tensors in the original and converted checkpoints.
-        fields: The other fields of `ConversionReport`.
+        fields: The remaining fields of `ConversionReport`.
     """
     return ConversionReport(
         method=plan.method.name,
@@ -640,8 +645,8 @@ def build_conversion_report(
 def _describe_new_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the new talking-heads parameters, with the shortest possible keys.
 
-    If all modules get the same parameters, the keys are the name suffixes. If only modules of the same attention type
-    get the same parameters, the type precedes the suffix. Otherwise, the keys are the names in the checkpoint.
+    If all modules get the same parameters, the keys are name suffixes. If all modules of each attention type get the
+    same parameters, the type precedes the suffix. Otherwise, the keys are the names in the checkpoint.
     """
     shapes_by_site: dict[str, set[str]] = {}
     for module in plan.modules:
@@ -659,7 +664,7 @@ def _describe_new_projections(plan: ConversionPlan) -> dict[str, tuple[int, ...]
 def _compute_cache_bytes(
     plan: ConversionPlan, before: dict[str, TensorEntry], after: dict[str, TensorEntry]
 ) -> dict[str, dict[str, int]] | None:
-    """Return the cache size per token before and after, by type of attention, or None if there is no cache."""
+    """Return the cache size per token before and after for each type of attention, or None without a cache."""
     caches = []
     for config, entries in ((plan.source_config, before), (plan.config, after)):
         sizes = []
@@ -694,17 +699,17 @@ def _mean_ignoring_none(errors: Iterable[float | None]) -> float | None:
 
 
 def _format_value(value: Any) -> str:
-    """Return a field value as text."""
+    """Format a field value as text."""
     if isinstance(value, list):
         return f"[{', '.join(map(_format_value, value))}]"
     return "none" if value is None else str(value)
 
 
 def _shorten_list(names: list[str]) -> str:
-    """Return the first three names as comma-separated text."""
+    """Join the first three names with commas, followed by an ellipsis if there are more."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def _format_error(error: float | None) -> str:
-    """Return an error as a percentage."""
+    """Format an error as a percentage."""
     return "not defined" if error is None else f"{error:.1%}"

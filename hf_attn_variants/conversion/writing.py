@@ -54,13 +54,16 @@ def compute_converted_tensors(
 
 
 def plan_tensor_entries(plan: ConversionPlan, reader: CheckpointReader) -> dict[str, TensorEntry]:
-    """Return the file, new dtype and new shape of every tensor. The file names do not change."""
+    """Return the file, dtype and shape of every tensor after the conversion.
+
+    Each tensor stays in the file that replaces its original file.
+    """
     new_dtype = dtype_name(plan.dtype) if plan.dtype is not None else None
     shapes = {module.new_tensors[part]: shape for module in plan.modules for part, shape in module.shapes.items()}
     entries = {}
     for name, entry in reader.entries.items():
         if name in plan.converted_names and name not in shapes:
-            continue  # the converted model no longer has this latent
+            continue  # a latent that the converted model no longer has
         dtype = new_dtype if new_dtype and entry.is_floating else entry.dtype
         entries[name] = TensorEntry(_safetensors_name(entry.file), dtype, shapes.get(name, entry.shape))
     for module in plan.modules:
@@ -80,7 +83,7 @@ def write_weights(
     stage: Path,
     size: int,
 ) -> list[LayerReport]:
-    """Write all tensors, and an index if the original checkpoint has one.
+    """Convert and write all tensors, and an index if the original checkpoint has one.
 
     Args:
         plan, reader, calibrated: See `compute_converted_tensors`.
@@ -123,7 +126,7 @@ def write_weights(
 def _convert_modules(
     plan: ConversionPlan, reader: TensorSource, calibrated: Mapping[str, AttentionTensors]
 ) -> Iterator[tuple[AttentionModule, AttentionTensors, AttentionTensors, dict[str, torch.Tensor]]]:
-    """Yield each module with its projections before and after, and its new tensors by name in the stored dtype."""
+    """Yield each module, its projections before and after, and the tensors to store, {name: tensor}."""
     latents = {} if calibrated else _compute_shared_latents(plan, reader)
     for module in plan.modules:
         before = module.read_tensors(reader.read)
@@ -138,9 +141,9 @@ def _convert_modules(
 
 
 def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[str, torch.Tensor]:
-    """Return the new latents that several modules share, {name: latent}, computed only from the weights.
+    """Compute the new latents that several modules share, {name: latent}, only from the weights.
 
-    Modules are read one at a time, and their quadratic forms are added up.
+    Modules are read one at a time, and their quadratic forms are summed.
     """
     grams: dict[str, torch.Tensor] = {}
     ranks = {}
@@ -148,7 +151,7 @@ def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[
         if (name := module.new_latent) is not None:
             tensors = replace(module.read_tensors(reader.read), latent_weight=None)
             forms = weight_forms(plan.with_new_heads(module, tensors), module.heads)
-            # Without text, the metrics of all forms are the identity, so the forms can be added.
+            # Without text, the metric of each form is the identity matrix, so the Gram matrices can be added.
             grams[name] = grams.get(name, 0.0) + forms.key.gram + forms.value.gram
             ranks[name] = module.heads.new_rank
     forms_by_name = {name: QuadraticErrorForm(gram, torch.eye(*gram.shape).to(gram)) for name, gram in grams.items()}
@@ -158,7 +161,7 @@ def _compute_shared_latents(plan: ConversionPlan, reader: TensorSource) -> dict[
 @contextmanager
 def _single_thread() -> Iterator[None]:
     """Make PyTorch use a single thread within this context."""
-    # For such small matrices, synchronization takes longer than the computation, by a factor of ten on busy machines.
+    # For such small matrices, synchronizing threads takes longer than the computation (ten times on busy machines).
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -178,7 +181,7 @@ def _cast_chunks(
 
 
 def _safetensors_name(file: str) -> str:
-    """Return the name of the safetensors file that replaces a weights file."""
+    """Return the name of the safetensors file that replaces a weight file."""
     if file.endswith(".safetensors"):
         return file
     return Path(file).with_suffix(".safetensors").name.replace("pytorch_model", "model", 1)
@@ -193,8 +196,8 @@ class CheckpointFolder:
         reader: The tensors of the original model.
         source: Folder of the original model.
         config: The contents of the original config.json.
-        output: Folder to write.
-        copied, left_out: The other files in the original folder that are copied, and those that are not.
+        output: The folder to create.
+        copied, left_out: The files in the original folder that are copied, and those that are not.
         entries: The file, dtype and shape of every tensor.
     """
 
@@ -214,10 +217,10 @@ class CheckpointFolder:
 
     @contextmanager
     def write(self, calibrated: Mapping[str, AttentionTensors]) -> Iterator[tuple[Path, list[LayerReport]]]:
-        """Write weights, tokenizer, generation settings and other files to a temporary folder, and yield it.
+        """Write the weights, tokenizer, generation settings and other files to a temporary folder, and yield it.
 
-        The caller adds at least config.json to the temporary folder. When the context exits, the temporary folder is
-        renamed to the output folder.
+        The caller must add at least config.json to the temporary folder. When the context exits, the temporary folder
+        is renamed to the output folder.
 
         Args:
             calibrated: The projections computed by `calibrate`, by module name.
@@ -255,7 +258,7 @@ def plan_folder(
         should_copy: Function that returns whether to copy the file with a given relative path.
 
     Raises:
-        OSError: if there is not enough disk space, or a file to copy is a broken link.
+        OSError: if there is not enough disk space, or if a file to copy is a broken link.
     """
     available, left_out = list_side_files(source, reader.files, allow_pickle)
     copied = [name for name in available if should_copy(name)]
@@ -268,12 +271,12 @@ def plan_folder(
 
 
 def read_generation_config(plan: ConversionPlan, folder: Path) -> GenerationConfig | None:
-    """Return the original model's generation settings, or None if they are the defaults of the new class."""
+    """Return the original model's generation settings, or None if the converted model has the same defaults."""
     if not plan.model_class.can_generate():
         return None
     if (folder / GENERATION_CONFIG_NAME).is_file():
         return GenerationConfig.from_pretrained(folder)
-    # Old checkpoints store settings such as the number of beams in config.json, where this package does not read them.
+    # Old checkpoints store settings such as the number of beams in config.json, but this package does not read them.
     generation = GenerationConfig.from_pretrained(folder, config_file_name=CONFIG_NAME, _from_model_config=True)
     defaults = GenerationConfig.from_model_config(plan.config).to_dict()
     changes = generation.to_diff_dict()
@@ -285,11 +288,11 @@ def write_class_names(stage: Path, source: Mapping[str, Any]) -> None:
 
     Args:
         stage: The folder with these files.
-        source: The original config.json, which can contain the names instead of these files.
+        source: The contents of the original config.json, which can contain these names instead.
     """
-    # Auto classes select these classes based on the Transformers `model_type`, or on an entry in config.json for old
-    # tokenizers. The new config.json has neither (see the configuration's `save_pretrained`). Without the names,
-    # AutoProcessor would only return the tokenizer of a Whisper model.
+    # Auto classes select these classes based on the Transformers `model_type` or, for old tokenizers, on an entry in
+    # config.json. The new config.json contains neither (see the configuration's `save_pretrained`). Without the class
+    # names, AutoProcessor would only return the tokenizer of a Whisper model.
     model_type = source["model_type"]
     tokenizer = {"tokenizer_class": source.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model_type)}
     extractor = {
@@ -303,7 +306,7 @@ def write_class_names(stage: Path, source: Mapping[str, Any]) -> None:
 
 
 def _add_missing_keys(path: Path, names: Mapping[str, str | None]) -> None:
-    """Add the names that are not None and not yet present to a JSON file."""
+    """Add the names that are not None to a JSON file, unless it already contains their keys."""
     settings = read_json(path) or {}
     missing = {key: name for key, name in names.items() if name is not None and settings.get(key) is None}
     if missing:

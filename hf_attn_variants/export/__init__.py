@@ -1,1 +1,1 @@
-"""Export of checkpoints to formats that do not need this package: plain Transformers, ONNX and CTranslate2."""
+"""Exports checkpoints to formats that do not require this package: plain Transformers, ONNX and CTranslate2."""

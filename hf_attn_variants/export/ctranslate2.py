@@ -1,4 +1,4 @@
-"""Exports checkpoints to CTranslate2, an inference engine without PyTorch, Transformers or this package."""
+"""Exports checkpoints to CTranslate2, an inference engine that does not require PyTorch or this package."""
 
 import importlib.util
 import os
@@ -39,7 +39,7 @@ from .ctranslate2_check import (
 from .plain import is_independent_of_code, source_model, upstream_class_name
 
 FLOAT32 = "float32"
-# The number of bytes per weight for each quantization type. All other types use eight bits, that is, one byte.
+# The number of bytes per weight for each quantization type. All other types use one byte.
 BYTES_PER_WEIGHT = {FLOAT32: 4, "float16": 2, "bfloat16": 2, "int16": 2}
 
 
@@ -50,7 +50,7 @@ class CTranslate2Export:
     Args:
         output_dir: The output folder.
         architecture: The name of the Transformers class of the model.
-        quantization: The quantization of the weights, named as in CTranslate2.
+        quantization: The quantization type of the weights (CTranslate2's name).
         heads: {key/value head field: (query heads, key/value heads)}. The latter is a list if layers differ.
         agreement: The comparison between the outputs of CTranslate2 and the model for random inputs.
         usage: Python code that uses the exported model.
@@ -76,7 +76,7 @@ class CTranslate2Export:
         return "\n".join([*lines, "Use it as follows:", *(f"  {line}" for line in self.usage.splitlines())])
 
     def _describe_comparison(self) -> list[str]:
-        """Return lines that compare CTranslate2's greedy outputs with those of the model."""
+        """Return summary lines that compare the greedy outputs of CTranslate2 and the model."""
         agreement, label = self.agreement, f"  {'comparison':<27}"
         tokens = f"{agreement.same_tokens} of {agreement.tokens}"
         if self.quantization == FLOAT32:
@@ -98,18 +98,21 @@ def export_ctranslate2(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> CTranslate2Export:
-    """Export a checkpoint from this package or Transformers to CTranslate2, with its tokenizer files.
+    """Export a checkpoint from this package or Transformers to CTranslate2, including its tokenizer files.
 
-    CTranslate2's greedy outputs are compared with the model's outputs before the output folder is created.
+    The greedy outputs of CTranslate2 are compared with those of the model before the output folder is created.
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
         output_dir: A new or empty folder.
-        quantization: The type of the weights: "float32", "int8" or another type of CTranslate2.
+        quantization: The quantization type of the weights, such as "float32" or "int8".
         allow_pickle, revision, token: See `convert_checkpoint`.
 
+    Returns:
+        A description of the export, with Python code that uses the exported model.
+
     Raises:
-        ValueError: If CTranslate2 is missing or does not support the model, or its float32 outputs differ.
+        ValueError: If CTranslate2 is not installed or does not support the model, or its float32 outputs differ.
         OSError: If a file is missing or cannot be written.
 
     Example:
@@ -152,7 +155,7 @@ def export_ctranslate2(
 
 
 def _transformers_model_type(config: Mapping[str, Any]) -> str:
-    """Return the Transformers model type for a `config.json` of a variant or of a Transformers checkpoint."""
+    """Return the Transformers model type for the `config.json` of a variant or of a Transformers checkpoint."""
     _, model_config = source_model(config)
     model_type: str = config["model_type"]
     types = model_config.transformers_model_types
@@ -162,7 +165,7 @@ def _transformers_model_type(config: Mapping[str, Any]) -> str:
 def _plan_without_latents(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry], config_file: Path
 ) -> ConversionPlan:
-    """Return a plan for the conversion to float32 without latents that are narrower than the input."""
+    """Plan a conversion to float32 that removes all latents which are narrower than their input."""
     model_class, model_config = source_model(config)
     fields = {}
     for name in list_used_fields(model_class, model_config):
@@ -173,10 +176,10 @@ def _plan_without_latents(
 
 
 def _check_tokenizer(stage: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the copied files load the same tokenizer.
+    """Check that the tokenizer loaded from the copied files is the same as the original.
 
     Raises:
-        ValueError: If the loaded tokenizer is different.
+        ValueError: If it is different.
     """
     copy = load_tokenizer_of(stage, ": the copied tokenizer files are not sufficient.")
     if copy.get_vocab() != tokenizer.get_vocab():
@@ -187,7 +190,7 @@ def _check_tokenizer(stage: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _check_agreement(agreement: Agreement, tokens: Tokens, quantization: str) -> None:
-    """Raise `ValueError` if CTranslate2 with float32 weights generates different tokens than the model."""
+    """Raise a `ValueError` if CTranslate2 with float32 weights does not generate the same tokens as the model."""
     if quantization != FLOAT32 or agreement.first is None:
         return
     number, position, *pair = agreement.first
@@ -205,7 +208,7 @@ def _describe_export(
     quantization: str,
     agreement: Agreement,
 ) -> CTranslate2Export:
-    """Describe the export as a `CTranslate2Export`."""
+    """Collect the description of an export, including the code that uses it."""
     heads = {}
     for name in model.config.kv_heads_fields():
         counts = values_by_layer(model.config, name)
@@ -227,21 +230,21 @@ def _describe_export(
     )
 
 
-# The bias of tokens that are never generated. All dtypes can represent it, and its softmax is 0.
+# The bias of tokens that are never generated. All dtypes can represent this value, and its softmax is 0.
 FORBIDDEN_BIAS = -1e4
-# The number of leading padding rows in a position table, which do not exist in CTranslate2.
+# The number of leading rows in a table of position embeddings that do not exist in CTranslate2.
 PADDING_ROWS = {"bart": 2, "mbart": 2}
 TensorsByName = dict[str, torch.Tensor]
 
 
 def build_model_specification(model: AttnVariantModelMixin, tokens: Tokens, model_type: str) -> Any:
-    """Return a model's complete specification, including its vocabulary.
+    """Build the CTranslate2 specification of a model, including its weights and vocabulary.
 
     Args:
-        model: A float32 encoder-decoder that generates text, of one of the `SUPPORTED_MODEL_TYPES`. The specification
-            shares memory with its tensors, so quantization changes them.
-        tokens: The model's tokens.
-        model_type: The Transformers model type for `config.json`, which Transformers uses to find the tokenizer.
+        model: A float32 encoder-decoder that generates text, with one of the `SUPPORTED_MODEL_TYPES`. The
+            specification shares memory with the model's tensors, so quantization changes them.
+        tokens: The vocabulary and special tokens of the model.
+        model_type: The model type to store in `config.json`, with which Transformers finds the tokenizer.
     """
     config: Any = model.config
     architecture = config.transformers_model_types[0]
@@ -297,9 +300,9 @@ def _register_whisper_tokens(spec: Any, tokens: Tokens, config: Any, generation:
 
 
 def _concatenate_biases(linears: list[Any]) -> torch.Tensor | None:
-    """Concatenate the biases of linear layers, or return None if no layer has a bias.
+    """Concatenate the biases of linear layers, or return None if none of them has a bias.
 
-    Layers without a bias (Whisper's key projection) contribute zeros.
+    For layers without a bias (Whisper's key projection), zeros are inserted.
     """
     if all(linear.bias is None for linear in linears):
         return None
@@ -312,7 +315,7 @@ def _concatenate_biases(linears: list[Any]) -> torch.Tensor | None:
 
 
 def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
-    """Return the specification of a T5, mT5 or UMT5 model, without attention projections."""
+    """Build the specification of a T5, mT5 or UMT5 model without its attention projections."""
     from ctranslate2 import specs
 
     options: dict[str, Any] = {
@@ -344,7 +347,7 @@ def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any
             )
             if gate is not None:
                 layer.ffn.linear_0_noact.weight = tensors[f"{inner}.{gate}.weight"]
-            # In T5, all layers share the relative positions of the first layer. In UMT5, each layer has its own.
+            # All layers of T5 share the relative position bias of the first layer, but each layer of UMT5 has its own.
             positions_layer = number if architecture == "umt5" else 0
             positions = f"{name}.block.{positions_layer}.layer.0.SelfAttention.relative_attention_bias.weight"
             layer.self_attention.relative_attention_bias = tensors[positions]
@@ -355,11 +358,11 @@ def _make_t5_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any
 
 
 def _make_bart_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
-    """Return the specification of a BART, mBART, Marian, M2M100 or PEGASUS model, without attention projections."""
+    """Build the specification of a BART, mBART, Marian, M2M100 or PEGASUS model without its attention projections."""
     from ctranslate2 import specs
 
     options: dict[str, Any] = {
-        # Models with normalization before attention have a final norm.
+        # Models with a final norm normalize the input of each layer (pre-norm).
         "pre_norm": "model.encoder.layer_norm.weight" in tensors,
         "layernorm_embedding": "model.encoder.layernorm_embedding.weight" in tensors,
         "activation": getattr(specs.Activation, ACTIVATIONS[config.activation_function]),
@@ -386,12 +389,12 @@ def _make_bart_spec(config: Any, tensors: TensorsByName, architecture: str) -> A
 
 
 def _make_whisper_spec(config: Any, tensors: TensorsByName, architecture: str) -> Any:
-    """Return the specification of a Whisper model, without attention projections."""
+    """Build the specification of a Whisper model without its attention projections."""
     from ctranslate2 import specs
 
     encoder_heads, decoder_heads = config.encoder_attention_heads, config.decoder_attention_heads
     spec = specs.WhisperSpec(config.encoder_layers, encoder_heads, config.decoder_layers, decoder_heads)
-    # `WhisperSpec` does not support key/value heads, but the equivalent layers in the other specifications do.
+    # `WhisperSpec` does not support grouped heads, but the equivalent layers in the other specifications do.
     options: dict[str, Any] = {"activation": getattr(specs.Activation, ACTIVATIONS[config.activation_function])}
     spec.encoder.layer = specs.TransformerEncoderSpec(
         config.encoder_layers, encoder_heads, num_heads_kv=encoder_heads, **options
@@ -411,7 +414,7 @@ def _make_whisper_spec(config: Any, tensors: TensorsByName, architecture: str) -
 
 
 def _set_bart_layers(stack: Any, tensors: TensorsByName, name: str) -> None:
-    """Set the norms and feed-forward layers in the encoder or decoder with the given name."""
+    """Set the layer norms and feed-forward layers of the encoder or decoder with the given name."""
     for number, layer in enumerate(stack.layer):
         base = f"{name}.layers.{number}"
         _set_norm(layer.self_attention.layer_norm, tensors, f"{base}.self_attn_layer_norm")
@@ -430,6 +433,6 @@ def _set_norm(norm: Any, tensors: TensorsByName, name: str) -> None:
 
 
 def _set_embeddings(stack: Any, weight: torch.Tensor, scale: float | bool) -> None:
-    """Set the token embeddings and their factor. False means no factor."""
+    """Set the token embeddings and the factor by which they are multiplied (False for no factor)."""
     embeddings = stack.embeddings[0] if isinstance(stack.embeddings, list) else stack.embeddings
     embeddings.weight, stack.scale_embeddings = weight, scale

@@ -1,4 +1,4 @@
-"""Checks which models and tokens CTranslate2 supports, compares outputs, and generates example code for exports."""
+"""Checks that CTranslate2 supports a model, compares their outputs, and generates example code."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # The Transformers model types that `ctranslate2.build_model_specification` supports.
 SUPPORTED_MODEL_TYPES = ("t5", "umt5", "bart", "mbart", "marian", "m2m_100", "pegasus", "whisper")
-# {activation of Transformers: activation of CTranslate2}. Most names differ only in the case of the letters.
+# {name of an activation in Transformers: name in CTranslate2}. Most names differ only in capitalization.
 ACTIVATIONS = {
     **{name.lower(): name for name in ("GELU", "RELU", "Sigmoid", "SWISH", "Tanh")},
     "gelu_fast": "GELUTanh",
@@ -38,10 +38,10 @@ ACTIVATIONS = {
 
 
 def check_ctranslate2_support(model_class: type, config: Any) -> None:
-    """Check that CTranslate2 supports a model of this package, without reading its weights.
+    """Check that CTranslate2 supports a model from this package, without reading its weights.
 
-    Each layer may have any number of key/value heads, and latents are multiplied into the projections. Other variants
-    are not supported.
+    Layers can have any number of key/value heads, and latents are multiplied into the projections. Other variants are
+    not supported.
 
     Raises:
         ValueError: If the class, a field or an activation is not supported.
@@ -74,7 +74,7 @@ def check_ctranslate2_support(model_class: type, config: Any) -> None:
         )
 
 
-# Whisper's special tokens, and the distance between its timestamp tokens.
+# Whisper's special tokens, and the number of seconds between consecutive timestamp tokens.
 TRANSCRIPT, NO_TIMES = "<|startoftranscript|>", "<|notimestamps|>"
 TIMESTAMP_SECONDS = 0.02
 
@@ -84,8 +84,8 @@ class Tokens:
     """A model's vocabulary and special tokens.
 
     Args:
-        vocabulary: The text of each token id. All texts are different.
-        prompt: The ids that the decoder reads first: the start token and the forced first tokens.
+        vocabulary: The text of each token id. All texts are distinct.
+        prompt: The ids that the decoder reads first, which are the start token and forced tokens.
         end: The id of the end-of-sequence token.
         unknown: The text of the unknown token.
         never: The ids that are never generated.
@@ -100,7 +100,7 @@ class Tokens:
     never_first: list[int]
 
     def texts(self, ids: list[int]) -> list[str]:
-        """Return the texts of token ids."""
+        """Return the texts of the given token ids."""
         return [self.vocabulary[token] for token in ids]
 
 
@@ -113,8 +113,8 @@ def read_model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generatio
         generation: The generation config of the model.
 
     Raises:
-        ValueError: If there is no start token, there is not exactly one end-of-sequence token, or a Whisper model's
-            tokenizer does not contain the prompt tokens.
+        ValueError: If there is no start token, if there is not exactly one end-of-sequence token, or if the tokenizer
+            of a Whisper model does not contain the prompt tokens.
     """
     start, ends = (_get_setting(name, config, generation) for name in ("decoder_start_token_id", "eos_token_id"))
     ends = ends if isinstance(ends, list) else [ends]
@@ -139,7 +139,7 @@ def read_model_tokens(tokenizer: PreTrainedTokenizerBase, config: Any, generatio
             )
         prompt = [vocabulary.index(TRANSCRIPT), vocabulary.index(NO_TIMES)]
     else:
-        # `generate` also ignores the end-of-sequence token in the bad words.
+        # Like `generate`, this ignores the end-of-sequence token in `bad_words_ids`.
         single_words = {words[0] for words in generation.bad_words_ids or [] if len(words) == 1} - set(ends)
         never = sorted({*never, *single_words})
         if generation.forced_bos_token_id is not None:
@@ -155,7 +155,7 @@ def _get_setting(name: str, config: Any, generation: GenerationConfig) -> Any:
 
 
 def _build_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper: bool) -> list[str]:
-    """Return `size` different texts by token id. Ids that the tokenizer does not use get a placeholder text."""
+    """Return a distinct text for each of `size` token ids. Ids that the tokenizer does not use get a placeholder."""
     ids = sorted({*tokenizer.get_vocab().values()})
     if surplus := [token for token in ids if token >= size]:
         logger.warning(
@@ -183,8 +183,8 @@ def _build_vocabulary(tokenizer: PreTrainedTokenizerBase, size: int, is_whisper:
     return [texts[token] for token in range(size)]
 
 
-# Generation settings that need no `translate_batch` option because they are in the exported files or do not change the
-# output. CTranslate2 has its own rule for ending a beam search (docs/export.md).
+# Generation settings that do not need a `translate_batch` option because they are in the exported files or do not
+# change the output. CTranslate2 has its own rule for ending a beam search (docs/export.md).
 SETTINGS_WITHOUT_OPTION = {
     "_from_model_config",
     "bad_words_ids",
@@ -212,7 +212,7 @@ TRANSLATOR_OPTIONS = {
 }
 # Length settings that include the start token.
 LENGTHS_WITH_START = ("max_length", "min_length")
-# Generation settings that need no `Whisper.generate` option because they are in the prompt or the exported files.
+# Generation settings that do not need a `Whisper.generate` option because they are in the prompt or exported files.
 WHISPER_SETTINGS_WITHOUT_OPTION = {
     "alignment_heads",
     "begin_suppress_tokens",
@@ -295,16 +295,16 @@ print(processor.decode(result.sequences_ids[0]))"""
 
 
 def _make_whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[list[str], bool]:
-    """Return a Whisper model's prompt, and whether its language is set or the model only supports English.
+    """Return a Whisper model's prompt, and whether the language is known from the settings or the model.
 
-    If the language is not set, the prompt selects English, or the first language if English is not supported.
+    If the language is not known, the prompt selects English, or the first language if English is not supported.
     """
     languages = list(getattr(generation, "lang_to_id", None) or {})
     if not languages:
         return [TRANSCRIPT, NO_TIMES], True
     setting, task = (getattr(generation, name, None) for name in ("language", "task"))
     setting = str(setting or "").lower()
-    # `generate` only reads the older setting if neither of the newer ones is set.
+    # `generate` only reads `forced_decoder_ids` if neither `language` nor `task` is set.
     forced_ids = [] if setting or task else getattr(generation, "forced_decoder_ids", None) or []
     forced = [tokens.vocabulary[token] for _, token in forced_ids if token is not None]
     candidates = [setting, f"<|{TO_LANGUAGE_CODE.get(setting, setting)}|>", *forced]
@@ -316,7 +316,7 @@ def _make_whisper_prompt(tokens: Tokens, generation: GenerationConfig) -> tuple[
 
 
 def _make_translator_options(tokens: Tokens, generation: GenerationConfig) -> dict[str, Any]:
-    """Return the options of `Translator.translate_batch` for one text that correspond to a generation config."""
+    """Convert a generation config to options of `Translator.translate_batch` for one text."""
     options: dict[str, Any] = {"beam_size": 1} | _make_call_options(TRANSLATOR_OPTIONS, generation)
     if sequences := [words for words in generation.bad_words_ids or [] if len(words) > 1]:
         options["suppress_sequences"] = [tokens.texts(words) for words in sequences]
@@ -341,7 +341,7 @@ def _make_call_options(option_names: Mapping[str, str], generation: GenerationCo
 
 
 def unsupported_settings(generation: GenerationConfig, is_whisper: bool) -> dict[str, Any]:
-    """Return the generation settings that are neither in the exported files nor CTranslate2 call options."""
+    """Return the generation settings that are neither in the exported files nor options of a CTranslate2 call."""
     known = {*SETTINGS_WITHOUT_OPTION, *TRANSLATOR_OPTIONS}
     if is_whisper:
         known = {*SETTINGS_WITHOUT_OPTION, *WHISPER_SETTINGS_WITHOUT_OPTION, *WHISPER_OPTIONS}
@@ -349,9 +349,10 @@ def unsupported_settings(generation: GenerationConfig, is_whisper: bool) -> dict
     return {name: value for name, value in generation.to_diff_dict().items() if value and name not in known}
 
 
-# The number of tokens in each random text, the maximum number of generated tokens, and the number of noise windows.
+# The number of tokens in each random text, the maximum number of generated tokens, and the number of audio inputs.
 TEXT_LENGTHS, MAX_NEW_TOKENS, NUM_WINDOWS = (3, 17, 9, 6), 24, 2
-# Tokens whose logits differ by less than this are a tie, which may be decided by the order of summation.
+# If the logits of two tokens differ by less than this, the order of summation can decide which token is generated (a
+# tie).
 TIE = 1e-3
 
 
@@ -360,9 +361,9 @@ class GreedyOutput:
     """The greedy output of a model.
 
     Args:
-        tokens: The generated token ids for each input, up to the end-of-sequence token if there is one.
+        tokens: The generated token ids for each input, up to and including the end-of-sequence token.
         second: The second most likely token id at each position.
-        margins: The logit difference between the most likely and the second most likely token.
+        margins: The logit difference between the most likely and the second most likely token at each position.
     """
 
     tokens: list[list[int]]
@@ -372,13 +373,13 @@ class GreedyOutput:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The agreement between the greedy outputs of CTranslate2 and the model.
+    """Compares the greedy outputs of CTranslate2 and the model.
 
     Args:
         inputs: The number of inputs.
-        same: The number of inputs for which all tokens are identical, or the first difference is a tie.
-        tokens: The number of tokens that the model generates.
-        same_tokens: The number of these tokens before the first difference in each output.
+        same: The number of inputs for which all tokens are identical, or for which the first difference is a tie.
+        tokens: The number of tokens that the model generates for all inputs.
+        same_tokens: The number of these tokens that precede the first difference in each output.
         first: The first difference that is not a tie, as the input index, the position, the model's token id and
             CTranslate2's token id. None if there is no such difference.
     """
@@ -408,7 +409,7 @@ class Agreement:
 
 
 def make_random_inputs(model: AttnVariantModelMixin, tokenizer: PreTrainedTokenizerBase) -> dict[str, torch.Tensor]:
-    """Return a batch of reproducible random inputs: right-padded texts, or noise for a Whisper model."""
+    """Return a reproducible batch of random texts with padding on the right, or of noise for a Whisper model."""
     generator = torch.Generator().manual_seed(0)
     config: Any = model.config
     if model.main_input_name == "input_features":
@@ -435,7 +436,7 @@ def max_generated_tokens(model: AttnVariantModelMixin, tokens: Tokens) -> int:
 
 @torch.no_grad()
 def generate_greedily(model: AttnVariantModelMixin, inputs: dict[str, torch.Tensor], tokens: Tokens) -> GreedyOutput:
-    """Return a model's greedy output with at most `max_generated_tokens` tokens."""
+    """Decode greedily with a model, and return its output with at most `max_generated_tokens` tokens."""
     callable_model: Any = model
     states = callable_model.get_encoder()(**inputs)
     generated = read = torch.tensor([tokens.prompt] * len(states[0]))
@@ -463,19 +464,20 @@ def generate_greedily(model: AttnVariantModelMixin, inputs: dict[str, torch.Tens
 def generate_with_ctranslate2(
     folder: Path, inputs: dict[str, torch.Tensor], tokens: Tokens, max_tokens: int, quantization: str
 ) -> list[list[int]]:
-    """Return an exported model's greedy outputs on the CPU, including end-of-sequence tokens.
+    """Decode greedily with an exported model on the CPU.
 
-    Integer weights are used directly if the processor supports this. All other weights are computed in float32.
+    The computation uses integers if the weights are integers and the processor supports this. Otherwise, it uses
+    float32.
 
     Args:
         folder: The folder of the exported model.
         inputs: The result of `make_random_inputs`.
         tokens: The tokens of the model.
-        max_tokens: The largest number of tokens to generate.
-        quantization: The type of the weights.
+        max_tokens: The maximum number of tokens to generate.
+        quantization: The quantization type of the weights.
 
     Returns:
-        The token ids of each input.
+        The generated token ids for each input, including the end-of-sequence token.
     """
     import ctranslate2  # imported here because the other functions do not need it
 
@@ -505,7 +507,7 @@ def generate_with_ctranslate2(
 
 
 def _transcribe(whisper: Any, features: torch.Tensor, tokens: Tokens, max_tokens: int) -> list[list[int]]:
-    """Return a Whisper model's greedy outputs, including end-of-sequence tokens."""
+    """Decode greedily with an exported Whisper model (see `generate_with_ctranslate2`)."""
     import ctranslate2
 
     results = whisper.generate(

@@ -1,13 +1,19 @@
 """Exports checkpoints to ONNX graphs, which ONNX Runtime runs without PyTorch, Transformers or this package.
 
 An encoder is exported as one graph. An encoder-decoder is exported as three graphs: the encoder, the first decoder
+<<<<<<< HEAD
 call, which fills both caches, and a decoding step, which reads the caches and one token. A fourth graph, for
 transformers.js, contains both decoder graphs. File and input names follow Optimum.
+=======
+call, which fills both caches, and a decoding step, which reads the caches and one token. Files and inputs have the
+same names as in Optimum.
+>>>>>>> r3
 
-A cache consists of tensors per layer. The inputs `past_key_values.N.decoder.key` [b, k, n, d] and the outputs
-`present.N.decoder.key` contain the self-attention keys of layer N. Values are named `value` instead of `key`.
-Cross-attention, whose cache is only read in a step, is named `encoder` instead of `decoder`. With latents, `key`
-contains the latents [b, 1, n, r], and there is no `value`. Latents that all layers share are stored for layer 0.
+A cache consists of tensors for each layer. The inputs `past_key_values.N.decoder.key` [b, k, n, d] and the outputs
+`present.N.decoder.key` contain the self-attention keys of layer N. The names for values contain
+`value` instead of `key`. The names for cross-attention, whose cache is only read in a step, contain `encoder` instead
+of `decoder`. With latents, `key` contains the latents [b, 1, n, r], and there is no `value`. Latents that all layers
+share are stored for layer 0.
 """
 
 import importlib.util
@@ -62,7 +68,7 @@ FIRST_NAME, STEP_NAME, MERGED_NAME = "decoder_model", "decoder_with_past_model",
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of example inputs."""
+    """The sizes of the dimensions of example inputs."""
 
     batch: int = 2
     choices: int = 2
@@ -78,8 +84,8 @@ class Graph:
         name: The name of the file without extension.
         module: A module that computes a dictionary of outputs from a dictionary of inputs.
         inputs: A function that creates example inputs of the given sizes, {name: tensor}.
-        axes: The variable dimensions, {input: {dimension: name}}.
-        longest: The maximum sizes of dimensions, {name: size}. Other dimensions are not limited.
+        axes: The dimensions with variable sizes, {input: {index of the dimension: name}}.
+        longest: The maximum sizes of these dimensions, {name: size}. All others are not limited.
     """
 
     name: str
@@ -89,10 +95,15 @@ class Graph:
     longest: dict[str, int]
 
 
+<<<<<<< HEAD
 def build_model_graphs(
     model: AttnVariantModelMixin, pooling: str | None = None, normalize: bool = False
 ) -> list[Graph]:
     """Return the graphs for a model from this package.
+=======
+def build_model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
+    """Build the graphs for a model from this package.
+>>>>>>> r3
 
     Args:
         model: The model.
@@ -100,8 +111,8 @@ def build_model_graphs(
         normalize: Whether to scale embeddings to unit length.
 
     Raises:
-        ValueError: If the model is neither an encoder nor an encoder-decoder that generates text, or its decoder has
-            no key/value cache.
+        ValueError: If the model is neither an encoder nor an encoder-decoder that generates text, or if its decoder
+            has no key/value cache.
     """
     config, stacks = model.config, {site.get_stack_name(model.config) for site, _, _ in model.named_attentions()}
     longest = max_input_length(config)
@@ -171,14 +182,14 @@ class _SentenceEncoder(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """The decoder of an encoder-decoder: the first call without a cache, or a step with the tensors of a cache."""
+    """Runs the first call of a decoder without a cache, or a decoding step with the tensors of a cache."""
 
     def __init__(self, model: PreTrainedModel, is_step: bool):
         super().__init__()
         self.model, self.is_step = model, is_step
 
     def forward(self, inputs: TensorDict) -> TensorDict:
-        """Return the logits [b, n, vocabulary] and the cache tensors. A step only returns those for self-attention."""
+        """Return the logits [b, n, vocabulary] and the cache tensors (in a step, only those for self-attention)."""
         states: Any = inputs.get("encoder_hidden_states")
         cache = None
         if self.is_step:
@@ -199,11 +210,11 @@ class _Decoder(nn.Module):
 
 
 def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
-    """Return the graph for an encoder-only model."""
+    """Build the graph for an encoder-only model."""
     reads_audio = model.main_input_name == "input_features"
     has_choices = type(model).__name__.endswith("MultipleChoice")
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
-    # RoBERTa accepts token types, but has only one.
+    # RoBERTa accepts token type ids, but has only one token type.
     if "token_type_ids" in inspect.signature(model.forward).parameters and model.config.type_vocab_size > 1:
         names.append("token_type_ids")
     axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SEQUENCE}
@@ -219,7 +230,7 @@ def _build_encoder_graph(model: PreTrainedModel, limits: dict[str, int]) -> Grap
 
 
 def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -> Graph:
-    """Return the graph for the encoder of an encoder-decoder."""
+    """Build the graph for the encoder of an encoder-decoder."""
     reads_audio = model.main_input_name == "input_features"
     names = ["input_features"] if reads_audio else ["input_ids", "attention_mask"]
     axes = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
@@ -234,7 +245,7 @@ def _build_encoder_stack_graph(model: PreTrainedModel, limits: dict[str, int]) -
 
 
 def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> list[Graph]:
-    """Return the graphs for a decoder's first call and for a decoding step."""
+    """Build the graphs for the first call of a decoder and for a decoding step."""
     reads_audio = model.main_input_name == "input_features"
     first, step = _Decoder(model, False), _Decoder(model, True)
     source = {0: BATCH} if reads_audio else {0: BATCH, 1: SOURCE}
@@ -259,7 +270,7 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
     axes = mask | {"input_ids": {0: BATCH, 1: TARGET}, "encoder_hidden_states": source}
     self_axes, cross_axes = {0: BATCH, 2: PAST}, ({0: BATCH} if reads_audio else {0: BATCH, 2: SOURCE})
     names_by_layer = (_list_cache_names(model.config, part, "past_key_values") for part in ("decoder", "encoder"))
-    # The inputs are in the order of the outputs because Optimum passes cache inputs by position instead of by name.
+    # The inputs have the same order as the outputs because Optimum passes cache inputs by position instead of by name.
     cache_axes: dict[str, Any] = {}
     for self_names, cross_names in zip(*names_by_layer, strict=True):
         cache_axes |= dict.fromkeys(self_names, self_axes) | dict.fromkeys(cross_names, cross_axes)
@@ -270,7 +281,7 @@ def _build_decoder_graphs(model: PreTrainedModel, limits: dict[str, int]) -> lis
 
 
 def _list_cache_names(config: Any, part: str, prefix: str) -> list[list[str]]:
-    """Return the names of the cache tensors of each layer.
+    """Return the names of the cache tensors in each layer.
 
     Args:
         config: The configuration of the model.
@@ -332,11 +343,11 @@ FOLDER, OPENVINO_NAME = "onnx", "model_openvino_int8.onnx"
 # The number of tokens that are generated to compare graphs.
 MAX_COMPARED_TOKENS = 32
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-# Older releases cannot export some or all of these models (docs/compatibility.md).
+# Older torch versions cannot export some or all of these models (docs/compatibility.md).
 MIN_TORCH_VERSION = "2.10"
-# Opset 23 has an attention operator, and 18 is the oldest one that the exporter of torch supports.
+# Opset 18 is the oldest that torch can export, and opset 23 has an attention operator.
 OPSETS = (18, 20, 23)
-# The example sizes for the export and the comparison.
+# The sizes of example inputs for the export and for the comparison.
 EXPORT_SIZES, CHECK_SIZES = Sizes(), Sizes(batch=3, choices=3, source=9, target=5)
 # The largest difference relative to the largest output. Typical differences are about 1e-6.
 MAX_RELATIVE_DIFFERENCE = 1e-3
@@ -350,8 +361,12 @@ class OnnxExport:
         output_dir: The output folder.
         architecture: The name of the Transformers class of the model.
         opset: The opset of the graphs.
+<<<<<<< HEAD
         graphs: {file: (largest difference between the outputs of ONNX Runtime and torch, names of the inputs)}.
         int8_graphs: {file: agreement with the float32 graph}.
+=======
+        graphs: {file: (largest difference between the outputs of ONNX Runtime and PyTorch, names of the inputs)}.
+>>>>>>> r3
     """
 
     output_dir: str
@@ -385,11 +400,18 @@ def export_onnx(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> OnnxExport:
+<<<<<<< HEAD
     """Export a checkpoint from this package or Transformers to ONNX graphs with Optimum's names.
 
     The graphs are written to the subfolder `onnx`, where sentence-transformers, Optimum and transformers.js look for
     them. Before the output folder is created, each graph's outputs in ONNX Runtime are compared with the model's
     outputs, for inputs of different sizes than in the export.
+=======
+    """Export a checkpoint from this package or Transformers to float32 ONNX graphs with the same names as in Optimum.
+
+    Before the output folder is created, the outputs of each graph in ONNX Runtime are compared with the model's
+    outputs. The inputs for this comparison have different sizes than those for the export.
+>>>>>>> r3
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
@@ -404,6 +426,9 @@ def export_onnx(
         validation_file: A text file with texts on which the int8 graphs are compared with the float32 graphs. By
             default, these are the held-out texts of the calibration file, or else random tokens.
         allow_pickle, revision, token: See `convert_checkpoint`.
+
+    Returns:
+        A description of the export, with the largest output difference of each graph.
 
     Raises:
         ValueError: If a package is missing, torch is too old, the model or an option is not supported, or a graph is
@@ -433,9 +458,14 @@ def export_onnx(
         names, _ = list_side_files(folder, reader.files)
     copied = [name for name in names if is_independent_of_code(folder, name)]
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+<<<<<<< HEAD
     graphs = build_model_graphs(model, pooling, normalize)
     if len(graphs) == 1:
         # Opset 23 has one operator for the attention of an encoder, but not for a decoder with a cache.
+=======
+    graphs = build_model_graphs(model)
+    if len(graphs) == 1:  # opset 23 has an operator for attention in an encoder, but not for a decoder with a cache
+>>>>>>> r3
         model.set_attn_implementation("sdpa")
     elif calibration_file is not None:
         raise ValueError(
@@ -549,9 +579,9 @@ def _write_graph(graph: Graph, opset: int, path: Path) -> None:
 
 
 def _largest_difference(graph: Graph, path: Path) -> float:
-    """Return the largest difference between the outputs of ONNX Runtime and torch.
+    """Return the largest difference between the outputs of ONNX Runtime and PyTorch.
 
-    The inputs have different sizes than in the export.
+    The inputs have different sizes than those for the export.
 
     Raises:
         ValueError: If the difference is too large.
@@ -580,7 +610,7 @@ def _largest_difference(graph: Graph, path: Path) -> float:
 
 @contextmanager
 def _suppress_export_warnings() -> Iterator[None]:
-    """Suppress log messages and warnings from the exporter that users cannot act on."""
+    """Suppress log messages and warnings from torch's exporter, on which users cannot act."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""Exports variant checkpoints to plain Transformers checkpoints, which load without remote code.
+"""Exports variant checkpoints to plain Transformers checkpoints, which can be loaded without remote code.
 
 Grouped heads are repeated, and latent projections are multiplied into the key and value projections, so the outputs
-stay the same. Variants that Transformers classes cannot compute, such as talking heads, are not supported.
+do not change. Variants that Transformers classes cannot compute, such as talking heads, are not supported.
 """
 
 import logging
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMOTE_CODE_FILES = get_file_names()
-# The fields that are omitted from the Transformers configuration in addition to the variant fields.
+# Fields that are omitted from the Transformers configuration, in addition to the variant fields.
 OMITTED_FIELDS = ("auto_map", "model_type", "transformers_version")
 
 
@@ -51,18 +51,19 @@ def source_model(config: Mapping[str, Any]) -> "tuple[type[AttnVariantModelMixin
 
 
 def upstream_class_name(model_class: type) -> str:
-    """Return the name of the Transformers class that corresponds to a model class of this package."""
+    """Return the name of the Transformers class that corresponds to a model class in this package."""
     return model_class.__name__.removeprefix(PREFIX)
 
 
 def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
-    """Return a model's Transformers configuration, which has no variant fields.
+    """Convert a variant configuration to a Transformers configuration, which has no variant fields.
 
-    mT5 is given the T5 model type, and XLM-RoBERTa and CamemBERT the RoBERTa model type, because they share the code.
+    mT5 gets the T5 model type because both share the same code. For the same reason, XLM-RoBERTa and CamemBERT get the
+    RoBERTa model type.
 
     Args:
         config: The variant configuration.
-        model_class: The model class of this package.
+        model_class: The model class from this package.
     """
     omitted = {*config.variant_fields(), *OMITTED_FIELDS}
     values = {name: value for name, value in config.to_dict().items() if name not in omitted}
@@ -72,7 +73,7 @@ def upstream_config(config: Any, model_class: type) -> PreTrainedConfig:
 
 
 def is_independent_of_code(folder: Path, name: str) -> bool:
-    """Return whether a file in a checkpoint is neither remote code nor a generated card, and is therefore exported.
+    """Return whether a file is neither remote code nor a generated model card, so that it is copied to an export.
 
     Args:
         folder: The folder of the checkpoint.
@@ -84,7 +85,7 @@ def is_independent_of_code(folder: Path, name: str) -> bool:
 
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-# {field that the Transformers classes do not support: what it does}.
+# {field that the Transformers classes do not support: description of its feature}.
 NO_PLAIN_FORM = {
     name: text
     for row in FIELDS
@@ -101,7 +102,7 @@ class PlainExport:
         output_dir: The output folder.
         architecture: The name of the Transformers class of the model.
         heads: The changed fields, {field: (before, after)}. Ranks become None because there are no latents.
-        parameters: The total number of tensor elements before and after the export.
+        parameters: The total number of tensor elements (before, after).
         files_left_out: The files in the checkpoint that were not copied.
     """
 
@@ -134,8 +135,8 @@ def export_transformers(
     """Export a variant checkpoint to a plain Transformers checkpoint.
 
     Repeating heads does not change the outputs. Multiplying latent projections only changes them by rounding errors.
-    Tensors are written one at a time, so only one attention layer is in memory. The output folder is created only
-    when it is complete.
+    Tensors are written one at a time, with only one attention module in memory. The output folder is only created once
+    all files have been written.
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
@@ -147,9 +148,9 @@ def export_transformers(
         A description of the export.
 
     Raises:
-        ValueError: If the checkpoint is a Transformers checkpoint, or has a variant that the Transformers class cannot
-            compute (talking heads or windows, for example).
-        OSError: If a file is missing, truncated or cannot be written.
+        ValueError: If the checkpoint is already a Transformers checkpoint, or if the Transformers class does not
+            support its variant, such as talking heads or windows.
+        OSError: If a file is missing or truncated, or cannot be written.
 
     Example:
         >>> print(export_transformers("bert-gqa4", "bert-plain").summary())
@@ -185,10 +186,10 @@ def export_transformers(
 def _plan_plain_conversion(
     config: Mapping[str, Any], entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, config_file: Path
 ) -> ConversionPlan:
-    """Return a plan for the conversion to multi-head attention without latents.
+    """Plan a conversion to multi-head attention without latents.
 
     Raises:
-        ValueError: If the checkpoint is a Transformers checkpoint, or Transformers has no class that can compute it.
+        ValueError: See `export_transformers`.
     """
     model_class, source = source_model(config)
     if config["model_type"] != type(source).model_type:
@@ -207,7 +208,7 @@ def _plan_plain_conversion(
         if name in source.kv_heads_fields():
             fields[name] = source.query_heads(name)
         elif getattr(source, name) is not None:
-            fields[name] = source.hidden_size  # this width means no latent
+            fields[name] = source.hidden_size  # a latent of this width has no projection
             stored = dtype or source.dtype
             if stored in HALF_PRECISION:
                 logger.warning(

@@ -1,4 +1,4 @@
-"""Shares checkpoints on the Hugging Face Hub.
+"""Generates model cards and pushes checkpoints to the Hugging Face Hub.
 
 `model_card` generates a model card from conversion and training reports. `plan_push` lists the files to push, and
 `push_checkpoint` pushes them in a single commit.

@@ -1,8 +1,8 @@
 """Generates model cards from `templates/model_card.md` and the files in a checkpoint folder.
 
 `config.json` describes the variant. `conversion_report.json`, `all_results.json` and, for earlier steps,
-`model_history.json` describe how the model was made. The README.md of the original model contains the license, the
-languages and the tags. Local paths, passwords and tokens are removed from all values.
+`model_history.json` describe how the model was created. The license, languages and tags are taken from the README.md
+of the original model. Local paths, passwords and tokens are removed from all values.
 """
 
 import hashlib
@@ -58,12 +58,13 @@ LOCAL_PATH = re.compile(r"(/|~|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\|file:)")
 # Arguments that contain the name of a file or folder.
 PATH_ARGUMENT = re.compile(r".*_(file|files|dir)")
 PART = r"""[^\s/\\"'`<>|;,()\[\]{}]"""
-# Paths inside a text: absolute paths or paths in a home folder with at least two parts, Windows paths, server paths.
+# Paths within a text, which are absolute paths or home folder paths with at least two parts, Windows paths, or server
+# paths.
 PATH_IN_TEXT = re.compile(
     rf"(?<![\w/.~])(?:file:/{{0,2}})?(?:~[\w.-]*/(?:{PART}+/)*|\.{{0,2}}/(?:{PART}+/)+){PART}*"
     rf"|(?<!\w)[A-Za-z]:[/\\]+(?:{PART}+[/\\]+)*{PART}*|(?<![\w\\])\\\\{PART}+(?:\\+{PART}+)+"
 )
-# Home folders on any system, which are removed because they contain a user name.
+# Home folders on any system. They are removed because they contain a user name.
 HOME = re.compile(r"(file:/*)?/(home|Users)/[^/]+/?|~[^/]*/?|/root/?|[A-Za-z]:[/\\]+Users[/\\]+[^/\\]+[/\\]*")
 # Users and passwords in URLs, Hub tokens, and the signatures at the end of signed URLs.
 SECRETS = (
@@ -77,7 +78,7 @@ SECRETS = (
         r"\1...",
     ),
 )
-# Fields and files that contain vocabulary words or labels, which can look like paths and are not changed.
+# Fields and files with vocabulary words or labels, which can look like paths. They are not changed.
 VOCABULARY_FIELDS = re.compile(
     r"id2label|label2id|.*_tokens?|added_tokens_decoder|chat_template|prompts|prefix|weight_map"
 )
@@ -90,20 +91,20 @@ def contains_local_path(text: str) -> bool:
 
 
 def contains_secret(text: str) -> bool:
-    """Return whether a text contains a token, or an address with a password."""
+    """Return whether a text contains an access token, or a URL with a password."""
     return any(pattern.search(text) for pattern, _ in SECRETS)
 
 
 def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> Any:
-    """Return JSON values in which each path is shortened to its last part, and passwords and tokens are removed.
+    """Shorten each path in JSON values to its last part, and remove passwords and access tokens.
 
     Args:
-        value: the JSON values.
-        name: the name of the field that contains the values.
-        is_report: whether the values are from a report of this package. In a report, every text that begins like a
-            path, and every text in a field "..._file" or "..._dir", is shortened. In a configuration of another
-            program, a text must meet both conditions, the field may also be called "...path", and words are not
-            changed.
+        value: The JSON values.
+        name: The name of the field that contains the values.
+        is_report: Whether the values are from one of this package's reports. In a report, a text is shortened if it
+            begins like a path, or if it is in a field whose name ends with "_file", "_files" or "_dir". In other
+            JSON files, both conditions must be met, the name can also end with "path", and vocabulary fields are
+            not changed.
     """
     if not is_report and VOCABULARY_FIELDS.fullmatch(name):
         return value
@@ -120,11 +121,11 @@ def remove_local_paths(value: Any, name: str = "", is_report: bool = True) -> An
 
 
 def make_shareable(path: Path, is_report: bool) -> bytes | None:
-    """Return a JSON file's content without local paths and secrets, or None if the file can be shared unchanged.
+    """Return the content of a JSON file without local paths and secrets, or None if it can be shared unchanged.
 
     Args:
-        path: the file.
-        is_report: whether the file is a report of this package, see `remove_local_paths`.
+        path: The file.
+        is_report: Whether the file is one of this package's reports (see `remove_local_paths`).
 
     Raises:
         OSError: if the file cannot be read.
@@ -148,13 +149,13 @@ def _remove_secrets(text: str) -> str:
 def _get_last_part(path: str) -> str:
     if HOME.fullmatch(path):
         return "~"  # the name of the user is private
-    # A Windows path has both kinds of slashes. On other systems, a backslash can be a part of a name.
+    # A Windows path can contain both types of slashes. On other systems, a name can contain a backslash.
     windows = re.match(r"[A-Za-z]:|\\\\", path)
     return (PureWindowsPath(path) if windows else PurePath(path)).name
 
 
 Step = Mapping[str, Any]
-# The arguments that cards show for a training run and for an evaluation.
+# The arguments that model cards show for training steps and for evaluations.
 TRAINING_ARGUMENTS = """task_name dataset_name objective teacher num_train_epochs max_train_steps pretraining_steps
 alpha class_weights per_device_train_batch_size gradient_accumulation_steps learning_rate optim lr_scheduler_type
 num_warmup_steps warmup_ratio weight_decay max_grad_norm label_smoothing_factor dropout_rate max_length
@@ -163,15 +164,16 @@ EVALUATION_ARGUMENTS = ("task_name", "dataset_name", "max_length", "max_target_l
 
 
 def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[dict[str, Any]]:
-    """Return the steps with additional values for the template.
+    """Add the values that the template needs to each step.
 
     Args:
-        steps: the steps in a `ModelHistory`, without local paths.
-        base_model: the Hub id of the model from which the first step started.
+        steps: The steps in a `ModelHistory`, without local paths.
+        base_model: The Hub id of the model from which the first step started.
 
     Returns:
-        The fields of each step, plus "verb" and "title". Conversions also have "origin" and "quality", and "heads"
-        only contains changed values. Training steps also have "data", "no_gain" and "rows".
+        The fields of each step with additional fields "verb" and "title". Conversions also have "origin" and
+        "quality", and their "heads" only contain changed values. Training steps also have "data", "no_gain" and
+        "rows".
     """
     all_facts = []
     for index, step in enumerate(steps):
@@ -192,17 +194,17 @@ def collect_step_facts(steps: Sequence[Step], base_model: str | None) -> list[di
 
 
 def find_last_training(steps: Sequence[Step]) -> Step | None:
-    """Return the last training step, whose scores apply to the model, or None if a conversion followed it."""
+    """Return the last step if it is a training step, whose scores then apply to the model, or None otherwise."""
     return steps[-1] if steps and steps[-1]["kind"] == "training" else None
 
 
 def starts_from_model(step: Step) -> bool:
-    """Return whether a step started from a model instead of from scratch."""
+    """Return whether a step started from an existing model instead of from scratch."""
     return step["kind"] == "conversion" or step["arguments"].get("model_name_or_path") is not None
 
 
 def find_latest_hub_id(steps: Sequence[Step]) -> str | None:
-    """Return the Hub id from the latest step that has one. Names of local folders are ignored."""
+    """Return the Hub id of the model from which the latest step with a Hub id started, or None if no step has one."""
     for step in reversed(steps):
         name = step["arguments"].get("model_name_or_path") if step["kind"] == "training" else None
         if step["kind"] == "conversion" and step.get("source_revision"):
@@ -213,7 +215,7 @@ def find_latest_hub_id(steps: Sequence[Step]) -> str | None:
 
 
 def get_trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
-    """Return the text columns from the last training step, or an empty sequence if no step has any."""
+    """Return the text columns of the last training step that has any, or an empty sequence."""
     for step in reversed(steps):
         if step["kind"] == "training" and ("problem_type" in step or _get_glue_task(step) in TASKS):
             task = TASKS.get(_get_glue_task(step) or "")
@@ -222,11 +224,11 @@ def get_trained_text_columns(steps: Sequence[Step]) -> Sequence[str]:
 
 
 def describe_dataset(training: Step, file_arguments: Sequence[str]) -> dict[str, str] | None:
-    """Return the name of a training step's dataset, as fields of `huggingface_hub.EvalResult`.
+    """Return the dataset of a training step as fields of `huggingface_hub.EvalResult`, or None if it is unknown.
 
     Args:
-        training: the training step.
-        file_arguments: the arguments that contain the files of the split.
+        training: The training step.
+        file_arguments: Names of the arguments that contain the data files of the split.
     """
     arguments, task = training["arguments"], _get_task_name(training)
     if "dataset" in training:
@@ -244,12 +246,14 @@ def describe_dataset(training: Step, file_arguments: Sequence[str]) -> dict[str,
 
 
 def _list_arguments(arguments: Mapping[str, Any], is_evaluation: bool) -> list[tuple[str, Any]]:
+    """Return the names and values of the arguments that a card shows for a step."""
     names = EVALUATION_ARGUMENTS if is_evaluation else TRAINING_ARGUMENTS
     hidden = "num_train_epochs" if not is_evaluation and arguments.get("max_train_steps") is not None else None
     return [(name, arguments[name]) for name in names if arguments.get(name) not in (None, "") and name != hidden]
 
 
 def _get_verb_and_title(step: Step) -> tuple[str, str]:
+    """Return the verb that describes a step, such as "fine-tuned", and the title of its section."""
     if step["kind"] == "conversion":
         return "converted", "Conversion"
     arguments = step["arguments"]
@@ -267,12 +271,11 @@ def _get_glue_task(training: Step) -> str | None:
 
 
 def _get_task_name(training: Step) -> str | None:
-    # The argument can be spelled differently ("STS-B") than in the results.
+    # The spelling in the arguments ("STS-B") can be different from that in the results.
     return training.get("task_name") or training["arguments"].get("task_name")
 
 
-# The prefixes of the fields of the encoder and of the decoder (with cross-attention), by their field of key/value
-# heads.
+# {key/value head field: prefixes of the fields for the same encoder or decoder}.
 OF_STACKS = {"num_key_value_heads": ("", "cross_"), "encoder_num_key_value_heads": ("encoder_",)}
 OWN_TAGS = (
     "attn-variants",
@@ -286,12 +289,12 @@ MARKS = re.compile(r"[\\`*\[\]|$~]|(?<![^\W_])_|_(?![^\W_])|^[#+=-]")
 
 
 def plain(value: Any) -> str:
-    """Return a value as one line of text, with the special characters of Markdown and HTML escaped."""
+    """Format a value as one line of text, and escape the special characters of Markdown and HTML."""
     return MARKS.sub(r"\\\g<0>", " ".join(str(value).split()).translate(ENTITIES))
 
 
 def code(value: Any) -> str:
-    """Return a value as one line of Markdown code, with as many backticks as necessary."""
+    """Format a value as inline Markdown code, with as many backticks as necessary."""
     text = " ".join(str(value).split())
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
@@ -299,12 +302,13 @@ def code(value: Any) -> str:
 
 
 def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable) -> dict[str, Any]:
-    """Return a variant's values for the template, including its "tags" on the Hub and its "papers".
+    """Collect the values that the template needs to describe a variant, including its tags and papers.
 
     Args:
-        variant: the variant configuration.
-        fields: the key/value head and rank fields that apply to the model's attention modules, the decoder's first.
-        table: the costs of the variant.
+        variant: The variant configuration.
+        fields: The key/value head and rank fields that apply to the model's attention modules, starting with those of
+            the decoder.
+        table: The costs of the variant.
     """
     kv_fields = [name for name in variant.kv_heads_fields() if name in fields]
     names = [name for name in variant.rank_fields() if name in fields and getattr(variant, name) is not None]
@@ -356,9 +360,9 @@ def collect_variant_facts(variant: Any, fields: Sequence[str], table: CostTable)
 
 
 def leaves_outputs_unchanged(variant: Any, steps: Sequence[Step]) -> bool:
-    """Return whether the last conversion did not change any outputs because it only cached encoder outputs or inputs.
+    """Return whether the last conversion changed no outputs because it only added cached encoder outputs or inputs.
 
-    The result is False for variants with a pattern or a kernel because the steps do not contain these fields.
+    Returns False for variants with a pattern or a kernel because the steps do not contain these fields.
     """
     conversion = [step for step in steps if step["kind"] == "conversion"][-1:]
     changes = [pair for step in conversion for pair in step.get("heads", {}).values() if pair[0] != pair[1]]
@@ -372,7 +376,7 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
     name = f"AttnVariant{architecture.removeprefix('AttnVariant')}"
     if config["model_type"] in supported_model_types():
         auto_classes = variant_config_class(config["model_type"]).auto_classes
-        # Some classes belong to several Auto classes. These Auto classes are only used if there is no other one.
+        # A class can belong to several Auto classes. These are only used if the class does not belong to any other.
         unusual = ("AutoModelForMaskedLM", "AutoModelForTextEncoding", "AutoModelForPreTraining")
         candidates = [auto_name for auto_name, model in auto_classes.items() if model == name]
         if candidates:
@@ -383,7 +387,7 @@ def auto_class(architecture: str, config: Mapping[str, Any]) -> str:
 
 
 def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[dict[str, Any]]:
-    """Describe all fields with the given fact that are set in the encoder or decoder of `fields`."""
+    """Describe all fields with the given fact that are set in the encoders and decoders to which `fields` belong."""
     prefixes = [prefix for heads, stack_prefixes in OF_STACKS.items() if heads in fields for prefix in stack_prefixes]
     rows = [row for row in FIELDS if fact in row.facts and FIELD_TEXTS[row.name].card is not None]
     names = [prefix + row.name for prefix in prefixes for row in rows if prefix in row.prefixes]
@@ -391,12 +395,14 @@ def _list_field_facts(variant: Any, fields: Sequence[str], fact: str) -> list[di
 
 
 def _describe_heads(variant: Any, name: str) -> dict[str, Any]:
+    """Return the type of head sharing and the head counts that a key/value head field sets."""
     heads, counts = variant.query_heads(name), set(values_by_layer(variant, name)) or {getattr(variant, name)}
     kind, where = get_head_sharing(counts, heads).words, "encoder" if name.startswith("encoder_") else "decoder"
     return {"kind": kind, "least": min(counts), "most": max(counts), "heads": heads, "where": where}
 
 
 def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
+    """Return the place and the ranks of the latents that a rank field sets, in addition to `_describe_field`."""
     prefix, row = get_field_row(name)
     layers = values_by_layer(variant, name)
     ranks = sorted({rank for rank in layers if rank is not None})
@@ -405,7 +411,7 @@ def _describe_latent(variant: Any, name: str) -> dict[str, Any]:
 
 
 def _describe_field(variant: Any, name: str) -> dict[str, Any]:
-    """Return a field's value, its description, the layers that have a value, and a kernel's name."""
+    """Return the value and description of a field, the number of layers, and the layers with a value."""
     layers = values_by_layer(variant, name)
     layers_with_value = [layer for layer, value in enumerate(layers) if value is not None]
     facts = {"value": _get_value(variant, name), "words": describe_value_on_card(name), "layers": len(layers)}
@@ -421,16 +427,16 @@ def _get_value(variant: Any, name: str) -> Any:
 TEMPLATE = Path(__file__).with_name("templates") / "model_card.md"
 MARK = GENERATED_CARD + "{version}; digest {digest} -->"
 MARK_PATTERN = re.compile(rf"\n{GENERATED_CARD}\S+; digest ([0-9a-f]{{16}}) -->\s*$")
-# The paragraph about the code, in the template and in cards, and the repository that the example on a card loads.
+# The paragraph about the code in the template and in cards, and the repository loaded by the example on a card.
 CODE_PATTERN = re.compile(
     r"^The attention is not part of [tT]ransformers[:.] .*?(?=\n\n|\n\{% endif)", re.MULTILINE | re.DOTALL
 )
 REPO_ID_PATTERN = re.compile(r'\.from_pretrained\("([^"\n]+)"')
-# Names of results that describe a run and are not scores.
+# Names of results that are not scores, but describe the run.
 NO_SCORE = re.compile(
     r"(.*_)?(samples|questions|runtime|windows|total|rows|tokens|seconds)(_.*)?|.*(per_second|thresh).*"
 )
-# For each split, the prefix of its scores, its name, and the arguments with its files.
+# The prefix of the scores, the name, and the file arguments of each split.
 SCORE_SPLITS = (
     ("eval_", "validation", ("validation_file", "validation_source_file")),
     ("test_", "test", ("test_file", "test_source_file")),
@@ -442,7 +448,7 @@ FORMAT_TAGS = re.compile(
     r"onnx|openvino|pytorch|tf|tflite|keras|jax|flax|rust|coreml|gguf|safetensors|transformers|mteb|"
     r".*_compatible|text-(embeddings|generation)-inference|(deploy|region|license|arxiv|dataset|doi):.*"
 )
-# The Hub task for each model head. For an encoder-decoder, the task depends on the training.
+# The Hub task for each type of model. The task of an encoder-decoder depends on the training.
 PIPELINE_TAGS = {
     "ForMaskedLM": "fill-mask",
     "ForMultipleChoice": "multiple-choice",
@@ -460,17 +466,20 @@ TASK_TAGS = {*PIPELINE_TAGS.values(), "sentence-similarity", "summarization", "t
 
 @dataclass(frozen=True)
 class CardOptions:
-    """Values of a model card that are not in the files of the checkpoint.
+    """Values for a model card that are not contained in the files of the checkpoint.
 
     Args:
-        base_model: Hub id of the base model. None means the base model in the reports.
-        license: id of the license on the Hub ("apache-2.0"). None means the license of the original model.
-        language: language codes ("en"). None means the languages of the original model.
-        datasets: Hub ids of the training data. None means the data in the results.
-        pipeline_tag: task on the Hub. None means the task of the architecture.
-        title: title of the card. None means the name of the repository.
+        base_model: Hub id of the base model. Defaults to the base model in the reports.
+        license: Id of the license on the Hub, such as "apache-2.0". Defaults to the license of the original model.
+        language: Language codes, such as "en". Defaults to the languages of the original model.
+        datasets: Hub ids of the training data. Defaults to the data in the training results.
+        pipeline_tag: Task on the Hub. Defaults to the task of the architecture.
+        title: Title of the card. Defaults to the name of the repository.
         notes: Markdown text for the section "Notes".
-        evaluations: additional scores, each with the fields of `huggingface_hub.EvalResult`.
+        evaluations: Additional scores, each with the fields of `huggingface_hub.EvalResult`.
+
+    Example:
+        >>> options = CardOptions(license="apache-2.0", language=["en"])
     """
 
     base_model: str | None = None
@@ -489,29 +498,37 @@ def model_card(
     """Generate the model card for a checkpoint.
 
     Args:
-        folder: the checkpoint folder.
-        repo_id: the repository loaded in the example on the card.
-        options: values that are not in the files of the folder.
-        history: the model's history, if it was already read.
+        folder: The checkpoint folder.
+        repo_id: The repository that the example on the card loads.
+        options: Values that are not contained in the files of the folder.
+        history: The model's history, if it has already been read.
+
+    Returns:
+        The model card with its metadata.
 
     Raises:
         OSError: if there is no config.json.
-        ValueError: if the metadata of README.md cannot be read, or an option or a value in a report is not valid.
+        ValueError: if the metadata in README.md cannot be read, or if an option or a value in a report is invalid.
+
+    Example:
+        >>> print(model_card(Path("bert-gqa4"), "user/bert-gqa4"))
     """
     options = options or CardOptions()
     config = read_config(folder)
     if options.license is None:
-        read_front_matter(folder / CARD_NAME)  # raises an error because a license must not be lost silently
+        read_front_matter(folder / CARD_NAME)  # raises an error so that a license is not silently lost
     history = history or read_history(folder)
     architecture = (config.get("architectures") or [""])[0]
     variant, facts = _load_variant(config)
     is_sentence_model, loader = (folder / "modules.json").is_file(), auto_class(architecture, config)
     task = options.pipeline_tag or ("sentence-similarity" if is_sentence_model else _get_pipeline_tag(architecture))
-    with as_value_error("evaluations must be a list with the fields of huggingface_hub.EvalResult", ValueError):
+    with as_value_error(
+        "`evaluations` must be a list of dictionaries with the fields of `huggingface_hub.EvalResult`", ValueError
+    ):
         evaluations = [EvalResult(**row) for row in options.evaluations]
     with as_value_error(f"The reports in {folder} must contain values that a model card can show", ValueError):
         steps = remove_local_paths(history.steps)
-        # Only the first step counts, because a later one may have started from an earlier push of this model.
+        # Only the first step is used because later steps may have started from an earlier push of this model.
         origin = options.base_model or find_latest_hub_id(history.steps[:1])
         scores = build_eval_results(find_last_training(steps), task) + evaluations
         options = replace(options, title=options.title or repo_id.split("/")[-1])
@@ -553,6 +570,7 @@ def _build_metadata(
     own_tags: Sequence[str],
     scores: list[EvalResult],
 ) -> ModelCardData:
+    """Build the YAML metadata of a card from the options, the history and the scores."""
     source = remove_local_paths(history.metadata | {"base_model": _select_hub_ids(history.metadata.get("base_model"))})
     terms = source if options.license is None else {}
     return ModelCardData(
@@ -572,12 +590,12 @@ def _build_metadata(
 
 
 def write_card(folder: Path) -> bool:
-    """Write a checkpoint's model card to its folder, unless the folder already has a README.md.
+    """Write a model card to a checkpoint folder, unless the folder already contains a README.md.
 
     The example on the card loads a repository with the same name as the folder.
 
     Returns:
-        True if the card was written, False if the folder has a README.md.
+        True if the card was written, False if the folder already contains a README.md.
 
     Raises:
         OSError: if the card cannot be written.
@@ -590,13 +608,14 @@ def write_card(folder: Path) -> bool:
 
 
 def _get_pipeline_tag(architecture: str) -> str | None:
+    """Return the Hub task of a model class, or None if it is unknown."""
     match = re.search(r"(For[A-Z]\w+|LMHeadModel|EncoderModel|Model)$", architecture)
     tag = PIPELINE_TAGS.get(architecture.removeprefix("AttnVariant"))
     return tag or PIPELINE_TAGS.get(match[1] if match else "")
 
 
 def _select_hub_ids(names: Any) -> list[str] | str | None:
-    """Return the names that can be Hub ids. Names of local folders are removed."""
+    """Return the names that can be Hub ids, without names of local folders."""
     if isinstance(names, list):
         return [name for name in names if HUB_ID.fullmatch(name)] or None
     return names if isinstance(names, str) and HUB_ID.fullmatch(names) else None
@@ -608,13 +627,13 @@ def _add_digest_mark(text: str) -> str:
 
 
 def is_unedited_card(text: str) -> bool:
-    """Return whether a card was generated by `model_card` and was not edited later."""
+    """Return whether a card was generated by `model_card` and has not been edited since then."""
     match = MARK_PATTERN.search(text)
     return match is not None and _compute_digest(text[: match.start()].rstrip() + "\n") == match[1]
 
 
 def refresh_card(text: str) -> str | None:
-    """Return a card with the current paragraph about the code, or None for a card that was edited by hand."""
+    """Update the paragraph about the code in a generated card, or return None if the card was edited by hand."""
     if not is_unedited_card(text):
         return None
     mark: Any = MARK_PATTERN.search(text)  # it exists, because `is_unedited_card` found it
@@ -628,11 +647,11 @@ def refresh_card(text: str) -> str | None:
 
 
 def build_eval_results(training: Step | None, task: str | None) -> list[EvalResult]:
-    """Return the scores for the model index of a card. Losses are only included if there are no other scores.
+    """Collect the scores for the metadata of a card. Losses are only included if there are no other scores.
 
     Args:
-        training: the training step, or None for a model without scores.
-        task: the pipeline tag.
+        training: The training step, or None if the model has no scores.
+        task: The pipeline tag of the model.
     """
     results = []
     for prefix, split, files in SCORE_SPLITS:
@@ -649,7 +668,7 @@ def build_eval_results(training: Step | None, task: str | None) -> list[EvalResu
 
 
 def _load_variant(config: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Return a model's variant configuration and `collect_variant_facts`, or None for other architectures."""
+    """Return a model's variant configuration and its facts, or (None, None) if the architecture is not supported."""
     if config["model_type"] not in supported_model_types():
         return None, None
     variant, table = variant_config(config), cost_table(config)
@@ -663,6 +682,7 @@ def _compute_digest(text: str) -> str:
 
 
 def _list_datasets(steps: Sequence[Step]) -> list[str] | None:
+    """Return the Hub ids of the datasets on which the model was trained, or None if there are no such ids."""
     datasets = []
     for step in steps:
         if step["kind"] == "training":
@@ -675,7 +695,7 @@ def _list_datasets(steps: Sequence[Step]) -> list[str] | None:
 
 
 def _select_tags(tags: Any, task: str | None, is_sentence_model: bool) -> list[str]:
-    """Return the original model's tags that also apply to this model, without file formats and other tasks."""
+    """Select the original model's tags that also apply to this model, without file formats and other tasks."""
     removed = TASK_TAGS - {task} | (set() if is_sentence_model else {"sentence-transformers"}) | set(OWN_TAGS)
     unique_tags = dict.fromkeys(tags if isinstance(tags, list) else ())
     return [tag for tag in unique_tags if tag not in removed and not FORMAT_TAGS.fullmatch(tag.lower())]
@@ -686,12 +706,12 @@ HEADS_TITLES = {"num_key_value_heads": "decoder, self- and cross-attention", "en
 
 
 def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
-    """Return a diagram of a variant's heads, with groups in columns and the talking-heads projections on one line.
+    """Draw a text diagram of a variant's groups of heads, latents and talking-heads projections.
 
     Args:
-        config: a variant configuration.
-        fields: the key/value head and rank fields that apply to the model's attention modules. Each head field has its
-            own diagram, so T5 has two. None means all fields.
+        config: A variant configuration.
+        fields: The key/value head and rank fields that apply to the model's attention modules, or None for all fields.
+            Each head field gets its own diagram, so there are two for T5.
 
     Example:
         For 4 query heads and 2 key/value heads::
@@ -718,13 +738,13 @@ def heads_diagram(config: Any, fields: Sequence[str] | None = None) -> str:
 
 
 def format_layers(values: Sequence[Any], value: Any) -> str:
-    """Return the layers that have a value, counted from 0: "layers 0, 2"."""
+    """List the layers with a value, for example "layers 0, 2". Layers are counted from 0."""
     layers = [str(layer) for layer, layer_value in enumerate(values) if layer_value == value]
     return f"layer{'s' * (len(layers) > 1)} {', '.join(layers)}"
 
 
 def _draw_latent(config: Any, field: str, is_t5: bool) -> str:
-    """Return the sentence about a latent, or an empty string if there is no latent."""
+    """Return a sentence that describes a latent, or an empty string if there is no latent."""
     ranks, parts = values_by_layer(config, field), []
     for rank in dict.fromkeys(rank for rank in ranks if rank is not None):
         numbers = "the input itself" if rank == config.hidden_size else f"a latent of dimension {rank}"
@@ -755,7 +775,7 @@ def _compute_width(queries: list[str], keys: list[str]) -> int:
 
 
 def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
-    """Return the talking-heads projections: one line if they are the same in all places, otherwise one per place."""
+    """Draw the talking-heads projections on one line, or on one line per place if they differ between places."""
     by_place = {
         prefix: [_draw_chain(get_query_heads(config, prefix), talking) for talking in layers]
         for prefix, layers in talking_heads_by_place(config, kv_fields).items()
@@ -771,7 +791,7 @@ def _draw_chains(config: Any, kv_fields: Sequence[str]) -> str:
 
 
 def _draw_chain(heads: int, talking: TalkingHeadsSettings) -> str:
-    """Return the talking-heads projections of an attention module, or an empty string if it has none."""
+    """Draw an attention module's talking-heads projections, or return an empty string if it does not have any."""
     if talking.kind is None:
         return ""
     first = f"--P_l [{heads} x {talking.softmax}]" if talking.kind in (LOGITS, BOTH) else ""

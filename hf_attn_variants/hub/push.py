@@ -1,4 +1,4 @@
-"""Pushes a checkpoint to the Hub in a single commit, either on its own or after training."""
+"""Pushes a checkpoint to the Hub in a single commit, with its code and a generated model card."""
 
 import re
 import tempfile
@@ -51,16 +51,17 @@ __all__ = [
     "resolve_repo_id",
 ]
 
-# Training files, by name or by the first folder in the path.
+# Patterns of training files and folders that are not pushed.
 TRAINING_FILES = ("checkpoint-*", BEST_MODEL_FILE, *TRACKER_FOLDERS, *TRAINING_LEFTOVERS)
 # Reports that contain local paths, which are removed before a push.
 WITHOUT_PATHS = (HISTORY_NAME, REPORT_NAME, RESULTS_NAME)
-# Text files, which are pushed unchanged. Short ones are checked for local paths because they can be private notes.
+# Suffixes of text files, which are pushed unchanged. Short files are checked for local paths because they can be
+# private notes.
 NOTES = (".txt", ".md", ".rst", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".sh", ".jsonl", ".csv", ".tsv")
 MOST_NOTES_BYTES = 2**20
 WEIGHT_FILE = re.compile(r"[^/]*\.safetensors(\.index\.json)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
-# Advice for Hub status codes whose messages contain no advice.
+# Advice for HTTP status codes for which the messages of the Hub do not contain any.
 STATUS_ADVICE = {
     401: "Run `hf auth login` with a token that has write access, or pass --token.",
     403: "Use a token with write access, or a different --repo_id.",
@@ -74,12 +75,12 @@ class PushPlan:
     """The files and the model card to push.
 
     Args:
-        folder: the folder of the checkpoint.
-        repo_id: "user/name", or "name" for the account of the token.
-        files: the files to push, with their sizes in bytes, without the card.
-        left_out: the files and folders that are not pushed, with the reasons.
-        card: the text of README.md.
-        warnings: sentences about missing information that is not required.
+        folder: The folder of the checkpoint.
+        repo_id: The repository as "user/name", or as "name" for the account that the token belongs to.
+        files: {file to push: size in bytes}, without the model card.
+        left_out: {file or folder that is not pushed: reason}.
+        card: The text of README.md.
+        warnings: Sentences about problems that do not prevent the push.
     """
 
     folder: Path
@@ -104,11 +105,11 @@ class PushResult:
     """The result of a push.
 
     Args:
-        repo_id: the repository with its namespace.
-        url: the address of the repository.
-        commit: the id of the commit, for `revision=`.
-        changed: whether the push changed the repository.
-        removed: files from an earlier push that the commit removed.
+        repo_id: The repository as "user/name".
+        url: The URL of the repository.
+        commit: The id of the commit, which can be used as `revision`.
+        changed: Whether the push changed the repository.
+        removed: Files from an earlier push that the commit removed.
     """
 
     repo_id: str
@@ -128,16 +129,16 @@ def plan_push(
     """Check a checkpoint folder and return the files to push, without pushing anything.
 
     Args:
-        folder: the folder with config.json, safetensors weights, the code files that config.json names, and further
+        folder: The folder with config.json, safetensors weights, the code files that config.json refers to, and other
             files.
         repo_id: "user/name", or "name".
-        card_options: values of the generated card that are not in the folder.
-        card: the text of a card that is used instead of a generated card.
-        allow_pickle: whether to push pickle files, which can run code when they are loaded.
+        card_options: Values for the generated card that are not contained in the folder.
+        card: The text of a card that replaces the generated card.
+        allow_pickle: Whether to push pickle files, which can run code when they are loaded.
 
     Raises:
         OSError: if weights or code files are missing or incomplete.
-        ValueError: if the configuration or the name of the repository is not valid.
+        ValueError: if the configuration or the name of the repository is invalid.
 
     Example:
         >>> print(plan_push("bert-gqa4", "user/bert-gqa4").summary())
@@ -153,7 +154,7 @@ def plan_push(
     _check_code_files(folder, read_config(folder).get("auto_map"))
     files, left_out = list_folder_files(folder, allow_pickle)
     if (folder / CARD_NAME).is_file():
-        left_out[CARD_NAME] = "the generated model card replaces it; --card pushes it"
+        left_out[CARD_NAME] = "replaced by the generated model card unless --card is set"
     warnings = [] if any(name in files for name in _TOKENIZER_FILES) else ["The folder contains no tokenizer."]
     notes = [
         name
@@ -176,7 +177,7 @@ def plan_push(
 
 
 def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the files to push with their sizes in bytes, and the files to leave out with the reasons."""
+    """Return {file to push: size in bytes} and {file or folder to leave out: reason}."""
     files: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
@@ -190,11 +191,11 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
         elif reason := explain_unsafe_path(path, folder):
             left_out[name] = reason.split(",")[0]
         elif any(fnmatchcase(first, pattern) for pattern in TRAINING_FILES):
-            left_out[first] = "a file of the training"
+            left_out[first] = "a training file"
         elif path.is_file() and name.lower().endswith(PICKLE_SUFFIXES) and not allow_pickle:
-            left_out[name] = "a pickle file; --allow_pickle pushes it"
+            left_out[name] = "a pickle file, which requires --allow_pickle"
         elif any(fnmatchcase(path.name.lower(), pattern) for pattern in LOG_PATTERNS):
-            left_out[name] = "a log"
+            left_out[name] = "a log file"
         elif path.is_file() and contains_secret(_read_note(path)):
             left_out[name] = "contains a token, or an address with a password"
         elif path.is_file() and name != CARD_NAME:
@@ -207,10 +208,14 @@ def list_folder_files(folder: Path, allow_pickle: bool = False) -> tuple[dict[st
 
 
 def resolve_repo_id(repo_id: str, api: HfApi) -> str:
-    """Return "user/name". If the name has no user, the user of the client's token is added.
+    """Return a repository id as "user/name". If it has no user, the name of the token's user is added.
 
     Raises:
-        OSError: if the user must be requested, and the Hub rejects the token or cannot be reached.
+        OSError: if the user must be requested but the Hub rejects the token or cannot be reached.
+
+    Example:
+        >>> resolve_repo_id("user/bert-gqa4", HfApi())
+        'user/bert-gqa4'
     """
     if "/" in repo_id:
         return repo_id
@@ -226,26 +231,30 @@ def push_checkpoint(
     overwrite_card: bool = False,
     api: HfApi | None = None,
 ) -> PushResult:
-    """Push the files of a plan in one commit. The repository and the branch are created if they do not exist.
+    """Push the files in a plan in a single commit. The repository and the branch are created if they do not exist.
 
     The commit also removes weight files and reports from an earlier push that are not in the plan. Otherwise, the
-    repository would contain two models, or an old report would count as an additional step.
+    repository could contain two models, or an old report would be read as an additional step.
 
     Args:
-        plan: the result of `plan_push`.
-        private: whether a new repository is private. If it is not None, an existing repository must match.
-        revision: a branch. None means main.
-        commit_message: the commit message.
-        overwrite_card: whether to replace a README.md that was edited on the Hub.
-        api: the client with its endpoint and token. None means the stored login.
+        plan: The result of `plan_push`.
+        private: Whether a new repository is private. Unless this is None, an existing repository must match.
+        revision: The branch to push to. Defaults to "main".
+        commit_message: The commit message.
+        overwrite_card: Whether to replace a README.md that was edited on the Hub.
+        api: The client with its endpoint and token. Defaults to a client with the stored login.
 
     Returns:
-        The repository and the commit.
+        A description of the push, with the repository and the commit.
 
     Raises:
         OSError: if the push fails. In this case, no file in the repository has changed, and the message explains what
             to do.
-        ValueError: if the visibility of the repository does not match `private`, or its README.md was edited by hand.
+        ValueError: if the visibility of the repository does not match `private`, or if its README.md was edited by
+            hand.
+
+    Example:
+        >>> push_checkpoint(plan_push("bert-gqa4", "user/bert-gqa4"), private=True).url
     """
     api = api or HfApi()
     with convert_hub_errors(plan.repo_id):
@@ -276,17 +285,25 @@ def _check_code_files(folder: Path, auto_map: Any) -> None:
     for reference in (entry for entry in references if entry is not None):
         if not re.fullmatch(r"\w+\.\w+", str(reference)):
             raise ValueError(
-                f"{folder}: `auto_map` must name code in the folder, got {reference!r}. Save the model again with "
+                f"{folder}: `auto_map` must refer to code in the folder, got {reference!r}. Save the model again with "
                 "`save_pretrained`, which also saves its code."
             )
         get_relative_import_files(folder / f"{reference.split('.')[0]}.py")  # raises FileNotFoundError
 
 
 def check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
-    """Return whether a repository exists, after checking its visibility.
+    """Return whether a repository exists. If it does, check that its visibility matches `private`.
+
+    Args:
+        api: The Hub client.
+        repo_id: The repository as "user/name".
+        private: Whether the repository must be private. If None, the visibility is not checked.
 
     Raises:
-        ValueError: if the repository is public and `private` is true, or private and `private` is false.
+        ValueError: if the repository is public but `private` is True, or private but `private` is False.
+
+    Example:
+        >>> check_visibility(HfApi(), "user/bert-gqa4", private=True)
     """
     try:
         is_private = api.model_info(repo_id).private
@@ -302,6 +319,7 @@ def check_visibility(api: HfApi, repo_id: str, private: bool | None) -> bool:
 
 
 def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None:
+    """Check that the README.md in a repository was not edited by hand, unless it is the same as the card."""
     with tempfile.TemporaryDirectory() as folder:  # the cache may be read-only
         path = api.hf_hub_download(repo_id, CARD_NAME, revision=commit, local_dir=folder)
         text = Path(path).read_text(encoding="utf-8")
@@ -313,11 +331,12 @@ def _check_remote_card(api: HfApi, repo_id: str, commit: str, card: str) -> None
 
 
 def _get_payload(folder: Path, name: str) -> str | bytes:
+    """Return the path of a file to upload, or its content if private data must be removed."""
     return make_shareable(folder / name, name in WITHOUT_PATHS) or str((folder / name).resolve())
 
 
 def _read_note(path: Path) -> str:
-    """Return the content of a short text file, or an empty string for other files."""
+    """Return the content of a short text file, or an empty string for all other files."""
     if path.suffix.lower() not in NOTES or path.stat().st_size > MOST_NOTES_BYTES:
         return ""
     return path.read_text(encoding="utf-8", errors="replace")
@@ -325,10 +344,10 @@ def _read_note(path: Path) -> str:
 
 @contextmanager
 def convert_hub_errors(repo_id: str) -> Iterator[None]:
-    """Convert Hub client errors to an OSError that explains what to do. Other ValueErrors are not changed."""
+    """Convert Hub client errors to an `OSError` that explains what to do. Other `ValueError`s are not changed."""
     try:
         yield
-    except Exception as error:  # connection errors have different types in different HTTP libraries
+    except Exception as error:  # each HTTP library has its own types of connection errors
         if isinstance(error, ValueError) and not isinstance(error, HfHubHTTPError):
             raise
         cause: BaseException = error
@@ -343,16 +362,16 @@ def convert_hub_errors(repo_id: str) -> Iterator[None]:
 
 
 def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> None:
-    """Check before training that the model can be pushed afterwards.
+    """Check, before training, that the trained model can be pushed to the Hub.
 
     Args:
-        output_dir: the folder of the model. Its name is the default name of the repository.
-        hub_model_id: the repository, as user/name.
-        private: whether the repository must be private.
-        token: an access token. None means the stored login.
+        output_dir: The folder of the model.
+        hub_model_id: The repository, for example "user/name". Defaults to the name of the folder.
+        private: Whether the repository must be private.
+        token: The access token for the Hub. Defaults to the stored login.
 
     Raises:
-        ValueError: if the name of the repository is not valid, or the repository is public and `private` is true.
+        ValueError: if the name of the repository is invalid, or if the repository is public but `private` is True.
         OSError: if there is no valid token, or the Hub cannot be reached.
     """
     repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
@@ -363,19 +382,19 @@ def check_hub_access(output_dir: str, hub_model_id: str | None, private: bool, t
 
 
 def push_trained_model(output_dir: str, hub_model_id: str | None, private: bool, token: str | None) -> str:
-    """Push a trained model with a generated model card in one commit. Training checkpoints are left out.
+    """Push a trained model with a generated model card in a single commit, without training checkpoints.
 
     Args:
-        output_dir: the folder of the model. Its name is the default name of the repository.
-        hub_model_id: the repository, as user/name.
-        private: whether the repository must be private.
-        token: an access token. None means the stored login.
+        output_dir: The folder of the model.
+        hub_model_id: The repository, for example "user/name". Defaults to the name of the folder.
+        private: Whether the repository must be private.
+        token: The access token for the Hub. Defaults to the stored login.
 
     Returns:
-        The address of the repository.
+        The URL of the repository.
 
     Raises:
-        OSError: if the push fails. The model stays in the folder, and the message explains what to do.
+        OSError: if the push fails. The model stays in the folder, and the message explains how to push it.
     """
     repo_id, api = _get_repo_id(output_dir, hub_model_id), HfApi(token=token)
     try:

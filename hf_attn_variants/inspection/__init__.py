@@ -1,10 +1,10 @@
-"""Tools for inspecting a model: cost, speed, quality without training, and attention maps."""
+"""Measures the costs, speed and quality of models without training, and computes attention maps."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The submodule that defines each public name. Submodules are imported when they are first used because only sentence
-# embeddings require scipy.
+# The submodule that defines each public name. Submodules are imported when they are first used so that importing this
+# package is fast.
 _SUBMODULES = {
     "attention_projection_flops": "costs",
     "cosine_similarities": "scores",
@@ -22,7 +22,7 @@ def _import_attribute(name: str) -> Any:
     return getattr(importlib.import_module(f".{_SUBMODULES[name]}", __name__), name)
 
 
-# If type checkers saw `__getattr__`, they would accept any attribute of this package.
+# `__getattr__` is hidden from type checkers because they would otherwise accept any attribute name.
 if TYPE_CHECKING:
     from .costs import attention_projection_flops as attention_projection_flops
     from .scores import cosine_similarities as cosine_similarities

@@ -1,7 +1,7 @@
 """Computes a model's attention maps for one text, before and after the talking-heads projections.
 
-The maps are returned as tensors, or as an HTML page that requires neither a network connection nor other files. Shapes
-use the same letters as `modeling.ops.softmax_attention`.
+The maps are returned as tensors or as an HTML page, which does not require a network connection or other files. Shapes
+are written with the same letters as in `modeling.ops.softmax_attention`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..modeling.ops.variant_attention import VariantAttention
 
 __all__ = ["AttentionMaps", "HeadProjection", "Stage", "TextMaps", "attention_maps", "attention_page"]
 
-ATTENTION_NAMES = {  # (the name on the page, the field of the model outputs that holds the weights)
+ATTENTION_NAMES = {  # {type: (name on the page, field of the model outputs that contains the weights)}
     "self": ("layer {}", "attentions"),
     "encoder": ("encoder layer {}", "encoder_attentions"),
     "decoder": ("decoder layer {}, self-attention", "decoder_attentions"),
@@ -41,19 +41,19 @@ ATTENTION_NAMES = {  # (the name on the page, the field of the model outputs tha
 
 @dataclass(frozen=True)
 class Stage:
-    """The maps of all heads at one stage of the attention computation."""
+    """The attention maps of all heads at one stage of the computation."""
 
-    name: str  # "logits_before", "logits_after", "weights_before", "weights_after"; "weights" without talking heads
+    name: str  # "logits_before", "logits_after", "weights_before", "weights_after", or "weights" without talking heads
     title: str  # the name on the page
     head: str  # the type of head: "query head", "softmax head", "value head" or "head"
-    # [heads, n, m]. Each row of logits has mean 0 because the softmax ignores a constant. Masked entries are NaN.
+    # [heads, n, m]. The mean of each row of logits is 0 because a softmax ignores constants. Masked entries are NaN.
     maps: torch.Tensor
-    kv_heads: tuple[int, ...] = ()  # the key/value head that each head reads; () if no heads share one
+    kv_heads: tuple[int, ...] = ()  # the key/value head that each head reads, or () if no heads share one
 
 
 @dataclass(frozen=True)
 class HeadProjection:
-    """A learned projection across heads, P_l or P_w, with one row per input head and one column per output head."""
+    """A learned talking-heads projection, P_l or P_w, with one row per input head and one column per output head."""
 
     name: str
     rows: str
@@ -63,7 +63,7 @@ class HeadProjection:
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """The maps of one attention module for one text."""
+    """The attention maps of one module for one text."""
 
     site: str  # "self", "encoder", "decoder" or "cross"
     layer: int  # the index of the layer, from 0
@@ -76,18 +76,18 @@ class AttentionMaps:
 
     @property
     def name(self) -> str:
-        """The name of the attention on the page, for example "decoder layer 1, cross-attention"."""
+        """The name of the attention module on the page, for example "decoder layer 1, cross-attention"."""
         return ATTENTION_NAMES[self.site][0].format(self.layer)
 
 
 @dataclass(frozen=True)
 class TextMaps:
-    """The maps of all attention modules in a model for one text, in the order of the forward pass."""
+    """The attention maps of all modules in a model for one text, in the order of the forward pass."""
 
     text: str
     target_text: str | None  # the text that the decoder reads
     target_is_output: bool  # whether the target is the greedy output of the model
-    is_cut: bool  # whether the text or the target had more tokens than `max_length`
+    is_cut: bool  # whether the text or the target was truncated to `max_length` tokens
     attentions: tuple[AttentionMaps, ...]
 
 
@@ -106,9 +106,16 @@ def attention_maps(
         tokenizer: The model's tokenizer.
         text: The input text.
         target_text: The text that the decoder of an encoder-decoder reads (teacher forcing). By default, the decoder
-            reads its own greedy output. Row i of a decoder map reads token i-1 and predicts token i. The first row
-            reads the start token.
-        max_length: The maximum number of tokens, including special tokens, in the text and in the target.
+            reads the model's own greedy output. In row i of a decoder map, the decoder reads token i-1 and predicts
+            token i. In the first row, it reads the start token.
+        max_length: The maximum number of tokens in the text and in the target, including special tokens.
+
+    Returns:
+        The attention maps, which `attention_page` renders.
+
+    Raises:
+        ValueError: If the model is not from this package, a text is empty or invalid, or `target_text` is missing or
+            not supported.
 
     Example:
         >>> maps = attention_maps(model, tokenizer, "The cat sat on the mat.")
@@ -181,8 +188,8 @@ def _format_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 def _record_attention_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple[AttentionSite, Any, list[Stage]]]]:
     """Record a model's attention calls within this context.
 
-    The context manager yields a list, to which each call appends the attention type, its core module, and all stages
-    except the last one, whose weights the model returns.
+    The context manager yields a list, to which each call appends the attention type, the core module, and all stages
+    except the last stage, whose weights are part of the model output.
     """
     calls: list[tuple[AttentionSite, Any, list[Stage]]] = []
     hooks = [
@@ -196,7 +203,7 @@ def _record_attention_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple
         calls[-1][-1].extend(_iterate_mixing_stages(*args, **options))
         return attention_with_weights(*args, **options)
 
-    # A checkpoint's remote code contains its own copies of these functions.
+    # The remote code of a checkpoint has its own copy of this function.
     registered = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation].__globals__
     modules = (vars(attention_interface), vars(mechanism_attention), registered)
     namespaces = {id(names): names for names in modules}.values()
@@ -215,7 +222,7 @@ def _record_attention_calls(model: AttnVariantModelMixin) -> Iterator[list[tuple
 def _iterate_mixing_stages(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, position_bias: Any, **options: Any
 ) -> Iterator[Stage]:
-    """Yield the stages of a call with talking-heads projections, except the weights that the model returns."""
+    """Yield the stages of a call with talking-heads projections, except the last stage, which the model returns."""
     logits_proj, score, heads = options.get("logits_proj"), options.get("score"), query.shape[1]
     reads_keys = _kv_head_indices(heads, key.shape[1])
     without_weights_proj = options | dict.fromkeys(("weights_proj", X2W, M2W))
@@ -246,7 +253,7 @@ def _attention_maps_for_call(
     layer: int,
     weights: torch.Tensor,
 ) -> AttentionMaps:
-    """Return the maps for one call. The last stage contains the weights [1, h_v, n, m] that the model returns."""
+    """Return the maps for one call. The weights [1, h_v, n, m] from the model output are added as the last stage."""
     decodes, heads = site.stack == "decoder", core.heads
     logits_proj, weights_proj = (getattr(core, name, None) for name in HEAD_PROJECTIONS)
     if not core.projection_names:
@@ -266,7 +273,7 @@ def _attention_maps_for_call(
 
 
 def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the labels of the keys: the tokens, groups of compressed tokens, or block summaries and the tokens."""
+    """Return the labels of the keys, which can be tokens, groups of tokens, or block summaries followed by tokens."""
     if core.compression is not None:
         stride = core.compression.stride
         blocks = [tokens[begin : begin + stride] for begin in range(0, len(tokens), stride)]
@@ -277,7 +284,7 @@ def _key_labels(core: VariantAttention, tokens: tuple[str, ...]) -> tuple[str, .
 
 
 def _kv_head_indices(heads: int, kv_heads: int) -> tuple[int, ...]:
-    """Return the key/value head that each head reads, or () if no heads share one."""
+    """Return the index of the key/value head that each head reads, or () if no heads share one."""
     return tuple(head * kv_heads // heads for head in range(heads)) if kv_heads < heads else ()
 
 
@@ -292,6 +299,9 @@ def attention_page(maps: TextMaps, model_name: str) -> str:
     Args:
         maps: The result of `attention_maps`.
         model_name: The title of the page.
+
+    Returns:
+        The HTML text of the page.
     """
     attentions = [
         {
@@ -323,7 +333,7 @@ def _encode_stage(stage: Stage) -> dict[str, Any]:
     """Return a stage as JSON values, with its maps as base64-encoded 16-bit numbers."""
     is_logits, known = stage.name.startswith("logits"), stage.maps[~stage.maps.isnan()]
     lowest, highest, strongest = float(known.min()), float(known.max()), float(known.abs().max())
-    # Each value becomes a 16-bit number: 0 for NaN, and 1 to 65535 for the range from the lowest to the highest value.
+    # NaN becomes 0, and the range from the lowest to the highest value becomes 1 to 65535.
     step = max(highest - lowest, 1e-12) / 65534
     levels = (((stage.maps - lowest) / step).round() + 1).nan_to_num(0).clamp(0, 65535).to(torch.int32)
     return {
@@ -331,8 +341,8 @@ def _encode_stage(stage: Stage) -> dict[str, Any]:
         "head": stage.head,
         "kv": stage.kv_heads,
         "isLogits": is_logits,
-        "signed": is_logits or lowest < -0.02 * strongest,  # a color scale for both signs
-        # The value with the strongest color. Larger logits are shown in the same color.
+        "signed": is_logits or lowest < -0.02 * strongest,  # whether the color scale has two signs
+        # The value that is shown in the strongest color. Larger logits get the same color.
         "limit": max(1e-6, float(known.abs().quantile(0.99)) if is_logits and len(known) < 2**24 else strongest),
         "heads": len(stage.maps),
         "lowest": lowest,
@@ -342,9 +352,9 @@ def _encode_stage(stage: Stage) -> dict[str, Any]:
 
 
 def _add_difference_matrices(projections: tuple[HeadProjection, ...]) -> Iterator[HeadProjection]:
-    """Yield the projections, each followed by 100 times its difference from the identity if it is close to it.
+    """Yield each projection and, if it is close to the identity matrix, 100 times its difference from the identity.
 
-    The difference shows what was learned because training starts from the identity.
+    The difference shows what the model has learned because training starts from the identity.
     """
     for projection in projections:
         yield projection

@@ -1,8 +1,8 @@
 """Computes the costs of a checkpoint and its possible variants from its `config.json`.
 
-The variants have each possible number of key/value heads, latents of a few ranks, or talking heads. Neither the
-weights nor other files in the checkpoint are read. Parameters, FLOPs and cache sizes are counted for a model that may
-be on the meta device. A multiplication and an addition count as two FLOPs. Only matrix products are counted, without
+The variants have each possible number of key/value heads, latents of a few ranks, or talking heads. The weights and
+all other files in the checkpoint are not read. Parameters, FLOPs and cache sizes are counted for a model that can be
+on the meta device. A multiplication and an addition count as two FLOPs. Only matrix products are counted, but not
 softmax, norms and biases.
 """
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class CacheSizes(NamedTuple):
-    """The sizes that the cache of a sequence depends on, in the order of the arguments of `kv_cache_bytes`."""
+    """The sizes that determine the cache size of a sequence, in the order of the arguments of `kv_cache_bytes`."""
 
     itemsize: int
     length: int
@@ -72,7 +72,7 @@ def read_checkpoint_config(checkpoint: str, revision: str | None = None, token: 
 
     Raises:
         OSError: If the checkpoint has no `config.json`.
-        ValueError: If the file is not a Transformers configuration, or `revision` is given for a folder.
+        ValueError: If the file is not a Transformers configuration, or `revision` is set for a folder.
     """
     folder = find_local_folder(checkpoint)
     if folder is None:
@@ -99,9 +99,9 @@ class VariantCost:
         fields: The configuration fields that define the variant.
         current: Whether the variant is the unchanged checkpoint.
         convertible: Whether the checkpoint can be converted to the variant.
-        parameters: The number of parameters. Tied parameters count once.
+        parameters: The number of parameters. Tied parameters are counted once.
         count_attention_parameters: The number of parameters in the attention modules.
-        flops_per_token: The result of `flops_per_token`. For a decoder, the token is the next generated token.
+        flops_per_token: The result of `flops_per_token`, which for a decoder applies to the next generated token.
         kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token`.
         kv_cache_bytes: The cache size in bytes for the whole batch, or None if the model has no cache.
         largest_batch: The number of sequences whose caches fit into `memory` together with the weights. None if
@@ -128,13 +128,13 @@ class CostTable:
         checkpoint: The name of the checkpoint.
         architecture: The name of the model class.
         batch_size: The number of sequences per batch.
-        length: The number of tokens that a token attends to: the sequence of an encoder, or the tokens in the cache of
-            a decoder.
+        length: The number of tokens that a token attends to, which is the sequence length in an encoder and the number
+            of cached tokens in a decoder.
         source_length: The number of tokens that the encoder of an encoder-decoder reads.
-        dtype: The dtype of weights and cache.
+        dtype: The dtype of the weights and the cache.
         rows: The variants.
         num_beams: The number of beams per sequence.
-        memory: The bytes available for weights and cache, or None if they are not limited.
+        memory: The number of bytes available for the weights and the cache, or None if they are not limited.
         upstream_kv_cache_bytes: The cache size in bytes with the Transformers class, which repeats the encoder keys
             and values for each beam. None if this cache is not larger.
         upstream_largest_batch: The `largest_batch` for the Transformers class.
@@ -167,7 +167,7 @@ class CostTable:
         return row.parameters * bytes_per_element(self.dtype)
 
     def savings(self, row: VariantCost) -> dict[str, int | None]:
-        """Return a variant's savings over the unchanged checkpoint. Negative numbers are additional costs."""
+        """Return a variant's savings compared with the unchanged checkpoint. Negative numbers are additional costs."""
         current, caches = self.current, (self.current_kv_cache_bytes, row.kv_cache_bytes)
         cache = None if caches[0] is None or caches[1] is None else caches[0] - caches[1]
         saved = {"weight_bytes": self.weight_bytes(current) - self.weight_bytes(row), "kv_cache_bytes": cache}
@@ -187,7 +187,7 @@ def variant_config(config: Mapping[str, Any], **fields: Any) -> Any:
     """Return the variant configuration that a `config.json` describes.
 
     Args:
-        config: The content of the `config.json`.
+        config: The content of `config.json`.
         **fields: Fields that override those in the file.
 
     Raises:
@@ -273,7 +273,7 @@ def _describe_layers(values: list[LayerValue]) -> str:
 
 
 def _list_rank_fields(config: Any, field: str) -> list[str]:
-    """Return the rank fields of the encoder or decoder of a key/value head field, with cross-attention first."""
+    """Return the rank fields for the same encoder or decoder as a key/value head field, with cross-attention first."""
     names = [name for name in config.rank_fields() if name.startswith("encoder_") == field.startswith("encoder_")]
     return sorted(names, key=lambda name: not name.startswith("cross_"))
 
@@ -297,13 +297,13 @@ def cost_table(
         length: The number of tokens attended to (see `CostTable`).
         source_length: The number of tokens that the encoder reads. Defaults to `length`, or to the number of positions
             in an audio encoder.
-        dtype: The dtype of weights and cache. Defaults to the dtype in the configuration, or float32.
+        dtype: The dtype of the weights and the cache. Defaults to the dtype in the configuration, or float32.
         num_beams: The number of beams per sequence. All beams of a sequence share the encoder keys and values.
-        memory: The number of bytes available for weights and cache. Activations are not counted.
+        memory: The number of bytes available for the weights and the cache. Activations are not counted.
 
     Raises:
-        ValueError: If the configuration is invalid or not supported, a size is below 1, or beams or memory are set for
-            a model without a cache.
+        ValueError: If the configuration is invalid or not supported, a size is less than 1, or `num_beams` or `memory`
+            is set for a model without a cache.
 
     Example:
         >>> table = cost_table(read_checkpoint_config("google-t5/t5-small"), num_beams=4)
@@ -340,7 +340,7 @@ def cost_table(
 def _count_costs(
     model: "AttnVariantModelMixin", sizes: CacheSizes, batch_size: int, memory: int | None
 ) -> dict[str, Any]:
-    """Return the fields of a `VariantCost` that are counted on the model."""
+    """Count the costs of a model, and return them as fields of `VariantCost`."""
     parameters, cache = sum(parameter.numel() for parameter in model.parameters()), kv_cache_bytes(model, *sizes)
     lengths = (sizes.length, sizes.source_length)
     return {
@@ -354,7 +354,7 @@ def _count_costs(
 
 
 def source_window(config: Any) -> int | None:
-    """Return the number of positions that an audio encoder always reads, with silence; None for a text model."""
+    """Return the fixed number of positions that an audio encoder reads, or None for a text model."""
     return getattr(config, "max_source_positions", None)
 
 
@@ -363,14 +363,15 @@ def iterate_variants(
 ) -> Iterator[dict[str, Any]]:
     """Yield the fields of each variant, with multi-head attention first.
 
-    The variants are those with `counts` key/value heads (and the latents that the model has), the unchanged model if
-    its layers have different numbers of heads, and latents and talking heads if the model has none.
+    The variants have `counts` key/value heads with the model's current latents. If the layers have different numbers
+    of heads, the unchanged model is also a variant. Models without latents or talking heads also get variants with
+    these.
 
     Args:
         current: The configuration of the model.
         field: The key/value head field.
         counts: The numbers of key/value heads.
-        talking_heads, latents: Whether to include these variants.
+        talking_heads, latents: Whether to include variants with talking heads and with latents.
     """
     ranks = _list_rank_fields(current, field)
     if has_latents(current, field):
@@ -380,20 +381,20 @@ def iterate_variants(
         yield {"per_layer_values": current.per_layer_values}
     if has_kernel(current) or _has_unconvertible_attention(
         current
-    ):  # variants are not compatible with kernels, or conversion is not possible
+    ):  # these variants cannot be combined with kernels, or the attention cannot be converted
         return
-    # Dynamic terms that read the encoder outputs would be computed from the latents.
+    # With latents, dynamic terms that read the encoder outputs would be computed from the latents instead.
     keeps_cross_cache = supports_cache(get_dynamic_terms(current, "cross_"))
     if latents and supports_decoder_cache(current) and keeps_cross_cache and not has_latents(current, field):
         yield from iterate_latent_variants(current, ranks)
-    # Talking heads need the same number of heads in encoder and decoder.
+    # Talking heads require the same number of heads in the encoder and the decoder.
     is_even = len({current.query_heads(name) for name in current.kv_heads_fields()}) == 1
     if talking_heads and not has_talking_heads(current) and is_even:
         yield {KIND: BOTH}
 
 
 def has_latents(config: Any, field: str | None = None) -> bool:
-    """Return whether a configuration has latents in the encoder or decoder of `field`, or in either if it is None."""
+    """Return whether a configuration has latents in the encoder or decoder of `field`, or in any if it is None."""
     names = config.rank_fields() if field is None else _list_rank_fields(config, field)
     return any(getattr(config, name) is not None for name in names)
 
@@ -401,9 +402,9 @@ def has_latents(config: Any, field: str | None = None) -> bool:
 def iterate_latent_variants(current: Any, ranks: Iterable[str]) -> Iterator[dict[str, Any]]:
     """Yield the fields of a few latent variants.
 
-    With cross-attention, these are cached encoder outputs, a latent of a quarter of the width, and this latent
-    together with a self-attention latent that is as large as a multi-query cache. Otherwise, it is a latent of a
-    quarter of the width.
+    For models with cross-attention, these are cached encoder outputs, a cross-attention latent of a quarter of the
+    width, and this latent combined with a self-attention latent that is as large as a multi-query cache. For other
+    models, the only variant has latents of a quarter of the width.
     """
     width, as_multi_query = current.hidden_size, 2 * current.attention_head_dim()
     quarter = max(1, width // 4)
@@ -429,9 +430,10 @@ def kv_heads_field(model_class: "type[AttnVariantModelMixin]", config: Any) -> s
 
 
 def kv_head_counts(config: Any, field: str) -> list[int]:
-    """Return the possible numbers of key/value heads, in descending order.
+    """Return the possible numbers of key/value heads in descending order.
 
-    These are the divisors of the number of query heads. Smaller numbers must also divide the number of value heads.
+    These are the divisors of the number of query heads. Except for the number of query heads itself, they must also
+    divide the number of value heads.
     """
     heads = config.query_heads(field)
     value_heads = {
@@ -449,7 +451,7 @@ def _get_variant_values(config: Any) -> dict[str, Any]:
 
 
 def _is_convertible(source: Any, target: Any) -> bool:
-    """Return whether a model with one configuration can be converted to another configuration."""
+    """Return whether a model with the `source` configuration can be converted to the `target` configuration."""
     if _get_variant_values(source) != _get_variant_values(target) and _has_unconvertible_attention(source):
         return False
     width = source.hidden_size
@@ -468,7 +470,7 @@ def _is_convertible(source: Any, target: Any) -> bool:
 
 
 def _has_unconvertible_attention(config: Any) -> bool:
-    """Return whether a configuration's attention has parameters that cannot be converted."""
+    """Return whether the attention in a configuration has parameters that cannot be converted."""
     values = [getattr(config, name) for name in (*config.kernel_fields(), *config.pattern_fields())]
     by_head = [name for name in KERNELS if get_kernel_class(name).tensors_per_key_head]
     by_head += [name for name in PATTERNS if get_pattern_class(name).learned]
@@ -477,19 +479,19 @@ def _has_unconvertible_attention(config: Any) -> bool:
 
 
 def score_name(config: Any, prefix: str) -> str | None:
-    """Return the name of the score function used in a place, or None for the dot product."""
+    """Return the name of the score function that the fields with this prefix set, or None for the dot product."""
     requested = AdditiveScore.requested_in(config, prefix)
     return None if requested is None else requested[1]
 
 
 def has_scores(config: Any) -> bool:
-    """Return whether a configuration uses scores other than the dot product anywhere."""
+    """Return whether any place in a configuration uses a score function other than the dot product."""
     field = AdditiveScore.field
     prefixes = [prefix for prefix in get_field_row(field)[1].prefixes if hasattr(config, prefix + field)]
     return any(score_name(config, prefix) is not None for prefix in prefixes)
 
 
-# The minimum number of bytes per value in a kernel's state, because sums are float32 even in half precision.
+# The minimum number of bytes per value in a kernel's state, because sums are stored in float32 even in half precision.
 STATE_ITEMSIZE = 4
 # The names of linear layers that run once per sequence, regardless of its length.
 ONCE_PER_SEQUENCE = re.compile(
@@ -502,10 +504,10 @@ def check_sizes(**sizes: int | None) -> None:
     """Check that sizes are at least 1.
 
     Args:
-        **sizes: The values of the arguments. None is not checked.
+        **sizes: {argument name: value}. Values of None are not checked.
 
     Raises:
-        ValueError: If a size is below 1.
+        ValueError: If a size is less than 1.
     """
     for name, value in sizes.items():
         if value is not None and value < 1:
@@ -540,7 +542,7 @@ def bytes_per_element(dtype: str) -> int:
 
 
 def kv_cache_bytes_per_token(model: AttnVariantModelMixin, itemsize: int) -> dict[str, int] | None:
-    """Return the `cache_bytes_per_token` of a variant model, with `itemsize` bytes per value."""
+    """Return the cache size per token (see `cache_bytes_per_token`), with `itemsize` bytes per value."""
     sizes = []
     for site, path, module in model.named_attentions():
         numbers = num_cached_values(site.get_heads(model.config, path), model.config.hidden_size)
@@ -558,8 +560,8 @@ def kv_cache_bytes(
 ) -> int | None:
     """Return the total cache size of a sequence in bytes, or None if the model has no cache.
 
-    With a window, the cache contains at most as many tokens as the window. With a kernel, it also contains the
-    kernel's state.
+    With a window, the cache contains at most as many tokens as the window. With a kernel, it contains the state of the
+    kernel.
 
     Args:
         model: A variant model.
@@ -567,7 +569,7 @@ def kv_cache_bytes(
         length: The number of tokens that the decoder has read or generated.
         source_length: The number of tokens that the encoder has read.
         num_beams: The number of beams. Each beam has its own generated tokens, and all beams share the source.
-        repeats_source: Whether the source is stored for each beam, as the Transformers classes do.
+        repeats_source: Whether the source is stored for each beam, as in the Transformers classes.
     """
     is_shared = (
         model.config.is_encoder_decoder and not has_talking_heads(model.config, "cross_") and not repeats_source
@@ -578,7 +580,7 @@ def kv_cache_bytes(
         tokens = source_length if site.is_cross_attention else length
         tokens = tokens if core.key_range is None else min(tokens, core.key_range.before)
         size = itemsize * tokens * num_cached_values(heads, model.config.hidden_size)
-        if core.kernel is not None:  # cross-attention caches the keys and values of the state too
+        if core.kernel is not None:  # cross-attention also caches the keys and values from which the state is computed
             state = max(itemsize, STATE_ITEMSIZE) * core.kernel.num_state_values(heads)
             size = state + (0 if core.kernel.is_causal else size)
         sizes.append((site, size if site.is_cross_attention and is_shared else num_beams * size))
@@ -587,7 +589,7 @@ def kv_cache_bytes(
 
 
 def largest_batch(memory: int | None, weights: int, cache: int | None) -> int | None:
-    """Return the number of caches that fit into memory together with the weights, or 0 if the weights do not fit.
+    """Return the largest batch whose caches fit into memory together with the weights, or 0 if the weights do not fit.
 
     Args:
         memory: The available number of bytes, or None if it is not limited.
@@ -621,13 +623,13 @@ def flops_per_token(
         model: A variant model.
         length: The number of tokens that a token attends to in an encoder-only model or in a decoder.
         source_length: The same number for the encoder of an encoder-decoder and for cross-attention.
-        decodes: Whether the decoder generates one token at a time. If so, latents are counted in the form that the
-            model uses (`latent_attention.absorbs`, `is_short`), and otherwise in the expanded form.
-        batch_size: The number of sequences per batch, which determines the form used for short latents (`is_short`).
+        decodes: Whether the decoder generates one token at a time. If it does, latents are counted in the form that
+            the model uses for this, and otherwise in the expanded form.
+        batch_size: The number of sequences per batch, on which the form for short source texts depends.
 
     Returns:
-        {"encoder": ..., "decoder": ...}, limited to the parts that the model has. The encoder includes the keys,
-        values and latents for cross-attention. Heads that run once per sequence are not counted.
+        {"encoder": ..., "decoder": ...}, with only the parts that the model has. The encoder includes the keys,
+        values and latents for cross-attention. Model heads that run once per sequence are not counted.
     """
     config = model.config
     flops: Counter[str] = Counter()
@@ -643,7 +645,7 @@ def flops_per_token(
         key_stack = "encoder" if site.is_cross_attention else stack
         projections = {role: linears.pop(f"{path}.{linear}") for role, linear in site.projections.items()}
         flops[stack] += 2 * runs * (projections["query"].weight.numel() + projections["output"].weight.numel())
-        latent = linears.pop(site.get_latent_path(path), None)  # layers may share a latent, which counts once
+        latent = linears.pop(site.get_latent_path(path), None)  # a latent that layers share is counted once
         flops[key_stack] += 0 if latent is None else 2 * runs * latent.weight.numel()
         attended = source_length if site.is_cross_attention or site.stack == "encoder" else length
         core = _get_core_module(module, site)
@@ -671,15 +673,12 @@ def flops_per_token(
 
 
 def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Linear], attended: int) -> tuple[int, int]:
-    """Return the FLOPs per key token and per query token.
-
-    The key token count includes the key and value projections. The query token count includes the scores and weighted
-    sums.
+    """Return the FLOPs per key token (key and value projections) and per query token (scores and weighted sums).
 
     Args:
-        core: The attention.
-        key_value: The key and the value projection.
-        attended: The number of keys that a query reads.
+        core: The attention module.
+        key_value: The key and value projections.
+        attended: The number of keys that a query attends to.
     """
     heads, per_key = core.heads, 2 * sum(projection.weight.numel() for projection in key_value)
     if core.kernel is not None:
@@ -689,7 +688,7 @@ def _attention_flops(core: VariantAttention, key_value: tuple[nn.Linear, nn.Line
 
 
 def attention_projection_flops(model: AttnVariantModelMixin) -> int:
-    """Return the floating-point operations per token in the linear layers of all attention modules.
+    """Return the number of floating-point operations per token in the linear layers of all attention modules.
 
     Operations that depend on the sequence length are not counted. With latents, the keys and values of each token are
     counted once (expanded form).
@@ -712,7 +711,8 @@ def attention_projection_flops(model: AttnVariantModelMixin) -> int:
 def count_attention_parameters(model: AttnVariantModelMixin) -> int:
     """Return the number of parameters in all attention modules.
 
-    Linear layers, latent projections (shared ones are counted once) and talking-heads projections are included.
+    The count includes linear layers, latent projections and talking-heads projections. Shared parameters are counted
+    once.
     """
     sizes: dict[int, int] = {}
     for site, path, module in model.named_attentions():

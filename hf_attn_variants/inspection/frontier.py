@@ -1,11 +1,12 @@
-"""Measures the frontier of a checkpoint: the cache size, speed and loss of its variants.
+"""Measures the trade-off between the loss and the cache size and speed of a checkpoint's variants.
 
-`measure_frontier` converts the checkpoint in memory to each variant: fewer key/value heads, latents, or combinations
-of latents. No model is written.
+`measure_frontier` converts the checkpoint in memory to variants with fewer key/value heads, with latents, or with
+combinations of latents. No model is written.
 
-A calibrated conversion computes each attention module only from the corresponding module in the base model (modules
-that share a latent are one unit). `ConvertedAttentions` therefore stores the modules from each conversion, and
-combines modules from several conversions into the model that a single conversion would produce.
+A calibrated conversion computes each attention module only from the corresponding module in the base model, or each
+group of modules that share a latent from the corresponding group. `ConvertedAttentions` therefore stores the modules
+from each conversion, and combines modules from several conversions into the model that a single conversion would
+produce.
 
 `SavedFrontier` writes the rows to a file as they are measured, so that an interrupted call can be resumed.
 """
@@ -84,11 +85,11 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
     Args:
         config: The variant configuration of the base model.
         field: The key/value head field to vary.
-        decodes: Whether the attention of these heads has a cache.
+        decodes: Whether the attention modules with these heads are in a decoder with a cache.
     """
     width, current_counts = config.hidden_size, values_by_layer(config, field) or [config.query_heads(field)]
     multi_query = 2 * config.attention_head_dim()  # values per token and layer
-    # In each layer, a conversion merges whole groups of heads.
+    # A conversion merges whole groups of heads in each layer.
     counts = [count for count in kv_head_counts(config, field) if count < max(current_counts)]
     counts = [count for count in counts if all(old % count == 0 or count % old == 0 for old in current_counts)]
 
@@ -97,7 +98,7 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
 
     options: list[Fields] = []
     if has_latents(config, field):
-        pass  # the original projections are lost, so smaller latents are only tried on request
+        pass  # smaller latents are only tried on request because the original projections are lost
     elif "cross_kv_lora_rank" in config.rank_fields() and decodes:
         cross_ranks = [width, width // 2, 3 * width // 8, width // 4]
         self_ranks = [None, 2 * multi_query, multi_query, multi_query // 2]
@@ -115,7 +116,7 @@ def default_options(config: Any, field: str, decodes: bool) -> list[Fields]:
 def requested_options(requested: Mapping[str, Sequence[int] | None]) -> list[Fields]:
     """Return the configuration fields of the variants with the requested values.
 
-    Head counts are tried separately, and ranks in all combinations.
+    Each head count is tried separately, and ranks are tried in all combinations.
 
     Args:
         requested: {field: values}. None means that the user did not set the field.
@@ -127,7 +128,7 @@ def requested_options(requested: Mapping[str, Sequence[int] | None]) -> list[Fie
 
 
 def _select_spread_counts(counts: Sequence[int]) -> list[int]:
-    """Return at most `MAX_COUNTS` evenly spread counts, including the first and the last one."""
+    """Return at most `MAX_COUNTS` evenly spaced counts, including the first and the last."""
     if len(counts) <= MAX_COUNTS:
         return list(counts)
     step = (len(counts) - 1) / (MAX_COUNTS - 1)
@@ -147,7 +148,7 @@ def _remove_duplicates(options: Iterable[Fields]) -> list[Fields]:
 def load_source(
     checkpoint: str, calibration: Calibration, revision: str | None = None, token: str | None = None
 ) -> tuple[AttnVariantModelMixin, Any]:
-    """Load a checkpoint as a float32 model of this package with unchanged attention.
+    """Load a checkpoint as a float32 model from this package with unchanged attention.
 
     Args:
         checkpoint: A folder or a Hub id.
@@ -159,8 +160,9 @@ def load_source(
         The model, and its tokenizer (or its feature extractor for audio).
 
     Raises:
-        OSError: If there is no checkpoint, or it has no tokenizer or feature extractor.
-        ValueError: If the architecture is not supported, or only one of the model and the calibration is for audio.
+        OSError: If the checkpoint does not exist, or has no tokenizer or feature extractor.
+        ValueError: If the architecture is not supported, or the calibration is for text but the model reads audio (or
+            the reverse).
     """
     folder = resolve_source(checkpoint, revision, token, allow_pickle=False)
     raw = read_config(folder)
@@ -204,7 +206,7 @@ def select_variants(
     if options := default_options(config, field, decodes):
         return options
     raise ValueError(
-        "There is no variant to try because the checkpoint has a single key/value head or latents. Pass ranks."
+        "There is no variant to try because the checkpoint has a single key/value head or latents. Set the ranks."
     )
 
 
@@ -213,11 +215,11 @@ def select_held_out_examples(
 ) -> Calibration:
     """Select the examples on which the loss is measured.
 
-    These examples are not in the calibration. If there are too few of them, the held-out calibration examples are used
-    instead.
+    These are examples that are not used for calibration. If there are too few of them, the held-out calibration
+    examples are selected instead.
 
     Args:
-        calibration: The examples that a conversion reads.
+        calibration: The examples used by the conversions.
         everything: All examples from the same source, or examples from another source.
         size: The maximum number of examples.
         seed: The calibration seed, which is also used to select these examples.
@@ -243,18 +245,18 @@ def select_held_out_examples(
 
 
 def _pair_with_targets(calibration: Calibration) -> list[tuple[Any, str | None]]:
-    """Return all calibration examples, each with its target."""
+    """Return all calibration examples as pairs of an example and its target, which can be None."""
     targets: Sequence[str | None] = calibration.target_texts or [None] * len(calibration.examples)
     return list(zip(calibration.examples, targets, strict=True))
 
 
 NamedTensors = dict[str, torch.Tensor]
-# The path of an attention module and its heads. If layers share a latent, the heads of all these layers are included.
+# The path of an attention module and its head counts (those of all layers if layers share a latent).
 Key = tuple[str, Any]
 
 
 class ConvertedAttentions:
-    """Attention modules from several conversions of a base model, converted when they are first needed."""
+    """Attention modules from several conversions of a base model, which run when a module is first needed."""
 
     def __init__(self, source: AttnVariantModelMixin, calibration: Calibration, seed: int = 0) -> None:
         """Store the attention modules of the base model.
@@ -274,7 +276,7 @@ class ConvertedAttentions:
         self._prefix = "" if source.base_model is source else f"{source.base_model_prefix}."
         self._tensors: dict[Key, NamedTensors] = {}
         self._errors: dict[Key, float | None] = {}
-        # The calibration batches from the first conversion. Later conversions reuse them and their generated targets.
+        # The calibration batches from the first conversion. Later conversions reuse them with their generated targets.
         self._batches: Any = None
         self._store_attentions(source, {})
 
@@ -288,7 +290,7 @@ class ConvertedAttentions:
         return type(config).from_upstream(config, **fields)
 
     def model(self, fields: Mapping[str, Any]) -> AttnVariantModelMixin:
-        """Return the variant with these fields. Unchanged parameters share the memory of the base model.
+        """Return the variant with these fields. Its unchanged parameters share memory with the base model.
 
         Raises:
             ValueError: If the base model cannot be converted to the variant.
@@ -334,7 +336,7 @@ class ConvertedAttentions:
         return sum(known) / len(known) if known else 0.0
 
     def is_converted(self, fields: Mapping[str, Any]) -> bool:
-        """Return whether all attention modules of the variant are stored, so that no conversion is needed."""
+        """Return whether all attention modules of the variant are already stored, so that no conversion is needed."""
         return not self._unconverted_fields(self.config(fields), fields)
 
     def _unconverted_fields(self, config: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,7 +349,7 @@ class ConvertedAttentions:
         return missing | ({"per_layer_values": by_layer} if by_layer else {})
 
     def _attention_keys(self, config: Any) -> list[tuple[Key, Key]]:
-        """Return the keys of each attention module in the variant with this configuration and in the base model."""
+        """Return the keys of each attention module in the variant with this configuration, and in the base model."""
         attentions = [(site, path) for site, path, _ in self.source.named_attentions()]
         return [
             (self._attention_key(config, site, path), self._attention_key(self.source.config, site, path))
@@ -359,7 +361,7 @@ class ConvertedAttentions:
 
         def heads(path: str) -> Any:
             counts = site.get_heads(config, path)
-            # With cached encoder outputs, a module has the same tensors as without a latent.
+            # A module with cached encoder outputs has the same tensors as a module without a latent.
             return counts._replace(rank=None) if counts.rank == config.hidden_size else counts
 
         if not site.shares_latent or heads(path).rank is None:
@@ -367,7 +369,7 @@ class ConvertedAttentions:
         return path, tuple(heads(sharing) for other, sharing, _ in self.source.named_attentions() if other is site)
 
     def _store_attentions(self, model: AttnVariantModelMixin, errors: Mapping[str, float | None]) -> None:
-        """Store a model's attention modules that have not been stored yet, with their errors {path: error}."""
+        """Store the attention modules of a model that are not stored yet, with their errors {path: error}."""
         parameters = {
             name: parameter.detach() for name, parameter in model.base_model.named_parameters(remove_duplicate=False)
         }
@@ -380,7 +382,7 @@ class ConvertedAttentions:
 
 
 FLOAT32_BYTES = 4
-# The sizes for timing a variant: sequences per batch, tokens to generate, and rounds.
+# The number of sequences per batch, of generated tokens, and of rounds for timing a variant.
 TIMED_BATCH, TIMED_TOKENS, TIMED_ROUNDS = 8, 9, 3
 
 
@@ -395,14 +397,14 @@ class FrontierRow:
         loss_above: The difference between the loss and the base model's loss.
         loss_above_error: The standard error of this difference over the examples.
         attention_error: The mean relative output error of the changed attention modules on the held-out calibration
-            examples. 0 if the outputs do not change, None if the error is unknown.
+            examples. 0 if no outputs change, and None if the error is unknown.
         parameters: The number of parameters.
         kv_cache_bytes_per_token: The result of `kv_cache_bytes_per_token` for float32.
         kv_cache_bytes: The cache size in bytes for a text with the frontier's lengths, or None if there is no cache.
         milliseconds: The estimated time per generated token with `TIMED_BATCH` texts, or per forward pass if the model
-            does not decode. It is the base model's time multiplied by the ratio of both times, which are measured
-            alternately.
-        on_frontier: Whether no other variant is both smaller and better.
+            does not decode. The variant and the base model are timed alternately, and the base model's time is
+            multiplied by the ratio of both times.
+        on_frontier: Whether no other row is at least as good in both size and loss.
     """
 
     name: str
@@ -425,15 +427,15 @@ class FrontierRow:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The variants of a checkpoint, with the settings used to measure them.
+    """The measured variants of a checkpoint, with the settings used to measure them.
 
     Args:
         checkpoint: The name of the base model.
         architecture: The name of the model class.
-        measure: The kind of loss, a key of `MEASURES`.
+        measure: The kind of loss, which is a key of `MEASURES`.
         held_out_texts: The number of held-out texts or recordings.
         calibration: The calibration settings.
-        length: The number of tokens in the cache of the decoder, or of the text of an encoder.
+        length: The number of tokens in the decoder's cache, or in the text that an encoder reads.
         source_length: The number of tokens that the encoder of an encoder-decoder reads.
         rows: The base model, followed by the variants from the largest to the smallest.
     """
@@ -456,7 +458,7 @@ class Frontier:
         """Return the smallest variant whose additional loss is within a limit, or None if there is no such variant.
 
         Args:
-            loss: The maximum of `loss_above`.
+            loss: The maximum value of `loss_above`.
         """
         within_limit = [row for row in self.rows[1:] if row.loss_above <= loss]
         return min(within_limit, key=lambda row: (row.size, row.loss_above), default=None)
@@ -481,16 +483,17 @@ def measure_frontier(
     """Convert a model in memory to several variants, and measure their sizes, losses and times.
 
     Args:
-        source: The base model, a float32 model from this package on the device to use.
+        source: The base model, a float32 model from this package, on the device to use.
         options: The configuration fields of each variant for `convert`.
         calibration: The text or audio used for fitting, with the tokenizer or feature extractor.
         held_out: Other examples of the same type, on which the loss is measured.
         checkpoint: The name of the base model, for the table.
-        length: The number of tokens in the cache of a decoder, or of the text of an encoder.
-        source_length: The number of tokens that an encoder reads. Defaults to `length`, or to all positions for audio.
+        length: The number of tokens in the decoder's cache, or in the text that an encoder reads.
+        source_length: The number of tokens that the encoder of an encoder-decoder reads. Defaults to `length`, or to
+            all positions for audio.
         seed: The random seed for the conversions.
         known: Rows from an interrupted call with the same arguments, with the base model first.
-        on_row: A function called after each row with the current frontier and the number of remaining variants.
+        on_row: A function that is called after each row with the current frontier and the number of variants left.
 
     Raises:
         ValueError: If a variant or the calibration does not fit the model, or the base model's loss is invalid.
@@ -529,7 +532,7 @@ def measure_frontier(
 
 
 def _sort_by_changes(options: Sequence[Mapping[str, Any]], source: AttnVariantModelMixin) -> list[Mapping[str, Any]]:
-    """Sort options by decreasing number of changed modules because later options can reuse these modules."""
+    """Sort options by decreasing number of changes, because later options can reuse modules of earlier ones."""
     width = source.config.hidden_size
     return sorted(options, key=lambda fields: -sum(value != width for value in fields.values()))
 
@@ -545,7 +548,7 @@ def _describe_calibration(calibration: Calibration, seed: int) -> dict[str, Any]
 
 
 def _limit_lengths(config: Any, calibration: Calibration, length: int, source_length: int | None) -> tuple[int, int]:
-    """Return `length` and `source_length`, limited to the number of positions of the model."""
+    """Return `length` and `source_length`, limited to the model's number of positions."""
     positions = max_input_length(config)
     limit = sys.maxsize if positions is None else positions
     if calibration.audio is not None:  # an audio encoder always reads all positions
@@ -554,10 +557,10 @@ def _limit_lengths(config: Any, calibration: Calibration, length: int, source_le
 
 
 def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierRow]) -> None:
-    """Check that the base model's loss is finite and matches the saved one.
+    """Check that the base model's loss is finite and matches the saved loss.
 
     Raises:
-        ValueError: If the loss is not finite or does not match.
+        ValueError: If there is no loss, or it is not finite or does not match.
     """
     name = checkpoint or "the base model"
     if not losses[:, 1].any():
@@ -576,7 +579,7 @@ def _check_loss(losses: torch.Tensor, checkpoint: str, known: Sequence[FrontierR
 
 
 def _sort_rows(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
-    """Mark the variants on the frontier, and sort all rows after the base model from the largest to the smallest."""
+    """Mark the variants on the frontier, and sort all rows after the base model from largest to smallest."""
     return _mark_frontier([rows[0], *sorted(rows[1:], key=lambda row: (-row.size, row.loss_above))])
 
 
@@ -609,7 +612,7 @@ class _VariantMeasurer:
 
 
 def _format_variant_name(model_class: type[AttnVariantModelMixin], config: Any, fields: Mapping[str, Any]) -> str:
-    """Return the name of a variant, which describes the decoder and, if changed, the encoder."""
+    """Return the name of a variant, which describes the decoder and, if it is changed, the encoder."""
     field = kv_heads_field(model_class, config)
     name = variant_name(config, field)
     by_layer = fields.get("per_layer_values") or {}
@@ -619,9 +622,9 @@ def _format_variant_name(model_class: type[AttnVariantModelMixin], config: Any, 
 
 
 def _mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[float, float]:
-    """Return the mean difference per word of two losses [texts, 2], and its standard error.
+    """Return the mean difference per word between two losses [texts, 2], and its standard error.
 
-    The standard error is computed for a ratio of two sums over texts because the texts are the independent samples.
+    The standard error is that of a ratio of two sums over texts because the texts are the independent samples.
     """
     words = losses[:, 1].sum()
     mean = (losses[:, 0] - source[:, 0]).sum() / words
@@ -632,7 +635,7 @@ def _mean_loss_difference(losses: torch.Tensor, source: torch.Tensor) -> tuple[f
 
 
 def _mark_frontier(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
-    """Return the rows with `on_frontier` set for those that no other row matches or improves in both size and loss."""
+    """Set `on_frontier` for all rows for which no other row is at least as good in both size and loss."""
 
     def is_dominated(row: FrontierRow) -> bool:
         better = (other for other in rows if other.size <= row.size and other.loss_above <= row.loss_above)
@@ -644,9 +647,9 @@ def _mark_frontier(rows: Sequence[FrontierRow]) -> list[FrontierRow]:
 def _make_timer(
     source: AttnVariantModelMixin, length: int, source_length: int, known: Sequence[FrontierRow]
 ) -> Callable[[AttnVariantModelMixin], float]:
-    """Return a function that estimates the milliseconds of a model.
+    """Return a function that estimates the `milliseconds` of a `FrontierRow` for a model.
 
-    Each estimate times the model and the base model alternately so that other load on the machine affects both.
+    The model and the base model are timed alternately, so that other load on the machine affects both.
     """
     decodes = source.can_generate() and source.config.is_encoder_decoder
     positions, read = max_input_length(source.config), source_length if decodes else length
@@ -682,7 +685,7 @@ def _make_timer(
 
 
 def _disable_early_stopping(model: AttnVariantModelMixin) -> AttnVariantModelMixin:
-    """Change a model's generation config so that it always generates `max_new_tokens` tokens, and return the model."""
+    """Change the generation config of a model so that it always generates `max_new_tokens` tokens."""
     if model.can_generate():
         model.generation_config = copy.deepcopy(model.generation_config)
         model.generation_config.eos_token_id = None
@@ -708,12 +711,12 @@ def hash_examples(calibration: Calibration) -> str:
 
 
 class SavedFrontier:
-    """A JSON file with the rows measured in one call.
+    """A JSON file with the rows that were measured in one call of `measure_frontier`.
 
-    The file also contains the arguments of the call so that the same call can be resumed if it is interrupted.
+    The file also contains the arguments of the call, so that an interrupted call can be resumed.
 
     Args:
-        path: The file. Its folder must be new or empty, or contain the file from an interrupted call.
+        path: Path of the file. Its folder must be new, be empty, or contain the file from an interrupted call.
 
     Raises:
         ValueError: If the folder contains other files.
@@ -761,7 +764,7 @@ class SavedFrontier:
         """Write the rows of an unfinished call.
 
         Args:
-            frontier: The rows so far.
+            frontier: The rows that have been measured so far.
             left: The number of remaining variants.
 
         Raises:

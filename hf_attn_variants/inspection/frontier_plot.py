@@ -20,7 +20,7 @@ KINDS = {
 }
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 LABEL_SIZE = 8
-# The candidate offsets between a label and its point, in points, and the letter size as a fraction of the axes.
+# Possible offsets of a label from its point (in points), and the size of a letter as a fraction of the axes.
 LABEL_OFFSETS = ((8, 5), (8, -11), (-8, 5), (-8, -11), (8, 16), (-8, 16), (8, -22), (-8, -22))
 LETTER_WIDTH, LINE_HEIGHT = 0.0088, 0.032
 
@@ -30,7 +30,7 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
 
     Args:
         frontier: The result of `measure_frontier`.
-        loss: A limit for the additional loss, shown as a line. If None, no line is shown.
+        loss: A limit for the additional loss, which is shown as a line. If None, no line is shown.
 
     Example:
         >>> plot_frontier(frontier, loss=0.05).savefig("frontier.png")
@@ -79,7 +79,7 @@ def plot_frontier(frontier: Frontier, loss: float | None = None) -> Figure:
 
 
 def _variant_type(row: FrontierRow) -> str:
-    """Return the key of `KINDS` for a row."""
+    """Return the type (a key of `KINDS`) of the variant in a row."""
     if not row.fields:
         return "base model"
     names = {*row.fields, *(row.fields.get("per_layer_values") or {})}
@@ -100,13 +100,13 @@ def _format_size_label(frontier: Frontier) -> str:
 
 
 def _linear_threshold(rows: Sequence[FrontierRow]) -> float:
-    """Return the loss up to which the axis is linear so that losses near zero are not spread over decades."""
+    """Return the loss below which the axis is linear, so that losses near zero are not spread over several decades."""
     known = sorted(abs(row.loss_above) for row in rows[1:] if row.loss_above)
     return max(known[len(known) // 4], known[-1] / 1000) if known else 1.0
 
 
 def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> None:
-    """Place each variant's name where it overlaps least with points, other names and the limit."""
+    """Place the name of each variant where it overlaps least with points, other names and the limit."""
     transform = axes.transData + axes.transAxes.inverted()
     points = [tuple(transform.transform((row.size, row.loss_above))) for row in rows]
     width, height = axes.get_window_extent().width * 72 / axes.figure.dpi, axes.get_window_extent().height * 72 / 100
@@ -138,7 +138,7 @@ def _add_labels(axes: Axes, rows: Sequence[FrontierRow], loss: float | None) -> 
 
 
 def _overlap_area(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return 100 times the overlap area of two boxes (left, bottom, right, top)."""
+    """Return 100 times the area in which two boxes (left, bottom, right, top) overlap."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     return max(width, 0.0) * max(height, 0.0) * 100

@@ -2,12 +2,12 @@
 
 The measure depends on the task of the model:
 
-- encoder-decoders: the cross-entropy of the targets, or of the base model's transcripts;
-- language models: the cross-entropy of masked words, or of the next word;
-- classifiers: the divergence from the base model's predictions;
-- regression models and rerankers: the error in the scores;
-- encoders without a head: one minus the cosine between the sentence embeddings (the means of the last hidden states)
-  of the variant and those of the base model.
+- Encoder-decoders: the cross-entropy of the targets, or of the base model's transcripts.
+- Language models: the cross-entropy of masked words, or of the next word.
+- Classifiers: the divergence from the base model's predictions.
+- Regression models and rerankers: the error in the scores.
+- Encoders without a head: one minus the cosine similarity between the variant's and the base model's sentence
+  embeddings (means of the last hidden states).
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ from ..progress import progress_bar
 from .scores import mean_pooled
 
 MASKED_SHARE = 0.15
-# {measure: its description and unit}.
+# {measure: description with the unit}.
 MEASURES = {
     "targets": "cross-entropy of the targets, nats per token",
     "transcripts": "cross-entropy of the transcripts of the base model, nats per token",
@@ -52,11 +52,11 @@ ModelInputs = dict[str, torch.Tensor]
 
 @dataclass
 class HeldOutText:
-    """Batches of held-out examples, with the base model's outputs if the measure compares them.
+    """Batches of held-out examples, with the base model's outputs if the measure needs them.
 
     Args:
         measure: A key of `MEASURES`.
-        batches: The model inputs for each batch, with "labels" if the measure uses labels.
+        batches: The model inputs for each batch, including "labels" if the measure uses labels.
         source: The base model's outputs for each batch, if the measure is one of `COMPARED_MEASURES`.
         encoder: For audio, the base model's encoder. Variants with the same encoder reuse its outputs.
         gives_labels: Whether the model predicts independent labels (multi-label classification).
@@ -70,7 +70,7 @@ class HeldOutText:
 
     @torch.inference_mode()
     def losses(self, model: PreTrainedModel) -> torch.Tensor:
-        """Return each text's summed loss and number of words or predictions, float64 [texts, 2]."""
+        """Return the summed loss and the number of words or predictions of each text, float64 [texts, 2]."""
         losses, device = [], next(model.parameters()).device
         arguments = with_known_encoder_outputs if self._is_encoder_of(model) else without_known_encoder_outputs
         for i, batch in enumerate(progress_bar(self.batches, desc="held-out examples", unit="batch", leave=False)):
@@ -85,10 +85,10 @@ class HeldOutText:
         return torch.cat(losses).double().cpu()
 
     def answers(self, output: Any, batch: ModelInputs) -> list[torch.Tensor]:
-        """Return the log-probabilities, scores [b, scores] or embeddings [b, D] from a model output."""
+        """Compute the log-probabilities, scores [b, scores] or embeddings [b, D] from a model output."""
         if self.measure == "scores":
             return [output.logits.float()]
-        if self.gives_labels:  # [b, labels, 2]: whether each label applies
+        if self.gives_labels:  # log-probabilities that each label applies or not, [b, labels, 2]
             logits = output.logits.float()
             return [nn.functional.logsigmoid(torch.stack([logits, -logits], dim=-1))]
         if self.measure == "predictions":
@@ -101,7 +101,7 @@ class HeldOutText:
     def _compute_difference(
         self, answers: Sequence[torch.Tensor], source: Sequence[torch.Tensor], batch: ModelInputs
     ) -> torch.Tensor:
-        """Return each text's summed difference from the base model and number of predictions, [b, 2]."""
+        """Return the summed difference from the base model and the number of predictions of each text, [b, 2]."""
         if self.measure == "embeddings":
             distance = 1 - nn.functional.cosine_similarity(answers[0], source[0])
             return torch.stack([distance, torch.ones_like(distance)], 1)
@@ -110,7 +110,7 @@ class HeldOutText:
             return torch.stack([error, torch.ones_like(error)], 1)
         losses = []
         for ours, theirs in zip(answers, source, strict=True):
-            divergence = (theirs.exp() * (theirs - ours)).nan_to_num().sum(-1)  # [b] or, of tokens or labels, [b, n]
+            divergence = (theirs.exp() * (theirs - ours)).nan_to_num().sum(-1)  # [b], or [b, n] for tokens or labels
             if divergence.ndim == 1 or self.gives_labels:
                 divergence = divergence if divergence.ndim == 1 else divergence.mean(-1)
                 losses.append(torch.stack([divergence, torch.ones_like(divergence)], 1))
@@ -121,7 +121,7 @@ class HeldOutText:
 
     @cached_property
     def _variance(self) -> torch.Tensor:
-        """The variance of the base model's scores over all texts, a scalar."""
+        """The variance of the base model's scores over all texts (a scalar)."""
         scores = torch.cat([batch[0] for batch in self.source])
         variance = scores.var(0, correction=0).mean()
         if not variance > torch.finfo(variance.dtype).eps * scores.square().mean():
@@ -132,7 +132,7 @@ class HeldOutText:
         return variance
 
     def _is_encoder_of(self, model: Any) -> bool:
-        """Return whether a model's encoder has the same tensors and fields as the base model's encoder."""
+        """Return whether the encoder of a model has the same tensors and fields as the base model's encoder."""
         if self.encoder is None:
             return False
         encoders = self.encoder, model.get_encoder()
@@ -149,7 +149,7 @@ def _list_encoder_fields(config: Any) -> set[tuple[str, str]]:
 
 
 def make_held_out_text(model: PreTrainedModel, processor: Any, text: Calibration) -> HeldOutText:
-    """Make batches of held-out text or audio, with the base model's outputs if the measure compares them.
+    """Make batches of held-out text or audio, with the base model's outputs if the measure needs them.
 
     Args:
         model: The base model in evaluation mode, which generates missing targets and transcripts greedily.
@@ -157,7 +157,7 @@ def make_held_out_text(model: PreTrainedModel, processor: Any, text: Calibration
         text: The texts with their targets and lengths, or the audio files.
 
     Returns:
-        The batches, on which `HeldOutText.losses` evaluates any variant.
+        The batches. `HeldOutText.losses` evaluates any variant on them.
 
     Raises:
         OSError: If an audio file cannot be read.
@@ -219,7 +219,7 @@ def _select_measure(model: PreTrainedModel) -> str:
     reads = get_decoder_input(type(model), model.config)
     if reads is DecoderInput.OWN_TARGETS:
         return "transcripts" if model.main_input_name == "input_features" else "targets"
-    # Multiple choice, the discriminator of ELECTRA, and an encoder-decoder without a head.
+    # These are multiple-choice models, ELECTRA's discriminator, and encoder-decoders without a head.
     if reads is DecoderInput.TARGETS or name.endswith(("ForMultipleChoice", "ElectraForPreTraining")):
         raise ValueError(f"The loss of {name} cannot be measured on plain text. Use a checkpoint with another head.")
     if name.endswith(("ForMaskedLM", "ForPreTraining")):
@@ -264,7 +264,7 @@ def _get_targets(
     batch: ModelInputs,
     limit: dict[str, Any],
 ) -> torch.Tensor:
-    """Return the targets [b, t], which are the user's targets or the base model's greedy outputs."""
+    """Return the token ids of the targets [b, t], which are the user's targets or the model's greedy outputs."""
     if text.target_texts is not None:
         encoded = tokenizer(text_target=[text.target_texts[i] for i in rows], **limit)
         return encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, IGNORED)

@@ -1,4 +1,4 @@
-"""Computes model scores: GLUE averaged over seeds and tasks, and semantic similarity without training."""
+"""Computes GLUE scores averaged over seeds and tasks, and semantic similarity scores without training."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from ..files import RESULTS_NAME
 from ..glue_tasks import TASKS
 from ..model_folder import read_json
 
-# {task: the metrics whose mean is the score of the task}.
+# {task: metrics whose mean is the score}.
 GLUE_METRICS = {name: task.metrics for name, task in TASKS.items() if task.eval_splits}
-# Arguments that may differ between two seeds of one model because they affect neither training nor dev set scores.
+# Arguments that can differ between two runs because they affect neither training nor the scores on the dev set.
 FREE_ARGUMENTS = frozenset(
     "seed output_dir overwrite_output_dir logging_steps peak_tflops checkpointing_steps save_total_limit "
     "resume_from_checkpoint with_tracking report_to disable_tqdm push_to_hub hub_model_id hub_private_repo hub_token "
@@ -51,7 +51,7 @@ class GlueRun:
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean and the sample standard deviation over seeds. The latter is None for a single seed."""
+    """The mean and the sample standard deviation over seeds. The deviation is None for a single seed."""
 
     mean: float
     deviation: float | None
@@ -59,7 +59,7 @@ class Spread:
 
     @classmethod
     def from_scores(cls, by_seed: Mapping[int, float]) -> "Spread":
-        """Return the mean and the standard deviation of the scores, {seed: score}."""
+        """Compute the mean and the standard deviation of {seed: score}."""
         values = [*by_seed.values()]
         deviation = statistics.stdev(values) if len(values) > 1 else None
         return cls(statistics.fmean(values), deviation, tuple(sorted(by_seed)))
@@ -72,10 +72,10 @@ class ModelScores:
     Attributes:
         model: The name or path of the model.
         tasks: The mean score for each task that was run, in GLUE order.
-        missing: The names of the other tasks.
-        average: The mean of the task means. Its `seeds` and standard deviation cover the seeds that were run for all
-            tasks.
-        by_seed: The score of each run, by task and seed.
+        missing: The names of the tasks that were not run.
+        average: The mean of the task means. Its `seeds` are those that were run for all tasks, and its standard
+            deviation is computed over these seeds.
+        by_seed: The score of each run, {task: {seed: score}}.
     """
 
     model: str
@@ -112,13 +112,14 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[GlueRun], dict[str, s
         folders: The output folders of the runs.
 
     Returns:
-        The runs, and {folder: reason} for the folders that are skipped. A folder is skipped if it has no results, or
-        if the results are not from the complete dev set of a GLUE task.
+        The runs, and {folder: reason} for each folder that is skipped. A folder is skipped if it has no results, or if
+        the results are not from the complete dev set of a GLUE task.
 
     Raises:
         OSError: If a folder does not exist or its results cannot be read.
-        ValueError: If no folder contains a run, or two runs are not compatible. Runs on the same task need the same
-            rows and metrics. Runs on the same task with the same model need the same settings and different seeds.
+        ValueError: If no folder contains a run, or two runs are not compatible. Runs on the same task must have the
+            same rows and metrics. Runs of the same model on the same task must have the same settings and different
+            seeds.
     """
     runs: list[GlueRun] = []
     left_out: dict[str, str] = {}
@@ -148,7 +149,7 @@ def read_runs(folders: Sequence[str | Path]) -> tuple[list[GlueRun], dict[str, s
 
 
 def _check_dev_sets(runs: Sequence[GlueRun]) -> None:
-    """Check that all runs of a task have the same number of rows and the same metrics."""
+    """Check that all runs on the same task have the same number of rows and the same metrics."""
     firsts: dict[str, GlueRun] = {}
     for run in runs:
         first = firsts.setdefault(run.task, run)
@@ -176,7 +177,7 @@ def _check_settings(runs: Sequence[GlueRun]) -> None:
 
 
 def _format_value(value: int | tuple[str, ...] | None) -> str:
-    """Format a number of rows or metric names as text."""
+    """Format a number of rows, or the names of metrics, as text."""
     return ", ".join(value) if isinstance(value, tuple) else "unknown" if value is None else str(value)
 
 
@@ -228,7 +229,7 @@ def _select_metrics(results: Mapping[str, Any], metrics: Sequence[str]) -> list[
 
 
 def model_scores(runs: Sequence[GlueRun]) -> list[ModelScores]:
-    """Return the scores of each model, sorted by the number of tasks and then by the average (best first)."""
+    """Return the scores of each model. Models with the most tasks and then the best averages come first."""
     by_model: dict[str, dict[str, dict[int, float]]] = {}
     for run in runs:
         by_model.setdefault(run.model, {}).setdefault(run.task, {})[run.seed] = run.score
@@ -246,7 +247,7 @@ def mean_pooled(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> to
 
     Args:
         hidden_states: The hidden states [b, n, D].
-        attention_mask: The mask [b, n], 1 for a token and 0 for padding.
+        attention_mask: The attention mask [b, n], which is 1 for tokens and 0 for padding.
 
     Returns:
         The sentence embeddings [b, D].
@@ -268,7 +269,7 @@ def sentence_embeddings(
         model: An encoder whose output has `last_hidden_state`. Its training mode is restored afterwards.
         tokenizer: The model's tokenizer.
         sentences: The sentences.
-        batch_size: The number of sentences per batch. Sentences of similar length are put in the same batch.
+        batch_size: The number of sentences per batch. Each batch contains sentences of similar length.
         max_length: The maximum number of tokens in a sentence. Longer sentences are truncated.
 
     Returns:
@@ -309,7 +310,7 @@ def cosine_similarities(
         pairs: The pairs of sentences.
 
     Returns:
-        The similarities [pairs].
+        The cosine similarities, [pairs].
 
     Example:
         >>> cosine_similarities(model, tokenizer, [("A cat sleeps.", "A cat is asleep.")])

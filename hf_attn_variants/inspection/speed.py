@@ -1,4 +1,4 @@
-"""Measures the decoding speed of an encoder-decoder and its variants after checking their outputs."""
+"""Measures the decoding speed of an encoder-decoder and its variants, after checking their outputs."""
 
 import copy
 import math
@@ -34,12 +34,12 @@ from .costs import (
     variant_name,
 )
 
-# The seconds until the first token (None for a forward pass) and until the end.
+# The number of seconds until the first token (None for a forward pass) and until the end.
 Times = tuple[float | None, float]
 
 
 class FirstToken(StoppingCriteria):
-    """A stopping criterion that never stops, but records the time of the first token."""
+    """Stopping criterion that never stops the generation, but records the time of the first token."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -55,12 +55,12 @@ class FirstToken(StoppingCriteria):
 def make_timed_function(
     model: Any, batch_size: int, length: int, decoding: tuple[int, int] | None
 ) -> Callable[[], StoppingCriteria | None]:
-    """Return the function to pass to `time_run`, which decodes or runs a forward pass on random inputs.
+    """Return a function for `time_run` that decodes, or runs a forward pass, on random inputs.
 
     Args:
-        model: The model, which must not stop generating early (see `prepare_for_timing`).
+        model: The model, which must not stop early when it generates (see `prepare_for_timing`).
         batch_size: The number of sequences per batch.
-        length: The length of the text or audio, or of the encoder outputs if an encoder-decoder decodes.
+        length: The number of tokens or audio positions, or of encoder outputs if an encoder-decoder decodes.
         decoding: The number of tokens to generate and the number of beams. If None, a forward pass is run.
     """
     if decoding is None and model.main_input_name == "input_features":
@@ -73,7 +73,7 @@ def make_timed_function(
     states: Any = torch.randn(batch_size, length, model.config.d_model, device=model.device, dtype=model.dtype)
     mask = torch.ones(batch_size, length, dtype=torch.long, device=model.device)
     options: dict[str, Any] = {"max_new_tokens": decoding[0], "num_beams": decoding[1], "do_sample": False}
-    if model.main_input_name == "input_features":  # otherwise, Whisper would look for more segments in the audio
+    if model.main_input_name == "input_features":  # otherwise, Whisper would decode further segments of the audio
         options |= {"force_unique_generate_call": True, "return_timestamps": False}
 
     def run() -> StoppingCriteria:
@@ -104,9 +104,9 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
-# The sizes of the comparison: generated tokens, prompt tokens, source tokens and texts.
+# The sizes of the inputs and outputs that are compared.
 NUM_TOKENS, NUM_PROMPT_TOKENS, NUM_SOURCE_TOKENS, NUM_TEXTS = 8, 4, 16, 2
-# The largest difference, relative to the largest output, that a different order of float32 summation can cause.
+# The largest difference, relative to the largest output, that a different order of float32 additions can cause.
 MAX_RELATIVE_DIFFERENCE = 1e-4
 
 
@@ -117,8 +117,8 @@ def check_upstream(ours: Any, upstream: Any, decodes: bool) -> None:
     Args:
         ours: The float32 model from this package.
         upstream: The Transformers model, with the same shape and on the same device.
-        decodes: Whether to compare greedily decoded tokens. If False, the outputs for audio or for two texts, one of
-            which is padded, are compared.
+        decodes: Whether to compare greedily decoded tokens. If False, the outputs for audio or for two texts (one of
+            them padded) are compared.
 
     Raises:
         ValueError: If the outputs differ.
@@ -156,7 +156,8 @@ def _compare_decoded(
     Comparing tokens is not sufficient because a model with random weights may generate the same token for any input.
     """
     (tokens, logits), (expected_tokens, expected_logits) = actual, expected
-    # Texts are compared up to the first different token, where a tie was decided by the order of summation.
+    # Each text is compared up to and including the first different token, because the order of summation can decide a
+    # tie between tokens.
     same = (tokens == expected_tokens).long().cumprod(1).roll(1, 1).index_fill(1, tokens.new_tensor(0), 1).bool()
     _compare(fault, logits[same], expected_logits[same])
 
@@ -175,13 +176,13 @@ def _make_generator(model: Any) -> torch.Generator:
 def _decode_greedily(model: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return greedily decoded tokens [texts, tokens] and their logits.
 
-    The encoder outputs are random. The second half of the second text is padding.
+    The encoder outputs are random, and the second half of the second text is padding.
     """
     shape = (NUM_TEXTS, NUM_SOURCE_TOKENS, model.config.d_model)
     states: Any = torch.randn(shape, generator=_make_generator(model), device=model.device)
     inputs: dict[str, Any] = {"encoder_outputs": BaseModelOutput(states)}
     inputs["attention_mask"] = _make_padding_mask(model, NUM_SOURCE_TOKENS)
-    # A model with random weights may repeat one token, and then an error in the cache would not change the output.
+    # The prompt is random because a model with random weights may repeat one token, which would hide cache errors.
     inputs["decoder_input_ids"] = _make_random_tokens(model, NUM_PROMPT_TOKENS)
     options |= {"max_new_tokens": NUM_TOKENS, "num_beams": 1, "do_sample": False}
     output = model.generate(**inputs, **options, output_logits=True, return_dict_in_generate=True)
@@ -210,12 +211,12 @@ def _make_padding_mask(model: Any, length: int) -> torch.Tensor:
 
 
 def _compute_output(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a model's first output for all tokens that are not padding."""
+    """Return the first output of a model for all tokens that are not padding."""
     output = model(**inputs)[0].float()
     return output[inputs["attention_mask"].bool()] if "attention_mask" in inputs else output
 
 
-# The default number of tokens of a text. Audio models read a whole window.
+# The default number of tokens in a text. Audio models read a whole window.
 DEFAULT_LENGTH = 128
 AUDIO_AUTO_CLASSES = ("AutoModelForAudioClassification", "AutoModelForSpeechSeq2Seq")
 
@@ -225,13 +226,13 @@ class VariantSpeed:
     """The speed of one variant, which forms one row in a `SpeedTable`.
 
     Args:
-        name: The name of the attention. "transformers" means the Transformers class.
+        name: The name of the variant, or "transformers" for the Transformers class.
         fields: The configuration fields of the variant.
         milliseconds: The median generation time over all rounds.
         all_milliseconds: The generation time in each round.
         tokens_per_second: The number of tokens generated per second.
         speedup: The speed relative to the first row.
-        first_milliseconds: The median time until the first token, with the encoder keys and values.
+        first_milliseconds: The median time until the first token, including the encoder keys and values.
         step_milliseconds: The median time of each further token, or None if only one token was generated.
     """
 
@@ -247,15 +248,15 @@ class VariantSpeed:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The number of new tokens above which cached encoder outputs are slower than multi-head attention.
+    """The number of new tokens at which cached encoder outputs become slower than multi-head attention.
 
-    Cached encoder outputs avoid the one-time key and value projections of the source, but require more operations per
+    Cached encoder outputs avoid the one-time computation of encoder keys and values, but require more operations per
     step. If they do not save time before the first token, the number is 1.
 
     Args:
         exact: The name of the row for cached encoder outputs.
         multi_head: The name of the row for multi-head attention.
-        new_tokens: The number of tokens, or None if the steps are not slower.
+        new_tokens: The number of tokens, or None if the steps with cached encoder outputs are not slower.
     """
 
     exact: str
@@ -276,7 +277,7 @@ class SpeedTable:
         num_beams: The number of beams. 1 means greedy decoding.
         dtype: The dtype of the models.
         device: The device of the models.
-        machine: The processor, threads, load and versions.
+        machine: The processor, number of threads, load and package versions.
         rows: The variants, with the baseline first.
         break_even: The break-even point of cached encoder outputs, if they were timed over at least two tokens.
     """
@@ -321,21 +322,27 @@ def measure_speed(
     Args:
         config: The checkpoint's `config.json`.
         checkpoint: The name of the checkpoint, for the table.
-        kv_heads: The numbers of key/value heads in the decoder. Defaults to the number of query heads and those of 4,
-            2 and 1 that divide it.
-        talking_heads, latents: Whether to time talking heads and latents.
+        kv_heads: The numbers of key/value heads in the decoder. Defaults to the number of query heads, and to 4, 2 and
+            1 if they divide this number.
+        talking_heads, latents: Whether to time variants with talking heads and with latents.
         windows: The sliding window sizes to time in the decoder (`attention_window`).
         kernels: The kernels to time in the decoder (`attention_kernel`). "hybrid" is timed with each window.
         batch_size: The number of texts per batch.
         length: The number of encoder output positions. Defaults to 128, or to the window of an audio encoder.
         max_new_tokens: The number of tokens to generate.
-        num_beams: The number of beams. 1 means greedy decoding. Tokens per second do not include the beams.
+        num_beams: The number of beams. 1 means greedy decoding. The reported tokens per second do not count each beam
+            separately.
         rounds: The number of timings per variant.
         dtype, device: The dtype and the device ("cpu" or a CUDA device) of the models.
 
     Raises:
-        ValueError: If the model is not an encoder-decoder that generates, a size does not fit it, or the outputs of a
-            variant are wrong.
+        ValueError: If the model is not an encoder-decoder that generates text, a size does not fit it, or the outputs
+            of a variant are wrong.
+
+    Example:
+        >>> from hf_attn_variants.inspection.costs import read_checkpoint_config
+        >>> table = measure_speed(read_checkpoint_config("google-t5/t5-small"), rounds=3)
+        >>> {row.name: row.speedup for row in table.rows}
     """
     check_sizes(
         batch_size=batch_size, length=length, max_new_tokens=max_new_tokens, num_beams=num_beams, rounds=rounds
@@ -369,9 +376,12 @@ def build_checked_models(
     dtype: str = "float32",
     device: str = "cpu",
 ) -> dict[str, tuple[dict[str, Any], Any]]:
-    """Return {name: (fields, model)} for all variants, with the baseline first.
+    """Build all variants with random weights, after checking their outputs in float32.
 
-    The models have random weights, and their outputs were checked in float32. See `measure_speed` for the arguments.
+    See `measure_speed` for the arguments.
+
+    Returns:
+        {name: (fields, model)} with the baseline first.
 
     Raises:
         ValueError: If a variant does not fit the model or its outputs are wrong.
@@ -390,7 +400,7 @@ def build_checked_models(
 def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
     """Return the name of the Auto class for the model to time.
 
-    An architecture with only the encoder or decoder of an encoder-decoder is timed separately.
+    If the architecture consists of only the encoder or the decoder of an encoder-decoder, only this part is timed.
     """
     architecture = (config.get("architectures") or [""])[0]
     # In a T5EncoderModel's configuration, `is_encoder_decoder` may be True or False.
@@ -406,7 +416,7 @@ def timed_auto_class(config: Mapping[str, Any], current: Any) -> str:
 def _make_rows(
     fields: Mapping[str, dict[str, Any]], times: Mapping[str, list[Times]], batch_size: int, max_new_tokens: int
 ) -> list[VariantSpeed]:
-    """Return one row per variant."""
+    """Return one row per variant from its times in each round."""
     rows: list[VariantSpeed] = []
     for name, rounds in times.items():
         totals = [end * 1e3 for _, end in rounds]
@@ -433,8 +443,8 @@ def _compute_break_even(current: Any, rows: Sequence[VariantSpeed]) -> BreakEven
     lost = cached.step_milliseconds - multi_head.step_milliseconds
     tokens = None
     if lost > 0 or (lost == 0 and saved < 0):
-        # n tokens take n - 1 steps. The result is the first n for which the additional step time exceeds the time
-        # saved.
+        # n tokens take n - 1 steps. The result is the smallest n for which the additional time of all steps exceeds
+        # the saved time.
         tokens = 1 if saved < 0 else 2 + math.floor(saved / lost)
     return BreakEven(cached.name, multi_head.name, tokens)
 
@@ -443,7 +453,7 @@ def round_order(names: Sequence[str], number: int) -> list[str]:
     """Return the order in which variants are timed in a round.
 
     Every second round reverses the previous order, and each pair of rounds starts with a different variant. Otherwise,
-    the side effects of one variant (cold caches, spinning threads) would always affect the same next variant.
+    the side effects of a variant (cold caches, spinning threads) would always affect the same other variant.
 
     Args:
         names: The names of the variants.
@@ -507,7 +517,7 @@ def _check_device(device: str) -> None:
 def _head_and_latent_rows(
     config: Mapping[str, Any], current: Any, field: str, kv_heads: Sequence[int] | None, talking: bool, latents: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield the fields of variants with the given numbers of key/value heads, with latents and with talking heads."""
+    """Yield the fields of variants with given numbers of key/value heads, with latents and with talking heads."""
     heads = current.query_heads(field)
     counts = {heads, 4, 2, 1} & set(kv_head_counts(current, field)) if kv_heads is None else set(kv_heads)
     if config["model_type"] == type(current).model_type and not has_latents(current, field):
@@ -516,7 +526,7 @@ def _head_and_latent_rows(
 
 
 def _window_and_kernel_rows(field: str, windows: Sequence[int], kernels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the fields of variants with sliding windows and kernels. A hybrid is combined with each window.
+    """Return the fields of variants with sliding windows and kernels. Hybrid kernels are combined with each window.
 
     Raises:
         ValueError: If a hybrid is requested without a window.
@@ -574,7 +584,7 @@ def make_upstream_model(config: Mapping[str, Any], auto_class: str) -> Any:
 
 
 def prepare_for_timing(model: Any, device: str) -> Any:
-    """Prepare a model for timing: float32, evaluation mode, the given device, and no early stopping."""
+    """Convert a model to float32 on a device, in evaluation mode, and disable early stopping."""
     model = model.float().eval().to(device)
     if model.can_generate():
         model.generation_config.eos_token_id = None  # a model with random weights may generate this token at any time
@@ -583,7 +593,7 @@ def prepare_for_timing(model: Any, device: str) -> Any:
 
 
 def describe_machine(device: str) -> dict[str, Any]:
-    """Return the device, number of threads, load and versions for reports."""
+    """Return the device, number of threads, load and package versions for reports."""
     on_cuda = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_cuda else platform.processor() or "cpu",

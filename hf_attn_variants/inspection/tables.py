@@ -30,21 +30,21 @@ def print_text(text: str) -> None:
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], cut: int | None = None) -> None:
     """Print a table with a title.
 
-    If a line is too long, the header is wrapped first. If this is not enough, the columns are split into several
-    tables, each of which repeats the first column.
+    If lines are too long, the column names are wrapped first. If this is not enough, the columns are split into
+    several tables, and each of them repeats the first column.
 
     Args:
         title: The text above the table.
         header: The names of the columns.
-        rows: The cells of each row. The first column is left-aligned text, the others are right-aligned numbers.
-        cut: The index of the column before which the table is split first.
+        rows: The cells of each row. The first column is left-aligned, and all other columns are right-aligned.
+        cut: The index of the column before which the table is split first, if it must be split.
     """
     limit = output_width()
     print_text(title)
     cells = [[row[i] for row in rows] for i in range(len(header))]
     headers = [[name] for name in header]
     if limit is not None and _line_width(_column_widths(headers, cells)) > limit:
-        # A column becomes as narrow as its cells and the longest word in its header allow.
+        # Each column becomes as narrow as its cells and the longest word in its header allow.
         headers = [
             _wrap(name, max(map(len, [*column, *name.split()]))) for name, column in zip(header, cells, strict=True)
         ]
@@ -56,7 +56,7 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def _print_columns(headers: Sequence[Sequence[str]], cells: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
-    """Print one table. Headers are lists of lines, cells are lists of columns."""
+    """Print one table. Each header is a list of lines, and the cells are given by column."""
     lines = max(map(len, headers))
     for line in range(lines):
         words = [([""] * (lines - len(header)) + list(header))[line] for header in headers]
@@ -93,7 +93,7 @@ def _line_width(widths: Sequence[int]) -> int:
 
 
 def _wrap(text: str, width: int | None) -> list[str]:
-    """Wrap a text at a width and return its lines. If the width is None, the line length is not limited."""
+    """Wrap a text and return its lines. If the width is None, the line length is not limited."""
     if width is None:
         return [text]
     return textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False) or [text]
@@ -117,7 +117,7 @@ def select_place_prefixes(config: Any, fields: Sequence[str]) -> tuple[str, ...]
 
 
 def talking_heads_by_place(config: Any, fields: Sequence[str]) -> dict[str, list[TalkingHeadsSettings]]:
-    """Return {prefix: [talking heads of each layer]} for the places that `select_place_prefixes` returns."""
+    """Return {prefix: talking-heads settings of each layer} for the places that `select_place_prefixes` returns."""
     return {
         prefix: [config.get_talking_heads(prefix, layer) for layer in range(config.layer_count(prefix + KIND))]
         for prefix in select_place_prefixes(config, fields)
@@ -125,7 +125,7 @@ def talking_heads_by_place(config: Any, fields: Sequence[str]) -> dict[str, list
 
 
 def describe_talking_projections(config: Any, fields: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the types of talking-heads projections with descriptions of their places.
+    """Return the types of talking-heads projections in a configuration, with descriptions of their places.
 
     An example result is [("logits", " in cross-attention")]. The description is empty if the projections are used in
     all places.

@@ -121,7 +121,7 @@ def test_identical_examples_are_inconclusive():
     given = dataclasses.replace(given, texts=[given.texts[0]] * 40)
     result = outputs_of(model, given).compare_with(model)
     assert result.alike and result.value is None and result.verdict == "inconclusive"
-    assert str(result) == "the original model gives all examples one embedding, so that the models cannot be compared"
+    assert str(result) == "the original model gives all examples the same embedding, so the models cannot be compared"
     assert str(Quality.from_dict(result.to_dict())) == str(result)
 
 

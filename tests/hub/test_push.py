@@ -235,7 +235,7 @@ def test_code_in_another_repository_raises_an_error(folder):
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"]["AutoModel"] = "somebody/else--modeling.Model"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="must name code in the folder"):
+    with pytest.raises(ValueError, match="must refer to code in the folder"):
         plan_push(folder, REPO)
 
 

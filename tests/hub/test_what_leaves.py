@@ -91,7 +91,9 @@ def test_model_and_tokenizer_files_name_no_folder(folder):
     files = sent(plan, folder)
     outcome = {name for name, content in files.items() if b"secret-project" in content or b"pw@" in content}
     assert outcome == {"notes.txt"} and "notes.txt contains local paths and is pushed unchanged." in plan.warnings
-    assert plan.left_out["debug.log"] == plan.left_out["nohup.out"] == plan.left_out["1_Pooling/run.LOG"] == "a log"
+    assert (
+        plan.left_out["debug.log"] == plan.left_out["nohup.out"] == plan.left_out["1_Pooling/run.LOG"] == "a log file"
+    )
     assert plan.left_out["setup.txt"] == "contains a token, or an address with a password"
     settings = json.loads(files["tokenizer_config.json"])
     assert settings["name_or_path"] == "bert" and settings["tokenizer_file"] == "tokenizer.json"

@@ -1,1 +1,1 @@
-"""Calibration: the attentions of the original model are recorded on text or audio, and new ones are fitted to them."""
+"""Calibration: records the original attention modules on text or audio, and fits new ones to them."""

@@ -6,8 +6,8 @@
                                │
                                └──────────► held out, unchanged ──► make_untruncated_batches
 
-The first two types of batches are used for individual attention modules. The last one is used to measure the quality
-of the whole model.
+The fitting and held-out batches from `make_batches` are used for individual attention modules. The untruncated batches
+are used to measure the quality of the whole model.
 """
 
 import logging
@@ -33,20 +33,20 @@ logger = logging.getLogger(__name__)
 TOKENS_PER_DIMENSION = 8
 # The language is only checked if there are at least this many tokens.
 MIN_CHECKED_TOKENS = 1000
-# Maximum average number of tokens per alphabetic word. With English tokenizers, English text has 1.0 to 1.4, even if
-# it contains code, and German text has 1.9. Names and numbers in code have many tokens in all languages and are not
-# checked.
+# Maximum average number of tokens per alphabetic word. English tokenizers split words in English text into 1.0 to 1.4
+# tokens, even if it contains code, and words in German text into 1.9. Names and numbers in code have many tokens in
+# every language, so they are ignored.
 MAX_TOKENS_PER_WORD = 1.65
-# Text with longer words on average does not contain real words, but formulas or letter sequences, for example.
+# If the average word is longer, the text does not consist of words. It may contain formulas or letter sequences.
 MAX_WORD_LENGTH = 12.0
-# Number of words that is sufficient to check the language.
+# Maximum number of words that are used to check the language.
 MAX_WORDS = 4096
 # Shares of unknown tokens that trigger a warning and an error.
 WARN_UNKNOWN_SHARE, MAX_UNKNOWN_SHARE = 0.05, 0.9
-# Maximum loss of the original model, relative to the loss ln(vocabulary) of a random guess. A larger loss indicates
-# that the model was not trained on this type of text.
+# Loss of the original model that triggers a warning, relative to the loss of a random guess, ln(vocabulary). A larger
+# loss suggests that the model was not trained on this type of text.
 MAX_LOSS_SHARE = 0.5
-# Loudness relative to full scale below which a recording is considered silent (-60 dB).
+# A recording is considered silent if its loudness relative to full scale is less than this value (-60 dB).
 SILENCE = 1e-3
 # Share of silent or duplicate examples that triggers a warning.
 WARN_SHARE = 0.25
@@ -66,7 +66,7 @@ def check_token_count(stacks: Iterable[str], width: int, batches: Sequence[Mappi
         masks = [batch.get(name, batch.get("attention_mask")) for batch in batches]
         known = [mask for mask in masks if mask is not None]
         if len(known) < len(masks):
-            continue  # Audio has no mask because each file fills a window with many positions.
+            continue  # Audio has no mask because each file fills a window of many positions.
         tokens, examples = sum(int(mask.sum()) for mask in known), sum(map(len, known))
         if tokens < min_tokens:
             logger.warning(
@@ -83,7 +83,7 @@ def check_token_count(stacks: Iterable[str], width: int, batches: Sequence[Mappi
 
 
 def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence[int]]) -> None:
-    """Warn about texts that do not appear to be in the tokenizer's language, or are mostly duplicates.
+    """Warn if many texts are duplicates, or if the texts do not appear to be in the tokenizer's language.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -91,7 +91,7 @@ def check_texts(tokenizer: Any, texts: Sequence[Any], encoded: Sequence[Sequence
         encoded: The token ids of the examples.
 
     Raises:
-        ValueError: if almost all tokens are unknown, because any converted model would then appear to be good.
+        ValueError: if almost all tokens are unknown, in which case any converted model would appear to be good.
     """
     joined = [text if isinstance(text, str) else " ".join(text) for text in texts]
     if (distinct_texts := len(set(joined))) < (1 - WARN_SHARE) * len(joined):
@@ -132,18 +132,18 @@ def _check_language(tokenizer: Any, words: list[str]) -> None:
 
 
 def _special_tokens(tokenizer: Any) -> set[int]:
-    """Return a tokenizer's special tokens, except the unknown token, which represents a word."""
+    """Return the ids of a tokenizer's special tokens, except the unknown token, which represents a word."""
     return set(tokenizer.all_special_ids) - {getattr(tokenizer, "unk_token_id", None)}
 
 
 def _normalize_word(text: str) -> str:
-    """Return an alphabetic word without surrounding punctuation, or "" for code names, numbers and formulas."""
+    """Return a word without surrounding punctuation, or "" for identifiers in code, numbers and formulas."""
     word = text.strip(string.punctuation)
     return word if word.isalpha() and (word[1:].islower() or word[1:].isupper() or len(word) == 1) else ""
 
 
 def check_source_loss(loss: float | None, vocabulary: int) -> None:
-    """Warn if the original model's loss, in nats per token, is no better than that of a random guess."""
+    """Warn if the original model's loss, in nats per token, is more than half of that of a random guess."""
     if loss is not None and loss > MAX_LOSS_SHARE * math.log(vocabulary):
         logger.warning(
             "The original model has a loss of %.1f nats per token on the calibration data, compared with a random "
@@ -155,11 +155,11 @@ def check_source_loss(loss: float | None, vocabulary: int) -> None:
 
 
 def check_audio(loudness: Sequence[float], transcripts: Sequence[Sequence[int]]) -> None:
-    """Warn about recordings that are silent, or in which the model recognizes no words.
+    """Warn if many recordings are silent, or if the model recognizes no words in many recordings.
 
     Args:
         loudness: Root mean square of each file's samples, which are in [-1, 1].
-        transcripts: The tokens generated for each file. Empty for an encoder-only model.
+        transcripts: The tokens that the model generates for each file. Empty for an encoder-only model.
     """
     silent = int((np.array(loudness) < SILENCE).sum())
     if silent > WARN_SHARE * len(loudness):
@@ -174,19 +174,19 @@ def check_audio(loudness: Sequence[float], transcripts: Sequence[Sequence[int]])
 # Minimum number of tokens in a passage. Single texts can be shorter.
 MIN_PASSAGE_LENGTH = 16
 GOLDEN_RATIO = (1 + 5**0.5) / 2
-# Minimum number of tokens in the calibration data. `check_token_count` warns below the recommended number.
+# Minimum number of tokens in the calibration data. `check_token_count` warns if there are fewer than recommended.
 MIN_TOKENS = 100
-# Texts are considered short if this factor times the longest text is still below the model's number of positions.
+# Texts are considered short if the model has more than this factor times as many positions as the longest text.
 SHORT_TEXT_FACTOR = 4
-# Maximum number of tokens in a batch during fitting, and during measurements, which also need logits.
+# Maximum number of tokens in a batch for fitting, and in a batch for measurements, which also require logits.
 BATCH_TOKENS, MEASURED_BATCH_TOKENS = 8192, 4096
-# A number of tokens that exceeds any text length.
+# A number of tokens that is larger than the length of any text.
 UNLIMITED = 2**30
-# Fields of a generation configuration with tokens that the model does not choose. The last fields are for Whisper.
+# Fields of the generation configuration that define tokens in the prompt. The last three are for Whisper.
 PROMPT_TOKENS = ("decoder_start_token_id", "forced_bos_token_id", "no_timestamps_token_id", "lang_to_id", "task_to_id")
 # Batch key for the encoder outputs [b, m, D], if they are already known.
 ENCODER_OUTPUTS = "encoder_outputs"
-# The label of tokens that are not predicted.
+# The label of positions for which no token is predicted.
 IGNORED = -100
 # Batch key for the audio features, which are as large as the encoder outputs.
 AUDIO_FEATURES = "input_features"
@@ -198,7 +198,7 @@ ExampleSplit = tuple[list[int], list[int]]
 def should_join_passages(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration
 ) -> bool:
-    """Return whether half of the calibration texts are joined with the texts that follow them.
+    """Return whether to join half of the calibration texts with the texts that follow them.
 
     Raises:
         ValueError: if `passages` is True and the model is an encoder-decoder.
@@ -220,7 +220,7 @@ def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> 
 
     Args:
         texts: The texts.
-        counts: Number of tokens in each text without special tokens. Words cannot be counted instead because Chinese
+        counts: Number of tokens in each text without special tokens. Words are not counted instead because Chinese
             text and chemical formulas are not divided into words.
         longest: Maximum number of tokens in a passage.
 
@@ -233,7 +233,7 @@ def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> 
         # Multiples of the golden ratio modulo 1 are distributed evenly over any range of texts without random numbers.
         length = round(shortest * (longest / shortest) ** (i // 2 * GOLDEN_RATIO % 1))
         parts, tokens = [texts[i]], counts[i]
-        # The first text follows the last one, and no text is used twice in a passage.
+        # The first text follows the last text, and no passage contains a text twice.
         for following in range(1, len(texts)):
             if tokens >= length:
                 break
@@ -245,10 +245,10 @@ def join_passages(texts: Sequence[str], counts: Sequence[int], longest: int) -> 
 
 
 def add_text_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> Calibration:
-    """Return calibration settings with `whole_length` and `cut_share` set. Warn if texts are truncated.
+    """Set `whole_length` and `cut_share` in calibration settings, and warn if texts are truncated.
 
     Args:
-        calibration: The calibration settings. They are returned unchanged for audio, or if the lengths are already
+        calibration: The calibration settings. They are returned unchanged for audio, or if these fields are already
             set.
         tokenizer: The model's tokenizer.
         config: Configuration of the model that reads the texts.
@@ -275,10 +275,10 @@ def add_text_lengths(calibration: Calibration, tokenizer: Any, config: Any) -> C
 def make_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
 ) -> tuple[list[Batch], list[Batch]]:
-    """Make batches of texts with similar lengths.
+    """Make the fitting and held-out batches from texts, with texts of similar lengths in each batch.
 
     Args:
-        model: The original model, which generates missing targets.
+        model: The original model, which generates the targets if the settings do not contain any.
         tokenizer: The model's tokenizer.
         calibration: The calibration settings.
         generator: Random number generator that selects the held-out texts.
@@ -304,7 +304,7 @@ def make_batches(
 
 
 def _limit_tokens(rows: list[int], encoded: Sequence[Sequence[int]], limit: int) -> list[int]:
-    """Return the leading examples with at most `limit` tokens in total, but at least one example."""
+    """Return the leading examples that have at most `limit` tokens in total, but at least one example."""
     total, count = 0, 0
     while count < len(rows) and (not count or total + len(encoded[rows[count]]) <= limit):
         total, count = total + len(encoded[rows[count]]), count + 1
@@ -314,10 +314,10 @@ def _limit_tokens(rows: list[int], encoded: Sequence[Sequence[int]], limit: int)
 def make_untruncated_batches(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, generator: torch.Generator
 ) -> list[Batch]:
-    """Make batches of the held-out examples for measuring model quality.
+    """Make batches of the held-out examples for measuring the quality of the whole model.
 
-    The examples are not joined into passages, and are only truncated at the model's maximum number of positions. They
-    have targets only if `calibration` contains targets.
+    The examples are not joined into passages, and they are only truncated at the model's maximum length. They have
+    targets only if `calibration` contains them.
 
     Args:
         model, tokenizer, calibration: See `make_batches`.
@@ -338,7 +338,7 @@ def make_untruncated_batches(
 
 
 def split_examples(calibration: Calibration, generator: torch.Generator) -> ExampleSplit:
-    """Split the examples at random and return the indices of the fitting and held-out examples."""
+    """Split the examples at random, and return the indices of the fitting examples and of the held-out examples."""
     permutation = torch.randperm(len(calibration.examples), generator=generator).tolist()
     return permutation[calibration.held_out_count :], permutation[: calibration.held_out_count]
 
@@ -372,7 +372,10 @@ def group_by_length(
 
 
 def make_decoder_arguments(generated: torch.Tensor, pad_token_id: int) -> Batch:
-    """Return the decoder inputs that predict generated tokens [b, t], which start with the decoder start token."""
+    """Return the decoder inputs with which a model predicts generated tokens [b, t].
+
+    The generated tokens must begin with the decoder start token.
+    """
     ids = generated[:, :-1].cpu()
     mask = torch.cat([torch.ones_like(ids[:, :1]), (ids[:, 1:] != pad_token_id).long()], dim=1)
     return {"decoder_input_ids": ids, "decoder_attention_mask": mask}
@@ -398,7 +401,7 @@ def make_next_token_labels(
     Args:
         ids: Decoder inputs, [b, t].
         mask: 1 for tokens and 0 for padding, [b, t].
-        generation: Generation settings whose prompt tokens get the label -100. If None, prompt tokens are predicted.
+        generation: Generation settings whose prompt tokens get the label -100. If None, they are also predicted.
     """
     labels = torch.full_like(ids, IGNORED)
     labels[:, :-1] = ids[:, 1:].masked_fill(~mask[:, 1:].bool(), IGNORED)
@@ -416,7 +419,7 @@ def _get_prompt_tokens(generation: GenerationConfig | None) -> set[int]:
 
 
 def with_known_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch's model inputs with known encoder outputs instead of audio features, if available."""
+    """Return the model inputs of a batch, in which known encoder outputs replace the audio features."""
     arguments = dict(batch)
     if (states := arguments.pop(ENCODER_OUTPUTS, None)) is not None:
         arguments.pop(AUDIO_FEATURES)
@@ -425,7 +428,7 @@ def with_known_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_known_encoder_outputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch's model inputs without known encoder outputs, so that the model runs its encoder."""
+    """Return the model inputs of a batch without known encoder outputs, so that the model runs its encoder."""
     return {name: value for name, value in batch.items() if name != ENCODER_OUTPUTS}
 
 
@@ -440,7 +443,7 @@ def pad_rows(rows: list[list[int]], pad_token_id: int) -> Batch:
 def tokenize_texts(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], length: int
 ) -> tuple[list[list[int]], list[list[int]] | None]:
-    """Return the token ids of texts, truncated to `length`, and their token type ids if the model uses them.
+    """Tokenize and truncate texts, and return the token ids and the token type ids (None if the model has none).
 
     Args:
         config: Configuration of the model that reads the texts.
@@ -449,7 +452,7 @@ def tokenize_texts(
         length: Maximum number of tokens.
 
     Raises:
-        ValueError: if the tokenizer has no padding token, or has more tokens than the model.
+        ValueError: if the tokenizer has no padding token, or if its token ids exceed the model's vocabulary.
     """
     if tokenizer.pad_token_id is None:
         raise ValueError("`tokenizer` must have a padding token to make batches. Set `tokenizer.pad_token`.")
@@ -470,7 +473,7 @@ def tokenize_texts(
 def _tokenize_examples(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, split: ExampleSplit
 ) -> tuple[list[list[int]], list[list[int]] | None, list[list[int]] | None]:
-    """Join and tokenize all examples, check them, and return their token ids, token type ids and target ids."""
+    """Join, tokenize and check all examples, and return their token ids, token type ids and target ids."""
     texts: Any = calibration.texts
     config = model.config
     encoded, segments = tokenize_texts(config, tokenizer, texts, calibration.length)
@@ -480,7 +483,7 @@ def _tokenize_examples(
         longest = min(calibration.passage_length, positions or calibration.passage_length)
         special = _special_tokens(tokenizer)
         counts = [sum(token not in special for token in row) for row in encoded]
-        for rows in map(sorted, split):  # separately, so that no fitting passage contains a held-out text
+        for rows in map(sorted, split):  # joined separately, so that no fitting passage contains a held-out text
             part_texts, part_counts = [texts[row] for row in rows], [counts[row] for row in rows]
             for i, (passage, length) in join_passages(part_texts, part_counts, longest).items():
                 (encoded[rows[i]],), types = tokenize_texts(config, tokenizer, [passage], length)
@@ -514,7 +517,7 @@ def _tokenize_examples(
 
 
 def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, calibration: Calibration) -> None:
-    """Check that target texts are set if the decoder needs them, and are not set if it does not read them.
+    """Check that target texts are set if the decoder needs them, and not set if the decoder does not read them.
 
     Raises:
         ValueError: if targets are missing or not supported.
@@ -532,7 +535,7 @@ def check_targets(model_class: type[PreTrainedModel], config: PreTrainedConfig, 
 
 
 def generate_targets(model: PreTrainedModel, batch: Batch, length: int) -> Batch:
-    """Return the decoder inputs with which the model predicts its own greedy output for a batch of texts."""
+    """Generate greedily from a batch of texts, and return the decoder inputs that predict this output."""
     device, positions = next(model.parameters()).device, max_input_length(model.config)
     length = (
         length if positions is None else min(length, positions - 1)

@@ -1,4 +1,4 @@
-"""Calibration: fits new attention modules to the outputs of the original ones on text or audio.
+"""Fits new attention modules to the outputs of the original modules on text or audio.
 
     examples ──► batches ──► original model ──► inputs of each module               (batches, recording)
                     │                                   │
@@ -10,9 +10,8 @@
                     ▼
     held-out examples ──► outputs of the whole original model                       (source_outputs)
 
-Each module is fitted on the inputs that it receives in the original model, and therefore independently of the others.
-In each pass over the batches, the inputs of as many modules as fit into memory are recorded
-(`recording.group_modules`).
+Each module is fitted independently of the others because it is given the inputs that it receives in the original
+model. Each pass over the batches records the inputs of as many modules as fit into memory (`recording.group_modules`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -74,15 +73,15 @@ def calibrate(
     Args:
         plan: The conversion plan. Its method must be a `CalibratedMethod`.
         reader: The tensors of the original model.
-        source: Function that loads the original model in this package's class. Only the model's generation settings
-            are changed.
+        source: Function that loads the original model with this package's class. Only the generation settings of the
+            model are changed.
         calibration: The calibration settings with the text or audio.
         with_source_outputs: Whether to compute the original model's outputs for a later comparison.
         batches: The batches from an earlier calibration of this model with the same examples and seed.
 
     Raises:
-        ValueError: if `should_calibrate` raises an error, there is too little text, there is no tokenizer, or an
-            attention module receives no input.
+        ValueError: if `should_calibrate` raises an error, if there is too little text, if there is no tokenizer, or if
+            an attention module receives no input.
     """
     if not should_calibrate(plan, calibration):
         return CalibrationResult({})
@@ -99,7 +98,7 @@ def measure_latent_forms(
     source: SourceLoader,
     calibration: Calibration,
 ) -> list[LatentForms]:
-    """Measure the quadratic forms for the latents of the given attention modules with their original heads.
+    """Measure the quadratic forms for latents in the given attention modules, with their original heads.
 
     Args:
         plan, reader, source, calibration: See `calibrate`.
@@ -120,7 +119,7 @@ def should_calibrate(plan: ConversionPlan, calibration: Calibration) -> bool:
 
     Raises:
         ValueError: if calibration is not possible (for example, if the original model has talking heads or is a BERT
-            model with cross-attention), or if it has no effect because the conversion only adds talking heads.
+            decoder with cross-attention), or if it has no effect because the conversion only adds talking heads.
     """
     if not plan.reduced_modules:
         if any(module.projections for module in plan.modules):
@@ -150,9 +149,10 @@ def _open_calibration_run(
     calibration: Calibration,
     batches: Batches | None = None,
 ) -> Iterator["CalibrationRun"]:
-    """Load the original model and make its batches. Linear algebra errors in this context name the attention module.
+    """Load the original model, make its batches, and yield a `CalibrationRun`.
 
-    Takes the same arguments as `calibrate`.
+    Linear algebra errors within this context are converted to a `ValueError` that names the attention module. Takes
+    the same arguments as `calibrate`.
     """
     model, processor = source(plan)
     processor = calibration.processor or processor
@@ -183,7 +183,7 @@ def _make_batches(
     """Return the calibration batches, and set the model's generation settings to greedy decoding."""
     is_audio = calibration.audio is not None
     if not is_audio and get_decoder_input(type(model), model.config) is DecoderInput.OWN_TARGETS:
-        # The model's own settings, such as beams or penalties, do not matter here, except for the first output token.
+        # The model's own generation settings, such as beams or penalties, are not used, except for the first token.
         begin = model.generation_config.forced_bos_token_id
         model.generation_config = GenerationConfig.from_model_config(model.config)
         model.generation_config.forced_bos_token_id = begin
@@ -200,7 +200,7 @@ def _make_held_out_generator(plan: ConversionPlan) -> torch.Generator:
 
 
 class AttentionCalls(NamedTuple):
-    """An original attention module and its recorded calls. If it has a latent, the inputs are the latents."""
+    """An original attention module with its recorded inputs, which are the latents if the module has a latent."""
 
     module: AttentionModule
     tensors: AttentionTensors
@@ -208,12 +208,12 @@ class AttentionCalls(NamedTuple):
 
     @property
     def heads(self) -> HeadCounts:
-        """The head counts before and after."""
+        """The head counts before and after the conversion."""
         return self.module.heads
 
 
 class CalibrationRun:
-    """Calibrates all attention modules: first computes the shared latents, then fits each module."""
+    """Calibrates all attention modules. First it computes the shared latents, and then it fits each module."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class CalibrationRun:
         self._method = cast(CalibratedMethod, plan.method)  # ensured by `resolve_method`
         self.calibration, self.batches = calibration, batches
         self.current_name = plan.reduced_modules[0].name  # for error messages
-        # For modules that share a latent: their new heads, their quadratic forms, and the latents by name.
+        # The new heads and quadratic forms of modules that share a latent, by module, and the latents by tensor name.
         self._new_heads: dict[str, AttentionTensors] = {}
         self._forms: dict[str, LatentForms] = {}
         self._latents: dict[str | None, torch.Tensor] = {}
@@ -240,7 +240,7 @@ class CalibrationRun:
         return calibration.settings(self._plan.method, calibration.passage_length if are_passages else None)
 
     def compute_source_outputs(self) -> SourceOutputs:
-        """Return the original model's outputs on the untruncated held-out examples."""
+        """Compute the original model's outputs on the untruncated held-out examples."""
         batches = self.batches[1]
         if self.calibration.audio is None:
             generator = _make_held_out_generator(self._plan)
@@ -250,7 +250,7 @@ class CalibrationRun:
         return outputs
 
     def find_shared_latents(self) -> None:
-        """Compute the latents that several modules share, in one pass over all these modules."""
+        """Compute the latents that several modules share from the quadratic forms of all these modules."""
         sharing = [module for module in self._plan.reduced_modules if module.new_latent is not None]
         for calls in self.record_calls(sharing):
             name, tensors = calls.module.name, self._convert_heads(calls)
@@ -263,7 +263,7 @@ class CalibrationRun:
             self._latents[latent] = best_latent(forms, readers[0].heads.new_rank)
 
     def fit_attentions(self) -> dict[str, AttentionTensors]:
-        """Fit every module and return its new projections, by module name."""
+        """Fit every module that changes, and return the new projections, {module name: projections}."""
         converted = {}
         for calls in self.record_calls(self._plan.reduced_modules):
             name = calls.module.name
@@ -278,7 +278,7 @@ class CalibrationRun:
         return converted
 
     def record_calls(self, modules: Sequence[AttentionModule]) -> Iterator[AttentionCalls]:
-        """Yield the calls of each module, recording as many modules together as fit into memory."""
+        """Record the calls of as many modules at a time as fit into memory, and yield the calls of each module."""
         if not modules:
             return
         fit_batches, held_out_batches = self.batches
@@ -303,17 +303,17 @@ class CalibrationRun:
                     bar.update()
 
     def _read(self, name: str) -> torch.Tensor:
-        """Return a tensor from the original model in float32, on the device used for calibration."""
+        """Return a tensor from the original model in float32 on the device that is used for calibration."""
         return self._reader.read(name).float().to(next(self._model.parameters()).device)
 
     def _convert_heads(self, calls: AttentionCalls) -> AttentionTensors:
-        """Return a module's projections with the new heads."""
+        """Return the projections of a module after converting its heads."""
         if calls.heads.relation != "pool":
             return self._plan.with_new_heads(calls.module, calls.tensors)
         return self._method.convert_module(calls.tensors, calls.heads, calls.layer)
 
     def _convert_to_latent(self, calls: AttentionCalls, tensors: AttentionTensors) -> AttentionTensors:
-        """Return a module's projections with the new latent."""
+        """Return the projections of a module after adding the new latent."""
         module, heads = calls.module, calls.heads
         forms = self._forms.pop(module.name, None)
         if forms is None:
@@ -326,7 +326,7 @@ class CalibrationRun:
 
 
 def _remove_error_details(tensors: AttentionTensors) -> AttentionTensors:
-    """Remove the error measured after changing only the heads, because the report contains the final error."""
+    """Remove the error that was measured after converting only the heads, because the report needs the final error."""
     details = {name: value for name, value in tensors.details.items() if name != "output_relative_error"}
     return replace(tensors, details=details)
 
@@ -334,9 +334,10 @@ def _remove_error_details(tensors: AttentionTensors) -> AttentionTensors:
 def _add_error_details(
     tensors: AttentionTensors, converted: AttentionTensors, heads: HeadCounts, layer: LayerContext
 ) -> AttentionTensors:
-    """Add the held-out errors of the fitted and averaged heads to `details`.
+    """Add the errors of fitted and averaged heads on held-out text to `details`.
 
-    If averaged heads have a smaller error, they are returned instead. This avoids quality loss from too little text.
+    If averaged heads have a smaller error, they are returned instead. Calibration on too little text can therefore not
+    be worse than averaging.
     """
     details = dict(converted.details)
     if "output_relative_error" not in details:

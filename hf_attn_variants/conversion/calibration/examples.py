@@ -27,9 +27,9 @@ from .batches import (
     split_examples,
 )
 
-# Suffixes of audio files. All except the first require the soundfile package.
+# Suffixes of audio files. Files other than .wav require the soundfile package.
 AUDIO_FILES = (".wav", ".flac", ".mp3", ".ogg")
-# The first bytes of a WAV file.
+# The first four bytes of WAV files.
 CONTAINERS = (b"RIFF", b"RIFX", b"RF64")
 
 
@@ -40,7 +40,7 @@ def read_audio_calibration(
 
     Args:
         folder: Folder with audio files (`AUDIO_FILES` lists their suffixes).
-        size: Maximum number of files (at least two). If None, 64.
+        size: Maximum number of files (at least 2). Defaults to 64.
         seed: Random seed for the selection.
         settings: Further arguments of `Calibration`.
 
@@ -89,7 +89,7 @@ def load_audio(path: str | os.PathLike) -> tuple[np.ndarray, int]:
 
     Raises:
         OSError: if the file does not exist.
-        ValueError: if the file is not audio, or if it requires soundfile and this package is not installed.
+        ValueError: if the file is not audio, or if it requires the soundfile package and this is not installed.
     """
     path = Path(path).expanduser()
     if path.suffix.lower() == ".wav":
@@ -140,7 +140,7 @@ def make_audio_batches(
     calibration: Calibration,
     generator: torch.Generator,
 ) -> tuple[list[Batch], list[Batch]]:
-    """Make batches from audio files.
+    """Make the fitting and held-out batches from audio files.
 
     The model's greedy output without timestamps is used as decoder input, with the language and task from its
     generation configuration.
@@ -156,7 +156,7 @@ def make_audio_batches(
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if a file has the wrong sampling rate, or there is too little speech.
+        ValueError: if a file has the wrong sampling rate, or if there is too little speech.
     """
     decodes = hasattr(model.base_model, "decoder")
     if decodes and not model.can_generate():
@@ -178,7 +178,7 @@ def make_audio_batches(
 
 
 def read_features(feature_extractor: Any, path: str | os.PathLike) -> tuple[torch.Tensor, float]:
-    """Read an audio file and return the model's input features [bins, frames] and the root mean square of the samples.
+    """Read an audio file, and return its input features [bins, frames] and the root mean square of its samples.
 
     Args:
         feature_extractor: The model's feature extractor.
@@ -202,7 +202,7 @@ def read_features(feature_extractor: Any, path: str | os.PathLike) -> tuple[torc
 def make_audio_batch(
     model: PreTrainedModel, features: Sequence[torch.Tensor], max_length: int, decodes: bool = True
 ) -> Batch:
-    """Return the model inputs for recordings, with greedily generated decoder inputs and the encoder outputs.
+    """Return the model inputs for recordings, including greedily generated decoder inputs and the encoder outputs.
 
     Whisper's encoder takes most of the time, so its outputs are stored and reused whenever the batch is used.
 
@@ -216,8 +216,8 @@ def make_audio_batch(
     if decodes:
         with _record_encoder_outputs(model) as outputs:
             batch |= generate_transcripts(model, batch, max_length)
-        # The first call may only detect the language. If a call processes only part of the batch, the rows are
-        # unknown.
+        # The first call may only be used to detect the language. If a call processed only part of the batch, it is not
+        # known which rows its outputs belong to.
         if outputs and all(len(states) == len(features) for states in outputs):
             batch[ENCODER_OUTPUTS] = outputs[-1].cpu()
     return batch
@@ -237,15 +237,15 @@ def _record_encoder_outputs(model: PreTrainedModel) -> Iterator[list[torch.Tenso
 
 @torch.no_grad()
 def generate_transcripts(model: PreTrainedModel, batch: Batch, max_length: int) -> Batch:
-    """Return the decoder inputs with which the model predicts its own greedy output for a batch of audio."""
+    """Generate greedily from a batch of audio, and return the decoder inputs that predict this output."""
     # Whisper's own code reserves half of the positions for a prompt.
     limit = min(max_length, model.config.max_target_positions // 2)
     # Whisper's code adds the prompt to `max_length`. With `max_new_tokens`, it would warn that both are set.
     options = {"do_sample": False, "num_beams": 1, "return_timestamps": False, "max_length": limit}
-    # In a single call, the output includes the prompt. Otherwise, windows with timestamps are processed in parts.
+    # With a single call to `generate`, the output includes the prompt and windows are not processed in parts.
     options |= {"force_unique_generate_call": True, "return_dict_in_generate": True}
     features = batch["input_features"].to(model.device)
-    mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames]: there is no padding
+    mask = torch.ones_like(features[:, 0], dtype=torch.long)  # [b, frames], without padding
     with ignore_saved_length_limits(model):
         generate: Any = model.generate
         generated = generate(features, attention_mask=mask, **options)
@@ -253,7 +253,7 @@ def generate_transcripts(model: PreTrainedModel, batch: Batch, max_length: int) 
 
 
 def _check_speech(batches: Sequence[Sequence[Batch]], decodes: bool) -> None:
-    """Check that the model generates enough tokens for the recordings."""
+    """Check that the recordings contain enough speech, based on the number of generated tokens."""
     all_batches = [batch for part in batches for batch in part]
     if decodes and (tokens := sum(int(batch["decoder_attention_mask"].sum()) for batch in all_batches)) < MIN_TOKENS:
         files = sum(len(batch["input_features"]) for batch in all_batches)
@@ -264,7 +264,7 @@ def _check_speech(batches: Sequence[Sequence[Batch]], decodes: bool) -> None:
 
 
 def as_calibration(calibration: CalibrationLike | None, seed: int = 0) -> Calibration | None:
-    """Convert calibration data in any supported form to a `Calibration`. None is returned unchanged.
+    """Convert any supported type of calibration data to a `Calibration`. None is returned unchanged.
 
     Args:
         calibration: A `Calibration`, texts or pairs of texts, the path of a text file, a table or a folder of audio
@@ -308,10 +308,10 @@ def read_calibration(
     Args:
         path: A UTF-8 text file with one example per line, or a table (.csv, .tsv, .json, .jsonl). Both can be
             compressed (.gz).
-        columns: For a table, the text column, or two columns that the model reads as pairs. If None, "text".
+        columns: For a table, the text column, or two columns that the model reads as pairs. Defaults to "text".
         target_file: For encoder-decoders, a file with the target for each line.
         target_column: For encoder-decoders, the target column in a table.
-        size: Maximum number of examples (at least two). If None, 2048.
+        size: Maximum number of examples (at least 2). Defaults to 2048.
         seed: Random seed for the selection.
         settings: Further arguments of `Calibration`.
 
@@ -320,7 +320,7 @@ def read_calibration(
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: if the contents of a file are invalid, or an argument does not apply to its format.
+        ValueError: if the contents of a file are invalid, or if an argument does not apply to the file format.
 
     Example:
 

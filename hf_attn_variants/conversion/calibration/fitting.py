@@ -1,15 +1,15 @@
 """Fits projections to the outputs of the original attention module by ridge regression and Adam.
 
-With about as many unknowns as tokens, least squares would fit noise. For example, a Whisper decoder read 1,200 tokens
-from 32 recordings, and each output had 513 unknowns. On other recordings, the result was worse than an output of zero.
-The output projection is therefore computed by ridge regression (Hoerl and Kennard, 1970). Its strength is selected by
-cross-validation over examples, which can also select the unchanged projection.
+If there are not many more tokens than unknowns, least squares fits noise. For example, a Whisper decoder read 1,200
+tokens from 32 recordings, and each output had 513 unknowns. On other recordings, the result was worse than an output
+of zero. The output projection is therefore computed by ridge regression (Hoerl and Kennard, 1970). The strength k of
+the regularization is selected by cross-validation over examples, which can also select the unchanged projection.
 
-Let c be the head outputs and y the output of the original module, both centered if there is a bias. The regression is
-one of
+Let c be the concatenated head outputs and y the output of the original module, both centered if there is a bias. The
+new projection is one of
 
-    W + sum (y - W c) c^T (sum c c^T + k I)^-1      shrinks towards the current projection W
-    sum y c^T (sum c c^T + k I)^-1                  shrinks towards zero, for modules that cannot be reproduced
+    W + sum (y - W c) c^T (sum c c^T + k I)^-1      shrunk towards the current projection W
+    sum y c^T (sum c c^T + k I)^-1                  shrunk towards zero, for modules that cannot be reproduced
 """
 
 import math
@@ -23,24 +23,25 @@ from torch import nn
 from ..attention_tensors import AttentionInputs, AttentionTensors, HeadCounts, LayerContext
 from .recording import compute_attention
 
-# Share of the mean second moment that is added to each direction before whitening so that rare directions are not
+# Share of the mean second moment that is added to each direction before whitening, so that rare directions are not
 # amplified.
 DAMPING = 0.1
-# Number of steps between measurements on held-out text, and number of steps without improvement before fitting stops.
+# Number of steps between measurements on held-out text, and number of steps without improvement after which fitting
+# stops.
 MEASURED_EVERY, PATIENCE = 40, 160
 # Number of cross-validation folds.
 FOLDS = 5
-# Values of k for cross-validation, relative to the mean second moment of c. With enough text, the first is the best.
+# Values of k for cross-validation, relative to the mean second moment of c. With enough text, the first value is best.
 STRENGTHS = (1e-6, 1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0)
 # Values of k after fitting. Each result is measured on held-out text.
 REFIT_STRENGTHS = (1e-6, 1e-2, 1.0)
 
 
 def fit(tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> tuple[AttentionTensors, float | None]:
-    """Fit a module's projections to target outputs with Adam, as long as the error on held-out text decreases.
+    """Fit a module's projections to target outputs with Adam until the error on held-out text stops decreasing.
 
-    Gradients only pass through this module. Adam optimizes W C^1/2, where C is the second moment of W's input. Each
-    step then changes the outputs equally in all directions that occur in the text.
+    Gradients only pass through this module. Adam optimizes W C^1/2, where C is the second-moment matrix of W's input,
+    so that each step changes the outputs equally in all directions that occur in the text.
 
     Args:
         tensors: The initial projections.
@@ -91,7 +92,7 @@ def relative_error(
     Args:
         tensors: The projections of the module.
         heads: The head counts.
-        inputs: Recorded inputs of the module.
+        inputs: Recorded inputs to the module.
         targets: Expected outputs, each of shape [b, n, D].
 
     Returns:
@@ -111,7 +112,7 @@ def relative_error(
 def make_error_function(
     tensors: AttentionTensors, heads: HeadCounts, held_out: Sequence[AttentionInputs]
 ) -> Callable[[AttentionTensors], float | None]:
-    """Return a function that measures how much the outputs of other projections differ from this module's outputs."""
+    """Return a function that computes the relative error of other projections compared with this module's outputs."""
     targets = [compute_attention(tensors, batch, heads.query)[0] for batch in held_out]
     return lambda converted: relative_error(converted, heads, held_out, targets)
 
@@ -122,10 +123,11 @@ def round_error(error: float | None) -> float | None:
 
 
 class _Whitened:
-    """A module's projections W, with the bias as the last column, in whitened coordinates W C^1/2.
+    """A module's projections in whitened coordinates W C^1/2, with biases as the last columns of W.
 
-    C is the second moment of each projection's input: hidden states, latents or head outputs. If the values have a
-    bias but the keys do not (Whisper), a key bias is fitted and then discarded because a softmax ignores it.
+    C is the second-moment matrix of the input to W, which consists of hidden states, latents or head outputs. If the
+    values have a bias but the keys do not (Whisper), a key bias is fitted and then discarded because it does not
+    affect a softmax.
     """
 
     def __init__(self, tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]):
@@ -140,7 +142,7 @@ class _Whitened:
             "output": "context",
         }
         has_bias = tensors.value_bias is not None
-        # For each input, C^-1/2 and C^1/2.
+        # The matrices C^-1/2 and C^1/2 for each type of input.
         self._roots = {
             "states": _compute_roots(states, tensors.query_bias is not None),
             "context": _compute_roots(contexts, tensors.output_bias is not None),
@@ -179,12 +181,12 @@ class _Whitened:
         return replace(self._original, **changed, kernel_tensors=self._original.kernel_tensors | learned)
 
     def _pad_joined(self, role: str) -> torch.Tensor:
-        """Return [W | b], where b is zero if the input has a bias column but the role has no bias."""
+        """Return [W | b], padded with zeros if the input has a bias column but this role has no bias."""
         joined = self._original.join_weight_and_bias(role)
         return nn.functional.pad(joined, (0, self._roots[self._input_names[role]][1].shape[0] - joined.shape[1]))
 
     def _unwhiten(self, role: str) -> dict[str, torch.Tensor]:
-        """Return a role's fields in the original coordinates."""
+        """Return a role's weight and bias in the original coordinates, {field: tensor}."""
         plain = self._weights[role] @ self._roots[self._input_names[role]][0].T
         return self._original.split_weight_and_bias(
             role, plain[:, : self._original.join_weight_and_bias(role).shape[1]]
@@ -192,7 +194,7 @@ class _Whitened:
 
 
 def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return C^-1/2 and C^1/2 in eigenvector coordinates for the damped second moment C of rows [n, D]."""
+    """Return C^-1/2 and C^1/2 (up to a rotation) for the damped second-moment matrix C of batches of rows [n, D]."""
     moment: Any = 0.0
     count = 0
     for part in rows:
@@ -205,7 +207,7 @@ def _compute_roots(rows: Any, with_bias: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 def _append_one(states: torch.Tensor) -> torch.Tensor:
-    """Append an element of 1, the input of the bias, to each state."""
+    """Append a column of ones to the states, as the input for the bias."""
     return nn.functional.pad(states, (0, 1), value=1.0)
 
 
@@ -220,13 +222,13 @@ def refit_output(
 ) -> AttentionTensors:
     """Refit the output projection and bias by regressing the target outputs on the head outputs.
 
-    Cross-validation selects the regularization strength. The projections must not already be fitted to these targets
-    because cross-validation would then overestimate them (use `iterate_output_refits` instead).
+    Cross-validation selects the regularization strength. If the projections have already been fitted to these targets,
+    use `iterate_output_refits` instead because cross-validation would underestimate their error.
 
     Args:
         tensors: The projections of the module.
         heads: The head counts.
-        inputs: Recorded inputs of the module.
+        inputs: Recorded inputs to the module.
         targets: Target outputs, each of shape [b, n, D].
 
     Returns:
@@ -252,7 +254,7 @@ def refit_output(
 def iterate_output_refits(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
-    """Yield projections with output projections from ridge regressions towards the current one, one per strength.
+    """Yield the results of refitting the output projection towards the current one with each of `REFIT_STRENGTHS`.
 
     Takes the same arguments as `refit_output`.
     """
@@ -265,7 +267,7 @@ def iterate_output_refits(
 def _replace_output(
     tensors: AttentionTensors, regression: "_RidgeRegression", strength: float, base: int
 ) -> AttentionTensors:
-    """Return the projections with an output projection from a regression (see `_RidgeRegression.solve`)."""
+    """Replace the output projection with the solution of a regression (see `_RidgeRegression.solve`)."""
     weight, bias = regression.solve(strength, base)
     old, old_bias = tensors.weight_and_bias("output")
     changed: dict[str, Any] = {"output_weight": weight.to(old) + (old if base == 0 else 0.0)}
@@ -276,15 +278,15 @@ def _replace_output(
 
 @dataclass(frozen=True)
 class _Moments:
-    """Sums over tokens in float64 for regressions on the head outputs c, with targets y - W c and y.
+    """Sums over tokens for regressions of two targets, y - W c and y, on the head outputs c (float64).
 
     Args:
         count: Number of tokens.
         context: sum c, [in].
-        target: Sums of both targets, [2, out].
+        target: Sum of each target, [2, out].
         square: sum c c^T, [in, in].
-        cross: Sums of the products of both targets and c, [2, out, in].
-        energy: Sums of the squares of both targets, [2].
+        cross: Sum of the products of each target with c, [2, out, in].
+        energy: Sum of the squares of each target, [2].
     """
 
     count: int
@@ -316,8 +318,8 @@ def _compute_folds(
 ) -> list[_Moments]:
     """Return the moments for each cross-validation fold. Takes the same arguments as `refit_output`."""
     folds: dict[int, _Moments] = {}
-    # An example's index in its batch determines its fold, which therefore stays the same if a forward pass calls the
-    # module several times (ALBERT). Batches with a single example form a fold as a whole.
+    # An example's index in its batch determines its fold, so that it stays in the same fold if a forward pass calls
+    # the module several times (ALBERT). If all batches contain a single example, the batch number determines the fold.
     is_single = all(len(target) == 1 for target in targets)
     for number, (batch, target) in enumerate(zip(inputs, targets, strict=True)):
         output, context = compute_attention(tensors, batch, heads.query)
@@ -332,7 +334,7 @@ def _compute_folds(
 
 
 def _compute_moments(context: torch.Tensor, residual: torch.Tensor, target: torch.Tensor) -> _Moments:
-    """Return the moments for rows of head outputs c, residuals y - W c and targets y."""
+    """Return the moments of head outputs c, residuals y - W c and targets y, with one row per token."""
     both = torch.stack([residual, target])  # [2, rows, out]
     return _Moments(
         len(context),
@@ -362,14 +364,17 @@ class _RidgeRegression:
         values, self.vectors = torch.linalg.eigh(moments.square)
         self._values = values.clamp_min(0)
         self._scale = self._values.mean().clamp_min(1e-30)
-        self.cross = moments.cross @ self.vectors  # in coordinates of the eigenvectors, [2, out, in]
+        self.cross = moments.cross @ self.vectors  # in eigenvector coordinates, [2, out, in]
 
     def factors(self, strength: float) -> torch.Tensor:
         """Return the factors [in] by which each eigenvector's component of sum y c^T is multiplied."""
         return 1 / (self._values + strength * self._scale)
 
     def solve(self, strength: float, base: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the solution [out, in] and its bias [out], to add to W if `base` is 0 or to replace W."""
+        """Return the solution [out, in] and its bias [out].
+
+        If `base` is 0, they must be added to the current projection. If it is 1, they replace the current projection.
+        """
         weight = (self.cross[base] * self.factors(strength)) @ self.vectors.T
         context, target = self.means
         return weight, target[base] - weight @ context
@@ -378,7 +383,7 @@ class _RidgeRegression:
 def _measure_errors(
     fit_moments: _Moments, test_moments: _Moments, has_bias: bool
 ) -> list[tuple[tuple[float, int], float]]:
-    """Return the squared error on the test examples for each strength and base."""
+    """Return the squared error on the test examples for each (strength, base)."""
     regression = _RidgeRegression(fit_moments, has_bias)
     test_moments = test_moments.centered(*regression.means)
     square = regression.vectors.T @ test_moments.square @ regression.vectors

@@ -1,24 +1,25 @@
 """Conversion methods that fit new heads to the outputs of the original attention on text.
 
-**Closed form of heads.** BERT, ALBERT and T5 have no rotary positions inside the dot product. Therefore, only products
-of weights matter: head i has the logits x^T B_i y with B_i = W_q,i^T W_k,i, and adds W_o,i W_v,i sum_j p_ij y_j to the
-output. Heads can be reordered, and `find_best_groups` chooses the groups that lose the least. For the g heads in a
-group:
+**Closed form for heads.** BERT, ALBERT and T5 have no rotary positions in the dot product, so only products of weights
+matter. Head i has the logits x^T B_i y with B_i = W_q,i^T W_k,i, and it adds W_o,i W_v,i sum_j p_ij y_j to the output.
+Heads can be reordered, and `find_best_groups` chooses the groups that lose the least. For the g heads in a group:
 
-- Keys: the best shared key head in the least-squares sense over the text spans the first d right singular vectors of
-  the stacked T_i^1/2 [K_i] S^1/2. T_i is the second moment of head i's queries. S is the second moment of the group's
-  keys, centered within each text because a softmax ignores what all keys have in common. The queries are then
-  refitted exactly.
-- Values: the shared value head spans the first d right singular vectors of the stacked W_o,i [V_i] Z^1/2. Z is the
-  second moment of the group's values, averaged with the attention weights of its heads.
+- Keys: The best shared key head (the least-squares solution over the text) spans the first d right singular vectors of
+  the stacked T_i^1/2 [K_i] S^1/2. T_i is the second-moment matrix of head i's queries. S is the second-moment matrix
+  of the group's keys, which are centered within each text because a softmax ignores what all keys have in common. The
+  queries are then adapted to the shared key head.
+- Values: The shared value head spans the first d right singular vectors of the stacked W_o,i [V_i] Z^1/2. Z is the
+  second-moment matrix of the group's values after averaging with the attention weights of its heads.
 - Output: W_o and its bias are fitted for all heads together by regressing the original attention outputs on the
-  outputs of the new heads (`fitting.refit_output`). Other heads can thus compensate for what one head lost.
+  outputs of the new heads (`fitting.refit_output`). One head can thus compensate for the losses of another.
 
-All computations use float64 moments of dimension h*d or less. Then all projections are fitted with Adam (`fitting`).
+All computations use float64 moments of dimension h*d or less. Afterwards, all projections are fitted with Adam
+(`fitting`).
 
-**Latent forms.** A latent causes an error E y in the keys or values of each input y. The form measures its first-order
-effect on the attention output for text (`attention_tensors.QuadraticErrorForm`). An error in the keys changes the
-logits of query q by q^T E y_j, and the output by
+**Latent forms.** A latent causes an error E y in the keys or values for each input y. The form measures the
+first-order effect of this error on the attention output for the calibration text
+(`attention_tensors.QuadraticErrorForm`). An error in the keys changes the logits of query q by q^T E y_j, and the
+output by
 
     W_o,i W_v,i sum_j p_ij (y_j - z_i) (q_i^T E y_j),   z_i = sum_j p_ij y_j   (q_i includes the logit scaling)
 
@@ -27,10 +28,10 @@ This is linear in E. Its square along a random output direction e is (q_i^T E a_
     a_i = sum_j p_ij s_ij y_j,   s_ij = e^T W_o,i W_v,i (y_j - z_i)
 
 An error in the values changes the output by W_o,i E z_i. If queries and a_i are assumed to be independent (as in
-K-FAC, arXiv 1503.05671), the form for the keys has G = sum_i W_k,i^T E[q q^T] W_k,i, and S is the second moment of
-a_i. The form for the values has G = sum_i W_v,i^T W_o,i^T W_o,i W_v,i, and S is the second moment of z_i. The S of
-each head is weighted by its G. Because both forms measure squared output errors, no weights have to be chosen between
-keys and values, or between layers that read the same encoder outputs.
+K-FAC, arXiv 1503.05671), the form for the keys has G = sum_i W_k,i^T E[q q^T] W_k,i, and S is the second-moment matrix
+of a_i. The form for the values has G = sum_i W_v,i^T W_o,i^T W_o,i W_v,i, and S is the second-moment matrix of z_i.
+The S of each head is weighted by its share of G. Because both forms measure squared output errors, it is not necessary
+to weight keys against values, or layers that read the same encoder outputs against each other.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ from .recording import attention_weights
 
 logger = logging.getLogger(__name__)
 
-# Weight of directions that do not occur in the text, relative to the mean direction, because they can occur in other
-# text.
+# Weight of directions that do not occur in the calibration text, relative to the mean direction. It is not zero
+# because they can occur in other text.
 UNSEEN_SHARE = 1e-4
 
 
@@ -76,12 +77,12 @@ UNSEEN_SHARE = 1e-4
 def compute_latent_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], generator: torch.Generator
 ) -> LatentForms:
-    """Return the quadratic forms for a module's keys and values, measured on text. Their energy is per query.
+    """Compute the quadratic forms for a module's keys and values from text, with energies per query.
 
     Args:
         tensors: The projections of an attention module with a softmax and without a latent.
         heads: The head counts.
-        inputs: Recorded inputs of the module.
+        inputs: Recorded inputs to the module.
         generator: Random number generator for the directions e.
     """
     count, shared = heads.query, heads.query // heads.value[1]
@@ -91,7 +92,7 @@ def compute_latent_forms(
     ]
     output = tensors.output_weight.double().unflatten(1, (count, -1)).transpose(0, 1)  # [h, D, d]
     products = (_compute_query_moments(tensors, heads, inputs), output.mT @ output)  # [h, d, d]
-    # Each head's share in the S of all heads.
+    # The weight of each head in the sum S over all heads.
     shares = [(metric @ weight * weight).sum((1, 2)) for weight, metric in zip(projections, products, strict=True)]
     moments = [key.new_zeros(key.shape[2], key.shape[2]) for _ in projections]  # S of a, and S of z
     energies: list[Any] = [0.0, 0.0]
@@ -105,7 +106,7 @@ def compute_latent_forms(
         queries += int(batch.valid.sum())
     mean_read = None
     if tensors.value_bias is not None:
-        # The bias represents the mean input of a value head, so the latent form does not include it.
+        # The bias can reproduce the mean input of a value head, so the mean is subtracted from the form.
         mean_read = sums.unflatten(0, (-1, shared)).mean(1) / queries  # [k, D]
         center = mean_read.repeat_interleave(shared, dim=0)
         for head in range(count):
@@ -130,7 +131,7 @@ def _compute_mixture_coefficients(
     batch: AttentionInputs,
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the coefficients [b, h, n, m] of each query head's a and z in terms of the key/value inputs."""
+    """Return the coefficients [b, h, n, m] with which a and z of each query head are sums of the key/value inputs."""
     weights = attention_weights(tensors, batch, len(value)).masked_fill(~batch.valid[:, None, :, None], 0.0)
     probe = torch.randn(*batch.states.shape[:2], output.shape[1], generator=generator).to(batch.key_value_states)  # e
     directions = torch.einsum("bno,hod->bhnd", probe, output.to(probe))
@@ -145,7 +146,7 @@ def _project_states(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _compute_moment(mix: torch.Tensor, states: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    """Return the second moment [D, D] of all heads' mixtures of states, weighted by the share of each head."""
+    """Return the second-moment matrix [D, D] of all heads' mixtures of states, weighted by each head's share."""
     rows = (mix * shares.sqrt().to(mix)[:, None, None]).flatten(1, 2)  # [b, h*n, m]
     return torch.einsum("bmi,bmj->ij", states, (rows.mT @ rows) @ states).double()
 
@@ -153,13 +154,13 @@ def _compute_moment(mix: torch.Tensor, states: torch.Tensor, shares: torch.Tenso
 def _compute_energy(
     mix: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, metric: torch.Tensor
 ) -> torch.Tensor:
-    """Return the energy of the projected mixtures of states, measured with each head's metric [h, d, d]."""
+    """Return the energy of each head's projected mixtures of states, measured with its metric [d, d], as a sum."""
     mixed = mix @ _project_states(states, weight)  # [b, h, n, d]
     return (torch.einsum("bhnd,bhne->hde", mixed, mixed).double() * metric).sum()
 
 
 def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -> QuadraticErrorForm:
-    """Return a form with the given energy, after adding the weight of unseen directions to the metric."""
+    """Return a form with the given energy, after adding the weight of unseen directions to its metric."""
     metric = metric / metric.trace().clamp_min(1e-300) * metric.shape[0]
     metric.diagonal().add_(UNSEEN_SHARE)
     return QuadraticErrorForm(gram * (energy / (gram * metric).sum().clamp_min(1e-300)), metric)
@@ -168,7 +169,7 @@ def _make_form(gram: torch.Tensor, metric: torch.Tensor, energy: torch.Tensor) -
 def _compute_query_moments(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs]
 ) -> torch.Tensor:
-    """Return the second moments [h, d, d] of each head's scaled queries."""
+    """Return the second-moment matrices [h, d, d] of each head's scaled queries."""
     moments: Any = 0.0
     for batch in inputs:
         query = tensors.project("query", batch.states).unflatten(-1, (heads.query, -1))[batch.valid]  # [rows, h, d]
@@ -177,13 +178,15 @@ def _compute_query_moments(
     return moments / sum(int(batch.valid.sum()) for batch in inputs)
 
 
-# Number of alignment rounds.
+# Number of times that all heads in a group are aligned with each other.
 ROUNDS = 30
-# Weight of directions that do not occur in the text, relative to those that do, because they can occur in other text.
+# Weight of directions that do not occur in the calibration text, relative to those that do. It is not zero because
+# they can occur in other text.
 UNSEEN = 1e-4
-# Keys are weighted equally or by the attention that they receive. These shares of the latter weighting are tried.
+# Keys can be weighted equally, or by the attention that they receive. Each of these shares of attention weighting is
+# tried.
 ATTENDED_SHARES = (0.0, 0.5, 1.0)
-# A latent's learning rate does not decrease further below this relative error of the closed form.
+# A latent's learning rate is proportional to the relative error of the closed form, or to this value if it is larger.
 MIN_RATE_ERROR = 1e-3
 
 
@@ -192,7 +195,7 @@ class Aligned(CalibratedMethod):
 
     A head's queries and keys can be rotated together without changing the output, because q^T k = (R q)^T (R k). The
     same applies to its values and W_o. The rotations bring the keys and values of a group as close together as
-    possible on the text. Groups consist of consecutive heads. Nothing is refitted.
+    possible on the text. Groups consist of consecutive heads. No projection is fitted.
     """
 
     name = "aligned"
@@ -216,7 +219,7 @@ class Aligned(CalibratedMethod):
 
 
 def _rotate_and_average(projection: torch.Tensor, rotations: torch.Tensor, new_heads: int) -> torch.Tensor:
-    """Apply a rotation [h, d, d] to each head of a projection, and average the heads in groups to `new_heads`."""
+    """Apply the rotations [h, d, d] to the heads of a projection, and average groups of heads to get `new_heads`."""
     heads, head_dim = rotations.shape[:2]
     repeated = repeat_heads(projection, projection.shape[0] // head_dim, heads)
     rotated = torch.einsum("hde,he...->hd...", rotations, split_heads(repeated.double(), heads))  # [h, d, ...]
@@ -226,10 +229,10 @@ def _rotate_and_average(projection: torch.Tensor, rotations: torch.Tensor, new_h
 
 
 def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the rotations [g, d, d] that bring the heads with second moment [g*d, g*d] as close as possible.
+    """Return the rotations [g, d, d] that bring the heads with joint second moments [g*d, g*d] as close as possible.
 
-    Heads are rotated one at a time towards the sum of the others. This is the orthogonal Procrustes problem, whose
-    solution is U V^T for the singular value decomposition U S V^T of the cross-moment.
+    The heads are rotated one at a time towards the sum of the others. The solution to this orthogonal Procrustes
+    problem is U V^T for the singular value decomposition U S V^T of the cross-moment.
     """
     size = moment.shape[0] // head_dim
     cross = moment.unflatten(0, (size, head_dim)).unflatten(2, (size, head_dim)).transpose(1, 2)  # [g, g, d, d]
@@ -244,9 +247,9 @@ def _align_heads(moment: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class Calibrated(CalibratedMethod):
-    """The closed form, followed by `Calibration.fit_steps` fitting steps if they reduce the error on held-out text.
+    """Computes the closed form, and then fits it with Adam if this reduces the error on held-out text.
 
-    The report's `details` contain both errors.
+    `Calibration.fit_steps` is the maximum number of fitting steps. The report's `details` contain both errors.
     """
 
     name = "calibrated"
@@ -268,17 +271,17 @@ class Calibrated(CalibratedMethod):
     def with_latent(
         self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext, latent: LatentInText
     ) -> AttentionTensors:
-        """Return projections with a latent. Keys, values and then the output are regressed, and then all are fitted.
+        """Compute the keys and values from a latent, refit the output projection, and then fit all projections.
 
-        The latent is also fitted if no other module uses it. The default learning rate is multiplied by the relative
-        error of the closed form.
+        The latent is also fitted unless other modules share it. The default learning rate is multiplied by the
+        relative error of the closed form.
         """
         tensors = project_onto_latent(tensors, latent.weight, latent.forms)
         tensors = refit_output(tensors, heads, layer.inputs, layer.targets)
         return self._fit(tensors, heads, layer, tensors.latent_weight if latent.is_shared else None)
 
     def with_kernel(self, tensors: AttentionTensors, heads: HeadCounts, layer: LayerContext) -> AttentionTensors:
-        """Return projections with a kernel. The output is regressed, then kernel and projections are fitted."""
+        """Refit the output projection for the kernel, and then fit the kernel and all projections."""
         return self._fit(refit_output(tensors, heads, layer.inputs, layer.targets), heads, layer)
 
     def _fit(
@@ -289,12 +292,12 @@ class Calibrated(CalibratedMethod):
         fixed_latent: torch.Tensor | None = None,
         closed_error: float | None = None,
     ) -> AttentionTensors:
-        """Return the closed form or the fitted result, whichever has the smaller error on held-out text.
+        """Fit the closed form, and return whichever result has the smaller error on held-out text.
 
         Args:
-            closed: The closed form.
+            closed: The projections of the closed form.
             heads, layer: See `convert_module`.
-            fixed_latent: A latent that is not fitted because other modules also use it.
+            fixed_latent: A latent that is not fitted because other modules share it.
             closed_error: The closed form's error on held-out text, if it is already known.
         """
         calibration, measure = layer.calibration, layer.held_out_error
@@ -330,13 +333,13 @@ class Calibrated(CalibratedMethod):
 def iterate_closed_forms(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], targets: Sequence[torch.Tensor]
 ) -> Iterator[AttentionTensors]:
-    """Yield projections with the best shared heads in the least-squares sense, for each of `ATTENDED_SHARES`.
+    """Compute the best shared heads in the least-squares sense, and yield projections for each of `ATTENDED_SHARES`.
 
     Args:
         tensors: The original projections. Query heads that will share a key/value head must be consecutive.
         heads: The head counts.
-        inputs: Recorded inputs of the module.
-        targets: Outputs of the module, each of shape [b, n, D].
+        inputs: Recorded inputs to the module.
+        targets: Outputs of the original module, each of shape [b, n, D].
     """
     groups = consecutive_groups(heads.query, heads.key[1])
     moments = compute_head_moments(tensors, heads, inputs, groups, with_attended_keys=True)
@@ -349,7 +352,7 @@ def iterate_closed_forms(
 
 
 def _mix_moments(moment: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
-    """Return a weighted sum of two moments after normalizing their energies. `share` is the second moment's weight."""
+    """Return the weighted mean of two moments after dividing each by its trace. `share` is the weight of `other`."""
     first, second = (matrix / matrix.trace().clamp_min(1e-300) for matrix in (moment, other))
     return (1 - share) * first + share * second
 
@@ -361,14 +364,14 @@ def _share_keys(
     queries: torch.Tensor,
     keys: Sequence[torch.Tensor],
 ) -> AttentionTensors:
-    """Return projections with the best shared key head for each group, and with refitted queries.
+    """Return projections with the best shared key head for each group, and with queries adapted to it.
 
     Args:
         tensors: The original projections.
         heads: The head counts.
         groups: The query heads in each group.
-        queries: Second moments of the queries, [h, d, d].
-        keys: Second moment of each group's stacked keys, [g*d, g*d].
+        queries: Second-moment matrices of the queries, [h, d, d].
+        keys: Second-moment matrix of the stacked keys in each group, [g*d, g*d].
     """
     query, key = (
         _repeat_for_query_heads(tensors.join_weight_and_bias(role), heads) for role in ("query", "key")
@@ -392,13 +395,13 @@ def _share_keys(
 def _share_values(
     tensors: AttentionTensors, heads: HeadCounts, groups: Sequence[Sequence[int]], moments: HeadMoments
 ) -> AttentionTensors:
-    """Return projections with the best shared value head for each group, and with a refitted output projection.
+    """Return projections with the best shared value head for each group, and with an output projection adapted to it.
 
     Args:
         tensors: The original projections.
         heads: The head counts.
         groups: The query heads in each group.
-        moments: The second moments measured on text.
+        moments: The second moments, measured on text.
     """
     value = _repeat_for_query_heads(tensors.join_weight_and_bias("value"), heads)  # [h, d, D + 1]
     output = tensors.output_weight.double().unflatten(1, (heads.query, -1)).transpose(0, 1)  # [h, D, d]
@@ -422,14 +425,14 @@ def _share_values(
 def _replace_tensors(
     tensors: AttentionTensors, changed: dict[str, torch.Tensor], details: dict[str, Any]
 ) -> AttentionTensors:
-    """Return projections with changed fields, converted to the dtype of the queries, and with additional details."""
+    """Replace fields of the projections, cast to the dtype of the queries, and add entries to `details`."""
     like = tensors.query_weight.dtype
     fields: dict[str, Any] = {name: tensor.to(like).contiguous() for name, tensor in changed.items()}
     return replace(tensors, **fields, details=tensors.details | details)
 
 
 def _add_unseen_directions(moment: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """Add the moment [d, d] of projected white noise to `moment`, with the share `UNSEEN` of its energy."""
+    """Add the second moment of projected white noise to `moment`, scaled to the share `UNSEEN` of its energy."""
     white = projection @ projection.T
     return moment + (UNSEEN * moment.trace() / white.trace().clamp_min(1e-300)) * white
 
@@ -437,16 +440,16 @@ def _add_unseen_directions(moment: torch.Tensor, projection: torch.Tensor) -> to
 def _find_shared_head(
     old: torch.Tensor, metric: Sequence[torch.Tensor], moment: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Return the best d-dimensional projection that the heads in a group can share.
+    """Find the best d-dimensional projection that all heads in a group can share.
 
     Args:
         old: The group's projections, [g, d, D + 1].
         metric: For each head, the square root [d, d] of the matrix that weights its errors.
-        moment: The second moment of the projections' stacked outputs, [g*d, g*d].
+        moment: The second-moment matrix of the stacked outputs of these projections, [g*d, g*d].
 
     Returns:
-        The shared projection [d, D + 1], the matrices [g, d, d] that compute each old head from it, and the share of
-        energy that it preserves.
+        The shared projection [d, D + 1], the matrices [g, d, d] that approximate each old head from it, and the share
+        of energy that it preserves.
     """
     size, head_dim = old.shape[0], old.shape[1]
     root = square_root(moment)
@@ -459,24 +462,24 @@ def _find_shared_head(
 
 
 def _repeat_for_query_heads(projection: torch.Tensor, heads: HeadCounts) -> torch.Tensor:
-    """Return a projection [k*d, ...] in float64 with one head per query head, [h, d, ...], repeating shared heads."""
+    """Repeat the heads of a projection [k*d, ...], and return one head per query head, [h, d, ...], in float64."""
     projection = projection.double()
     return split_heads(repeat_heads(projection, projection.shape[0] // heads.head_dim, heads.query), heads.query)
 
 
 def _compute_balance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return factors [d, 1] that multiply the rows of `second` [d, D] and divide the rows of `first` [g, d, ...].
+    """Return factors [d, 1] to multiply the rows of `second` [d, D] and to divide the rows of `first` [g, d, ...].
 
-    Both then have rows of the same magnitude, which minimizes rounding errors in bfloat16.
+    Afterwards, the rows of both have the same magnitude, which minimizes rounding errors in bfloat16.
     """
     sizes = first.square().mean((0, 2)).sqrt(), second.square().mean(1).sqrt()
     return (sizes[0].clamp_min(1e-30) / sizes[1].clamp_min(1e-30)).sqrt()[:, None]
 
 
-# Directions below this weight, relative to the largest weight, are numerical noise in float32 activations.
+# Directions with a smaller weight, relative to the largest weight, are numerical noise in float32 activations.
 RANK_TOLERANCE = 1e-7
-# Maximum number of tokens for the search. It needs joint moments of all heads, which cost h times as much as the
-# moments of groups.
+# Approximate number of tokens for the search. It needs joint moments of all heads, which are much more expensive than
+# the moments of groups.
 SEARCH_TOKENS = 8192
 RANDOM_STARTS = 16
 # Maximum memory for the search, which needs two sets of moments.
@@ -491,7 +494,7 @@ def _project_heads(tensors: AttentionTensors, role: str, heads: HeadCounts, stat
 
 
 def _center_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs) -> torch.Tensor:
-    """Return the keys [rows, h, d] of all tokens minus their mean in each text, which a softmax ignores."""
+    """Return the keys [rows, h, d] of all tokens minus their mean in each text, because a softmax ignores the mean."""
     present = batch.key_mask()
     keys = _project_heads(tensors, "key", heads, batch.key_value_states)
     counts = present.sum(1).clamp_min(1)[:, None, None]
@@ -500,17 +503,18 @@ def _center_keys(tensors: AttentionTensors, heads: HeadCounts, batch: AttentionI
 
 
 class HeadMoments(NamedTuple):
-    """Second moments in float64, measured on text, for the closed form.
+    """Second-moment matrices for the closed form, measured on text (float64).
 
     Attributes:
-        queries: Moments of each head's queries, [h, d, d].
-        keys: For each group of query heads that will share a key/value head, the moment of the stacked centered keys,
+        queries: Moments of the queries of each head, [h, d, d].
+        keys: For each group of query heads that will share a key/value head, the moments of the stacked centered keys,
             [g*d, g*d].
-        values: For each group, the moments of the stacked values after each head's attention, [g, g*d, g*d].
-        attended_keys: For each group, the attention-weighted moment of the stacked keys, [g*d, g*d]. Each key is
-            weighted by the weight p that a query gives it, and the mean z under p is subtracted. To second order, an
-            error E in the keys changes the softmax by a Kullback-Leibler divergence of half of
-            sum_j p_j (q^T E (k_j - z))^2. The list is empty unless it is requested.
+        values: For each group, the moments of the stacked values after averaging with the attention weights of each
+            head, [g, g*d, g*d].
+        attended_keys: For each group, the attention-weighted moments of the stacked keys, [g*d, g*d]. Each key is
+            weighted by its attention weight p, and the mean z under p is subtracted. To second order, an error E in
+            the keys changes the softmax by a Kullback-Leibler divergence of half of sum_j p_j (q^T E (k_j - z))^2.
+            The list is empty unless `with_attended_keys` is set.
     """
 
     queries: torch.Tensor
@@ -531,7 +535,7 @@ def compute_head_moments(
     Args:
         tensors: The projections of the module.
         heads: The head counts.
-        inputs: Recorded inputs of the module.
+        inputs: Recorded inputs to the module.
         groups: Groups of query heads that will share a key/value head.
         with_attended_keys: Whether to compute `HeadMoments.attended_keys`.
     """
@@ -570,7 +574,7 @@ def compute_head_moments(
 def _compute_attended_key_moment(
     tensors: AttentionTensors, heads: HeadCounts, batch: AttentionInputs, weights: torch.Tensor, group: list[int]
 ) -> torch.Tensor:
-    """Return the attended-key moment of a group in one batch. `weights` are its attention weights [b, g, n, m]."""
+    """Return the contribution of one batch to `HeadMoments.attended_keys` for a group with weights [b, g, n, m]."""
     keys = _project_heads(tensors, "key", heads, batch.key_value_states)[:, :, group].flatten(2)  # [b, m, g*d]
     weights = weights.masked_fill(~batch.valid[:, None, :, None], 0.0)
     weighted = keys * weights.sum((1, 2))[..., None]
@@ -592,9 +596,9 @@ def pseudo_inverse(root: torch.Tensor) -> torch.Tensor:
 
 
 def can_reorder_heads(heads: HeadCounts, inputs: Sequence[AttentionInputs]) -> bool:
-    """Return whether heads can be reordered, that is, whether they differ only in their projections.
+    """Return whether heads can be reordered, which requires that they differ only in their projections.
 
-    This is not possible in T5's self-attention because head i has the same position bias in all layers.
+    Heads in T5's self-attention cannot be reordered because all layers share the position bias of head i.
     """
     is_symmetric = heads.query == heads.output and heads.key == heads.value
     return is_symmetric and all(batch.position_bias is None for batch in inputs)
@@ -608,7 +612,7 @@ def find_best_groups(
     generator: torch.Generator,
     uses: int = 1,
 ) -> Groups:
-    """Search for the groups of query heads that lose the least logit and value energy if each group shares a head.
+    """Search for the groups of query heads that lose the least logit and value energy if each group shares one head.
 
     The search first minimizes the pairwise loss within groups by swapping heads, from random starting points. The best
     result, or groups of consecutive heads if they are better, is then improved by swaps that minimize the loss of
@@ -617,9 +621,9 @@ def find_best_groups(
     Args:
         tensors: The projections of the module. `can_reorder_heads` must be True.
         heads: The head counts.
-        inputs: Recorded inputs of the module.
+        inputs: Recorded inputs to the module.
         generator: Random number generator for the starting points.
-        uses: Number of consecutive inputs that come from the same batch of text.
+        uses: Number of consecutive inputs that belong to the same batch of text.
 
     Returns:
         The query heads in each group.
@@ -653,7 +657,10 @@ def find_best_groups(
 def _make_sharing_loss(
     tensors: AttentionTensors, heads: HeadCounts, inputs: Sequence[AttentionInputs], units: Groups
 ) -> Callable[[Sequence[int]], float]:
-    """Return a function that computes the share of logit and value energy that a group of units loses."""
+    """Return a function that computes the share of logit and value energy that a group of units loses.
+
+    Each unit contains the query heads that already share a key/value head.
+    """
     d = heads.head_dim
     all_heads = list(range(heads.query))
     queries, (keys,), (values,), _ = compute_head_moments(tensors, heads, inputs, [all_heads])
@@ -682,7 +689,7 @@ def _make_sharing_loss(
 
 
 def _transform(moment: torch.Tensor, roots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the moment of stacked heads after multiplying each head by its matrix in `roots`."""
+    """Return the second-moment matrix of stacked heads after multiplying each head by its matrix in `roots`."""
     scale = torch.block_diag(*roots)
     return scale @ moment @ scale.T
 
@@ -697,7 +704,7 @@ def _sample_inputs(inputs: Sequence[AttentionInputs], uses: int) -> list[Attenti
 
 
 def _improve_by_swaps(groups: Groups, loss: Callable[[Sequence[int]], float]) -> Groups:
-    """Swap members between groups as long as this decreases the total loss."""
+    """Swap members between groups until no swap decreases the total loss."""
     groups = [list(group) for group in groups]
     improved = True
     while improved:

@@ -28,14 +28,15 @@ from ..attention_tensors import AttentionInputs, AttentionTensors
 from .batches import with_known_encoder_outputs, without_known_encoder_outputs
 
 UNREADABLE = "The original model cannot read the calibration data, so its configuration is invalid"
-# Maximum size of recorded inputs. If the modules need more memory, they are recorded in several passes over the text.
+# Maximum size of recorded inputs. If all modules together need more memory, they are recorded in several passes over
+# the data.
 MAX_RECORDED_BYTES = 3 * 2**30
 
 
 def compute_attention(
     tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a module's output for recorded inputs with PyTorch's fused attention or the module's own kernel.
+    """Compute a module's output for recorded inputs with PyTorch's fused attention, or with the module's own kernel.
 
     Args:
         tensors: The projections of the module.
@@ -43,8 +44,8 @@ def compute_attention(
         query_heads: Number of query heads.
 
     Returns:
-        The output [b, n, D] and the concatenated head outputs [b, n, h*d]. Rows of queries without keys and their
-        gradients are arbitrary, so only valid rows should be used.
+        The output [b, n, D] and the concatenated head outputs [b, n, h*d]. Only valid rows should be used because the
+        rows of queries without keys, and their gradients, are arbitrary.
     """
     projected = _project_heads(tensors, inputs, query_heads)
     if tensors.kernel is None:
@@ -59,7 +60,7 @@ def compute_attention(
 
 
 def attention_weights(tensors: AttentionTensors, inputs: AttentionInputs, query_heads: int) -> torch.Tensor:
-    """Return the attention weights [b, h, n, m] for recorded inputs. Takes the arguments of `compute_attention`."""
+    """Return the attention weights [b, h, n, m]. Takes the same arguments as `compute_attention`."""
     return attention_with_weights(*_project_heads(tensors, inputs, query_heads), **_attention_arguments(inputs))[1]
 
 
@@ -90,8 +91,8 @@ def record_inputs(
         batches: Model inputs with their attention masks.
 
     Returns:
-        {path: inputs of each call}. If a forward pass calls a module several times (ALBERT's shared layers), there is
-        one item per call.
+        {path: inputs of each call}. If a forward pass calls a module several times (ALBERT's shared layers), each call
+        has its own item.
     """
     recorder = _Recorder(model, paths)
     arguments = with_known_encoder_outputs if recorder.only_needs_decoder() else without_known_encoder_outputs
@@ -122,7 +123,7 @@ class _Recorder:
         self._calls_in_batch = 0
         self._calls_expected: int | None = None  # the number of calls in the first batch
         self.calls: dict[str, list[AttentionInputs]] = {path: [] for path in paths}
-        # For each submodule that calls the attention function: path, site, and the query and key projections.
+        # The path, site, query projection and key projection for each submodule that calls the attention function.
         self._modules: dict[nn.Module, tuple[str, AttentionSite, nn.Module, nn.Module]] = {}
         for site, path, module in model.named_attentions():
             if path in self.calls:
@@ -148,7 +149,7 @@ class _Recorder:
                 hook.remove()
 
     def end_batch(self) -> None:
-        """Store the number of calls in the batch."""
+        """Store the number of calls in the batch. It is the same for all batches."""
         self._calls_expected, self._calls_in_batch = self._calls_in_batch, 0
 
     def _store_input(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -166,7 +167,7 @@ class _Recorder:
         position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Record a call to the attention function and return its result. Implements the Transformers interface."""
+        """Record a call and compute its result. The signature is that of a Transformers attention function."""
         if module in self._modules:
             path, site, query_linear, key_linear = self._modules[module]
             states, key_value_states = self._inputs[query_linear], self._inputs[key_linear]
@@ -194,10 +195,10 @@ def _compute_mask_and_bias(
     position_bias: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the additive mask and bias with which full attention gives the same result as an attention pattern."""
+    """Return the additive mask and bias with which full attention is equivalent to the module's attention pattern."""
     bias = position_bias
 
-    @roll_padded_rows  # reorders rows, and restores the order of the result (the mask)
+    @roll_padded_rows  # reorders rows, and restores their order in the result (the mask)
     def pattern_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         nonlocal bias
         key_range = kwargs.get("key_range", module.key_range)
@@ -215,12 +216,12 @@ def _compute_mask_and_bias(
     return mask, bias
 
 
-# The recorder used by the conversion in this thread. It is reset afterwards so that no model stays in memory.
+# The recorder that is active in this thread. It is reset after recording so that no model stays in memory.
 _RECORDER: ContextVar[_Recorder] = ContextVar("recorder")
 
 
 def _recording_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the attention function of this thread's recorder."""
+    """Pass a call to this thread's recorder."""
     return _RECORDER.get().attention(*args, **kwargs)
 
 
@@ -234,7 +235,8 @@ def group_modules(
 ) -> Iterator[list[AttentionModule]]:
     """Yield groups of modules whose recorded inputs fit into `MAX_RECORDED_BYTES`.
 
-    Each module needs memory for its own inputs. All cross-attention modules in a group share the encoder outputs.
+    Each module needs memory for its own inputs. All cross-attention modules in a group share the memory of the encoder
+    outputs.
 
     Args:
         modules: The attention modules.
@@ -263,7 +265,7 @@ def group_modules(
 
 
 def _count_positions(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Return the numbers of positions in a batch that the encoder (or the decoder-only model) and the decoder read.
+    """Return the numbers of positions in a batch that the encoder (or a decoder-only model) and the decoder read.
 
     For audio features [b, bins, frames], the encoder reads every second frame.
     """

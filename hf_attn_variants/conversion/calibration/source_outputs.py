@@ -44,7 +44,7 @@ SourceLoader = Callable[[ConversionPlan], tuple[AttnVariantModelMixin, Any]]
 
 
 def source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> SourceLoader:
-    """Return a function that builds a plan's original model from a model in memory."""
+    """Return a function that builds the original model of a plan from a model in memory."""
 
     def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, None]:
         tensors = {name: reader.read(name).float() for name in reader.entries}
@@ -54,7 +54,7 @@ def source_loader_for_model(reader: ModelReader, model: PreTrainedModel) -> Sour
 
 
 def source_loader_for_folder(reader: CheckpointReader, folder: Path, calibration: Calibration | None) -> SourceLoader:
-    """Return a function that loads the model in a folder, and its processor unless `calibration` contains one.
+    """Return a function that loads the original model, and its processor unless `calibration` contains one.
 
     The function raises `OSError` if a file is missing or cannot be read, and `ValueError` if a file is invalid.
     """
@@ -62,7 +62,7 @@ def source_loader_for_folder(reader: CheckpointReader, folder: Path, calibration
     def source(plan: ConversionPlan) -> tuple[AttnVariantModelMixin, Any]:
         tensors = {name: reader.read(name) for name in reader.entries}
         tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-        # float32 is used even if config.json has another dtype because second moments overflow in half precision.
+        # float32 is used even if config.json has another dtype, because second moments overflow in half precision.
         config = deepcopy(plan.source_config)
         model = build_model_from_tensors(plan.model_class, config, tensors, folder, dtype=torch.float32)
         if (generation := read_generation_config(plan, folder)) is not None:
@@ -95,23 +95,23 @@ def load_processor(folder: Path, calibration: Calibration | None) -> Any:
 MASKED = 0.15  # share of masked tokens, as in arXiv 1810.04805
 # Minimum number of embeddings required to subtract their mean.
 MIN_CENTERED = 4
-# Relative differences between float32 embeddings below this are rounding errors.
+# Smaller relative differences between float32 embeddings are considered rounding errors.
 ROUNDING = 1e-5
-# A loss is considered worse than a random guess if it exceeds the loss of a random guess by this factor. Random
-# weights exceed that loss by only a few hundredths.
+# A loss is considered worse than that of a random guess if it is larger by this factor. The loss of random weights is
+# larger by only a few hundredths.
 WORSE_THAN_A_GUESS = 1.05
-# An output only counts as runaway if it has more than twice this number of tokens.
+# An output is only considered runaway if it has more than twice this number of tokens.
 MIN_RUNAWAY_LENGTH = 8
 # If the original model predicts one class for more than this share of the examples, examples for which both models
-# predict it are excluded. Otherwise, a model that always predicts this class would be within tolerance, or close to
-# it. For tags, the most frequent tag is always excluded.
+# predict this class are excluded. Otherwise, a model that always predicts it would be (almost) within tolerance. For
+# taggers, the most frequent tag is always excluded.
 COMMON = 0.75
 
 
 class SourceOutputs:
-    """The original model's outputs on held-out examples, for comparison with converted models.
+    """The original model's outputs on held-out examples, with which converted models are compared.
 
-    The original model itself is not stored.
+    The original model itself is not kept in memory.
     """
 
     def __init__(self, model: PreTrainedModel, processor: Any, calibration: Calibration, batches: Sequence[Batch]):
@@ -135,7 +135,7 @@ class SourceOutputs:
         self._batches: Sequence[Batch] = batches
         self._targets: Sequence[Batch | None] = [None] * len(batches)
         if self._measure == "tokens" and calibration.audio is None:
-            # The generated outputs are compared. The loss is computed for the targets if there are any.
+            # The generated outputs are compared, and the loss is computed for the targets if there are any.
             self._targets = batches if calibration.target_texts is not None else self._targets
             bar = progress_bar(batches, desc="generating held-out outputs", unit="batch", leave=False)
             self._batches = [
@@ -155,8 +155,8 @@ class SourceOutputs:
             self._measure = "embeddings"
             self._source_outputs = self._compute_outputs(model, is_source=True)
         if self._measure == "predictions" and self._logits_kind is LogitsKind.LABELS:
-            # If most examples have a label, its absence is informative. If there are neither such labels nor rare
-            # ones, the scores are compared instead.
+            # If most examples have a label, its absence is informative. If the predictions are the same for all
+            # examples, the scores are compared instead.
             rows = torch.stack(self._source_outputs["predictions"])
             self._is_frequent = rows.float().mean(0) > 0.5
             if not (rows ^ self._is_frequent).any():
@@ -169,7 +169,7 @@ class SourceOutputs:
         return _compute_loss(self._source_outputs)
 
     def compare_with(self, model: PreTrainedModel) -> Quality:
-        """Return the quality of a converted model of the same class."""
+        """Measure the quality of a converted model, which must have the same class."""
         training = model.training
         with self._use_generation_config(model):
             outputs = self._compute_outputs(model.eval())
@@ -200,7 +200,7 @@ class SourceOutputs:
         )
 
     def _compare(self, outputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the numerators and denominators of all examples. `Quality.value` is the ratio of their sums."""
+        """Return each example's numerator and denominator. `Quality.value` is the ratio of their sums."""
         source, others = self._source_outputs[self._measure], outputs[self._measure]
         if self._measure == "tokens":
             pairs = [(edit_distance(a, b), len(a)) for a, b in zip(source, others, strict=True)]
@@ -242,7 +242,7 @@ class SourceOutputs:
 
     @torch.no_grad()
     def _compute_outputs(self, model: PreTrainedModel, is_source: bool = False) -> dict[str, list[Any]]:
-        """Return the outputs to compare, {name: one item per example}."""
+        """Return the outputs that are compared, {name: one item per example}."""
         outputs: dict[str, list[Any]] = {}
         device = next(model.parameters()).device
         for batch, targets in zip(
@@ -266,7 +266,7 @@ class SourceOutputs:
     def _compute_batch(
         self, model: Any, batch: Batch, labels: torch.Tensor | None, is_source: bool, targets: Batch | None
     ) -> dict[str, Any]:
-        """Return the outputs to compare for one batch."""
+        """Return the outputs that are compared for one batch, {name: one item per example}."""
         if self._measure == "embeddings":
             return {"embeddings": _compute_embeddings(model.base_model(**batch, output_hidden_states=True), batch)}
         if self._chooses:  # a multiple-choice model with a single choice returns its score
@@ -292,13 +292,13 @@ class SourceOutputs:
         return outputs
 
     def _generate(self, model: Any, batch: Batch) -> Batch:
-        """Return the decoder inputs with which a model predicts its own greedy output."""
+        """Generate greedily, and return the decoder inputs that predict this output."""
         if "input_features" in batch:
             return make_audio_batch(model, list(batch["input_features"]), self._length)
         return generate_targets(model, _remove_decoder_inputs(batch), self._length)
 
     def _get_predictions(self, output: Any, batch: Batch) -> list[torch.Tensor]:
-        """Return each example's predicted class, answer start and end, tags, or labels."""
+        """Return the predicted class, answer start and end, tags, or labels of each example."""
         if "start_logits" in output:
             is_read = batch["attention_mask"].bool()
             pair = [logits.masked_fill(~is_read, -math.inf) for logits in (output.start_logits, output.end_logits)]
@@ -325,7 +325,7 @@ def _get_encoder_outputs(batch: Batch, model: PreTrainedModel) -> Batch:
 
 
 def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -> str:
-    """Return the key of `BOUNDS` that applies to a model."""
+    """Select the measure (a key of `BOUNDS`) for a model."""
     if generates:
         return "tokens"
     if model.get_output_embeddings() is not None:
@@ -340,7 +340,7 @@ def _select_measure(model: PreTrainedModel, kind: LogitsKind, generates: bool) -
 
 
 def _add_labels(model: PreTrainedModel, tokenizer: Any, batches: Sequence[Batch]) -> list[Batch] | None:
-    """Return batches with `labels` for masked tokens or next tokens. All other tokens have the label `IGNORED`.
+    """Add `labels` for masked tokens or next tokens to batches. All other tokens get the label `IGNORED`.
 
     Returns None if the tokenizer has no mask token, or if no token is masked.
     """
@@ -412,5 +412,5 @@ def _are_all_equal(embeddings: torch.Tensor) -> bool:
 
 
 def _count_runaway(source: Sequence[Sequence[int]], converted: Sequence[Sequence[int]]) -> int:
-    """Return the number of examples for which the converted model generates over twice as many tokens."""
+    """Return the number of examples for which the converted model generates more than twice as many tokens."""
     return sum(len(b) > 2 * max(len(a), MIN_RUNAWAY_LENGTH) for a, b in zip(source, converted, strict=True))

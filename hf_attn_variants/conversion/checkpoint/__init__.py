@@ -1,1 +1,1 @@
-"""Reading and writing checkpoints: tensors from files or models, and into files."""
+"""Reads tensors from checkpoints or models in memory, and writes checkpoints."""

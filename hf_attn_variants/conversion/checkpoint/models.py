@@ -36,12 +36,12 @@ _TOKENIZER_FILE_SUFFIXES = (
 
 @contextmanager
 def convert_loading_errors(source: str | os.PathLike) -> Iterator[str]:
-    """Yield the name from which to load a checkpoint, and convert loading errors to OSError or ValueError.
+    """Yield the name from which to load a checkpoint, and convert all loading errors to `OSError` or `ValueError`.
 
     Args:
         source: A folder or a Hub id.
     """
-    # Existence is checked first because Transformers would complain about an invalid Hub id for a missing path.
+    # The folder is checked first because Transformers would report an invalid Hub id if a path does not exist.
     folder = find_local_folder(source)
     name = os.fspath(source)
     # Transformers, huggingface_hub and safetensors raise their own types of errors.
@@ -56,7 +56,7 @@ def convert_loading_errors(source: str | os.PathLike) -> Iterator[str]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        # In errors from huggingface_hub, the first line is the field, and the second line is the value.
+        # In huggingface_hub errors, the first line contains the field, and the second line contains the value.
         text = " ".join(line.strip() for line in str(error).strip().splitlines()[:2])
         raise ValueError(f"{name}: {type(error).__name__}: {text}") from error
 
@@ -67,7 +67,7 @@ def load_tokenizer_of(source: str | os.PathLike, advice: str, **options: Any) ->
     Args:
         source: A folder or a Hub id.
         advice: The end of the error message (see `check_learned_tokens`).
-        options: Arguments of `AutoTokenizer.from_pretrained`.
+        options: Further arguments of `AutoTokenizer.from_pretrained`.
 
     Raises:
         OSError, ValueError: See `convert_loading_errors`, `check_tokenizer_files` and `check_learned_tokens`.
@@ -83,7 +83,7 @@ def check_tokenizer_files(source: str, advice: str = "") -> None:
     """Check that a folder contains tokenizer files.
 
     Args:
-        source: A folder, or a Hub id, for which nothing is checked.
+        source: A folder or a Hub id. Hub ids are not checked.
         advice: The end of the error message (see `check_learned_tokens`).
 
     Raises:
@@ -102,7 +102,7 @@ def check_learned_tokens(tokenizer: PreTrainedTokenizerBase, source: str | os.Pa
     Args:
         tokenizer: A tokenizer that was loaded with Transformers.
         source: The folder or Hub id from which the tokenizer was loaded.
-        advice: The end of the error message with advice on what to do, including the preceding punctuation.
+        advice: The end of the error message, which begins with punctuation and says what to do.
 
     Raises:
         OSError: if the tokenizer has no vocabulary. The message lists the files in the folder.
@@ -148,7 +148,7 @@ def build_model_from_tensors(
         record.msg = str(record.msg).replace("from: None", f"from: {folder}")
         return True
 
-    # The report about missing and unexpected tensors mentions where the tensors come from.
+    # Transformers' report about missing and unexpected tensors states where the tensors come from.
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(insert_folder)
     try:
@@ -165,7 +165,7 @@ class ModelReader:
         model: A Transformers model.
 
     Raises:
-        ValueError: if the model is not a Transformers model, has an adapter, or is not in memory.
+        ValueError: if the model is not a Transformers model, if it has an adapter, or if it is not in memory.
     """
 
     def __init__(self, model: nn.Module):
@@ -207,7 +207,7 @@ def assemble_model(
     model: PreTrainedModel,
     copy: bool = False,
 ) -> ModelT:
-    """Build a model from named tensors. Tied weights, buffers and all other state are taken from `model`.
+    """Build a model from named tensors, with the tied weights, buffers and other state of an existing model.
 
     Args:
         model_class: Class of the new model.
@@ -246,7 +246,7 @@ def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _copy_state(converted: ModelT, model: PreTrainedModel) -> ModelT:
-    """Copy non-tensor state: training mode, attention implementation, gradient checkpointing, generation settings."""
+    """Copy the training mode, gradient checkpointing, attention implementation, weight tying and generation config."""
     converted.train(model.training)
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):

@@ -1,4 +1,4 @@
-"""Checks a checkpoint folder before it is read, reads its configuration, and lists its non-weight files.
+"""Checks a checkpoint folder before it is read, reads its configuration, and lists its other files.
 
 folder or Hub id ──► resolve_source ──► check_files          links out of the folder, pipes, incomplete folders
                            │            check_complete_model    adapters, pickled weights
@@ -52,7 +52,7 @@ LOADED = (
 )
 WEIGHTS = (WEIGHTS_NAME, INDEX_NAME, PICKLE_WEIGHTS_NAME, PICKLE_INDEX_NAME)
 SAFETENSORS_SUFFIX = ".safetensors"
-# Weights in other formats still have the original heads and would not match the converted weights.
+# Weights in other formats are not copied because they contain the original heads.
 OTHER_WEIGHT_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".gguf", ".ggml", ".tflite", ".mlmodel")
 OTHER_WEIGHT_FOLDERS = ("onnx", "openvino", "coreml", "tf", "flax")
 # Part of this package's class names, and the prefix of `auto_map` entries for model code.
@@ -61,7 +61,7 @@ IGNORED_FOLDERS = (".git", ".cache", "__pycache__")
 
 
 def explain_unsafe_path(path: Path, folder: Path) -> str | None:
-    """Return why a path in a checkpoint folder is not safe to read, or None if it is safe.
+    """Return the reason why a path in a checkpoint folder is not safe to read, or None if it is safe.
 
     Links within the folder and into the Hub cache are safe. Other links, pipes and devices are not.
     """
@@ -77,7 +77,7 @@ def explain_unsafe_path(path: Path, folder: Path) -> str | None:
 
 
 def check_files(folder: Path) -> None:
-    """Check the files in a folder that are read when the checkpoint is loaded.
+    """Check that the files that are read when a checkpoint is loaded exist and are safe to read.
 
     Raises:
         OSError: if a file is a link out of the folder, a broken link, a pipe or a device, or if the program that wrote
@@ -97,10 +97,12 @@ def check_files(folder: Path) -> None:
 
 
 def check_complete_model(folder: Path, allow_pickle: bool = False) -> None:
-    """Check that a folder contains neither an adapter nor pickled weights that are not allowed.
+    """Check that a folder does not contain an adapter or, unless they are allowed, only pickled weights.
+
+    Missing files are not reported.
 
     Raises:
-        ValueError: if it does. Missing files are not checked here.
+        ValueError: if the folder contains an adapter, or only pickled weights that are not allowed.
     """
     files = os.listdir(folder)
     check_no_adapter(str(folder), files)
@@ -149,8 +151,8 @@ def find_local_folder(model_name_or_path: str | os.PathLike) -> Path | None:
         model_name_or_path: A folder, or an id such as "google-bert/bert-base-uncased".
 
     Raises:
-        OSError: if the name is empty, a file, or a path that does not exist, or if `check_files` fails. A name is a
-            path if it starts with ".", "/" or "~", ends with "/", or contains more than one "/".
+        OSError: if the name is empty, a file, or a path that does not exist, or if `check_files` fails. A name is
+            considered a path if it starts with ".", "/" or "~", ends with "/", or contains more than one "/".
     """
     name = os.fspath(model_name_or_path)
     if not name:
@@ -180,11 +182,11 @@ def resolve_source(
         revision: Branch, tag or commit on the Hub.
         token: Access token for private and gated repositories on the Hub.
         allow_pickle: Whether to download pytorch_model.bin if the repository has no safetensors file.
-        weights: Whether the weights will be read. If False, the checkpoint may have only pickled weights.
+        weights: Whether the weights will be read. If False, pickled weights and adapters are not checked.
 
     Raises:
         OSError: if the folder or repository does not exist, or the Hub cannot be reached.
-        ValueError: if the checkpoint is an adapter, or has only pickled weights and these are not allowed.
+        ValueError: if the checkpoint is an adapter, or only has pickled weights, which are not allowed by default.
     """
     name, folder = os.fspath(model_name_or_path), find_local_folder(model_name_or_path)
     if folder is not None and revision is not None:
@@ -197,7 +199,7 @@ def resolve_source(
 
 
 def check_source(model_name_or_path: str | os.PathLike) -> None:
-    """Check a checkpoint before Transformers loads it. For a repository, only the file list is checked.
+    """Check a checkpoint before Transformers loads it. For a Hub repository, only the list of files is checked.
 
     Raises:
         OSError: if the folder does not exist.
@@ -210,7 +212,7 @@ def check_source(model_name_or_path: str | os.PathLike) -> None:
     if folder is None:
         try:
             files = HfApi().list_repo_files(name)
-        except Exception:  # if the repository does not exist or cannot be reached, use the cached copy
+        except Exception:  # the repository does not exist or cannot be reached, so the cached copy is used
             folder = find_cached_folder(name)
     if folder is not None:
         check_complete_model(folder)
@@ -220,7 +222,7 @@ def check_source(model_name_or_path: str | os.PathLike) -> None:
 
 
 def find_cached_folder(model_name_or_path: str | os.PathLike, revision: str | None = None) -> Path | None:
-    """Return a previously resolved checkpoint's folder without network access, or None if it no longer exists."""
+    """Return the local or cached folder of a checkpoint without network access, or None if it does not exist."""
     from huggingface_hub import snapshot_download
 
     name = os.fspath(model_name_or_path)
@@ -235,7 +237,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         OSError: if the file does not exist.
-        ValueError: if the file is not a JSON object with a `model_type`, or `architectures` is not a list of names.
+        ValueError: if the file is not a JSON object with a `model_type`, or if `architectures` is not a list of names.
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
@@ -253,13 +255,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 def list_side_files(folder: Path, weight_files: list[str], allow_pickle: bool = False) -> tuple[list[str], list[str]]:
     """List the files in a checkpoint other than its weights and config.json.
 
-    The tokenizer, the generation configuration, and the additional modules of a sentence-transformers model with their
-    safetensors weights are copied (pickled weights only if they are allowed). Other copies of the weights, training
-    states and checkpoints, and results that describe the original model are left out.
+    The files to copy include the tokenizer, the generation configuration, and the additional modules of a
+    sentence-transformers model with their safetensors weights (or pickled weights if they are allowed). Other copies
+    of the weights, training checkpoints, and results that describe the original model are left out.
 
     Args:
         folder: The checkpoint folder.
-        weight_files: Weight files that the conversion reads.
+        weight_files: The weight files that the conversion reads.
         allow_pickle: Whether to copy pickled weights of sentence-transformers modules.
 
     Returns:
@@ -271,7 +273,7 @@ def list_side_files(folder: Path, weight_files: list[str], allow_pickle: bool = 
             folder are left out with a warning.
     """
     modules = _list_module_folders(folder)
-    # The history is read separately, and a new one that includes the conversion is written.
+    # The history is not copied because a new history that includes the conversion is written.
     read = {CONFIG_NAME, WEIGHTS_NAME, INDEX_NAME, HISTORY_NAME, *weight_files}
     if not all(name.endswith(SAFETENSORS_SUFFIX) for name in weight_files):
         read.add(PICKLE_INDEX_NAME)
@@ -300,7 +302,7 @@ def list_side_files(folder: Path, weight_files: list[str], allow_pickle: bool = 
 
 
 def warn_about_remote_code(config: Mapping[str, Any]) -> None:
-    """Warn if a model has remote code (`auto_map` in its config.json), because the conversion does not run it.
+    """Warn if a model has remote code (`auto_map` in config.json), because the conversion does not run it.
 
     The checkpoint is converted as a Transformers model of its `model_type`. Remote code for tokenizers and processors
     is not affected.
@@ -315,7 +317,7 @@ def warn_about_remote_code(config: Mapping[str, Any]) -> None:
 
 
 def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
-    """Copy files by their relative paths from `list_side_files`. Links are copied as files."""
+    """Copy files by their relative paths (see `list_side_files`). Links are replaced by the files they point to."""
     for name in files:
         target = output / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -323,12 +325,12 @@ def copy_side_files(folder: Path, output: Path, files: list[str]) -> None:
 
 
 def list_learned_tokens(tokenizer: Any) -> set[str]:
-    """Return a tokenizer's tokens that are not special or added, or an empty set if it has no files."""
+    """Return a tokenizer's tokens except special and added tokens, or an empty set if it has no files."""
     return set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()) - {"▁"}
 
 
 def _is_unsafe(folder: Path, path: Path, modules: set[str]) -> bool:
-    """Return whether a file or folder is left out for safety (see `explain_unsafe_path`).
+    """Return whether to leave out a file or folder because it is not safe to read (see `explain_unsafe_path`).
 
     Raises:
         OSError: if the path belongs to a sentence-transformers module, which cannot be left out.
@@ -344,7 +346,7 @@ def _is_unsafe(folder: Path, path: Path, modules: set[str]) -> bool:
 
 
 def _should_copy_file(file: str, in_module: bool, allow_pickle: bool) -> bool:
-    """Return whether a file should be copied, based on its name."""
+    """Return whether to copy a file, based on its name."""
     name = file.lower()
     # An adapter, even in a separate folder, does not match the new heads.
     if any(fnmatchcase(name, pattern) for pattern in (*ADAPTER_FILES, *LOG_PATTERNS)):
@@ -359,7 +361,7 @@ def _should_copy_file(file: str, in_module: bool, allow_pickle: bool) -> bool:
 
 
 def _should_skip_folder(name: str) -> bool:
-    """Return whether a top-level folder in a checkpoint is left out."""
+    """Return whether to leave out a top-level folder in a checkpoint."""
     return name in (*OTHER_WEIGHT_FOLDERS, *TRACKER_FOLDERS) or name.startswith(("checkpoint-", "global_step"))
 
 
@@ -384,7 +386,7 @@ def _download(name: str, revision: str | None, token: str | bool | None, allow_p
             files = HfApi().list_repo_files(**arguments)
         except (HfHubHTTPError, HFValidationError):
             raise
-        except Exception:  # if the Hub cannot be reached or HF_HUB_OFFLINE is set, use the cached copy
+        except Exception:  # the Hub cannot be reached or HF_HUB_OFFLINE is set, so the cached copy is used
             files = []
             folder = Path(snapshot_download(**arguments, local_files_only=True))
     if not files:
@@ -410,7 +412,7 @@ def _convert_download_errors(name: str) -> Iterator[None]:
 
 
 def _check_pickles(name: str, files: list[str]) -> None:
-    """Check that a repository has weights in a format other than pickle, and warn about modules that do not.
+    """Check that a repository does not only have pickled weights, and warn about modules that only have these.
 
     Raises:
         ValueError: if the repository only has pickled weights.
@@ -424,7 +426,7 @@ def _check_pickles(name: str, files: list[str]) -> None:
 
 
 def _select_files(files: list[str], allow_pickle: bool) -> Iterator[str]:
-    """Yield the files in a repository that should be downloaded."""
+    """Yield the names of the files in a repository that should be downloaded."""
     has_safetensors = WEIGHTS_NAME in files or INDEX_NAME in files
     for name in files:
         top, slash, _ = name.partition("/")

@@ -1,11 +1,11 @@
 """Reads and writes checkpoints tensor by tensor, as safetensors files or (on request) pickle files.
 
-A reader holds at most one tensor, or one chunk of a tensor, in memory. A safetensors file consists of 8 bytes with the
-length of the header (little-endian), a JSON header with the dtype, shape and byte range of each tensor, and the bytes.
+A reader holds at most one tensor, or one chunk of a tensor, in memory. A safetensors file consists of the length of
+the header (8 bytes, little-endian), a JSON header with the dtype, shape and byte range of each tensor, and the data.
 `safetensors.safe_open` is not used for three reasons. First, it maps files into memory, so the process crashes
 (SIGBUS) if a file is truncated while it is read, and the mapped pages count as used memory. Second, its errors do not
-distinguish between files that are too short and too long. Third, it slices rows, but packed dtypes require byte
-ranges.
+distinguish between files that are too short and files that are too long. Third, it can only read rows of a tensor, but
+packed dtypes must be read as byte ranges.
 
 **Positions.** The number of positions in a checkpoint with learned position embeddings can be increased. "tiled"
 repeats the existing embeddings (arXiv 2004.05150, section 5). "interpolated" stretches them to the new number by
@@ -69,7 +69,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def element_size(dtype: str) -> int:
-    """Return the size of one element in bytes.
+    """Return the size of one element of a dtype (safetensors name) in bytes.
 
     Raises:
         ValueError: if tensors of this dtype cannot be written.
@@ -81,7 +81,7 @@ def element_size(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Describes a stored tensor: its file, dtype (safetensors name), shape, and byte range in the file's data."""
+    """Describes a stored tensor by its file, dtype (safetensors name), shape, and byte range in the file's data."""
 
     file: str
     dtype: str
@@ -106,7 +106,7 @@ class TensorEntry:
 
 
 def check_finite(tensor: torch.Tensor, name: str, location: object = "the model") -> torch.Tensor:
-    """Return a tensor unchanged after checking that all elements are finite.
+    """Check that all elements of a tensor are finite, and return the unchanged tensor.
 
     Args:
         tensor: The tensor.
@@ -146,9 +146,9 @@ class CheckpointReader(ABC):
 
     Attributes:
         folder: The checkpoint folder.
-        files: Ordered names of the weight files.
-        entries: {name: `TensorEntry`} for every tensor, in file order.
-        index_metadata: The `metadata` in the index, or None if there is only one weight file.
+        files: Sorted names of the weight files.
+        entries: {name: `TensorEntry`} for every tensor, in the order of the files.
+        index_metadata: The `metadata` in the index of the shards, or None if there is no index.
     """
 
     def __init__(self, folder: Path, files: list[str], index_metadata: dict[str, Any] | None = None):
@@ -175,7 +175,7 @@ class CheckpointReader(ABC):
 
 
 class SafetensorsReader(CheckpointReader):
-    """Reads safetensors files, after checking all headers and file sizes.
+    """Reads safetensors files. The constructor checks all headers and file sizes.
 
     Raises:
         OSError: if a file is missing, or is shorter than stated in its header.
@@ -273,7 +273,7 @@ class PickleReader(CheckpointReader):
 
 
 def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> CheckpointReader:
-    """Open the weights in a checkpoint folder, which are a single file or shards with an index.
+    """Open the weights in a checkpoint folder, which can be a single file or shards with an index.
 
     Args:
         folder: Folder with model.safetensors, model.safetensors.index.json and its shards, or pickle files.
@@ -284,7 +284,8 @@ def open_checkpoint(folder: str | os.PathLike, allow_pickle: bool = False) -> Ch
 
     Raises:
         OSError: if the folder has no weights, or a file is missing or truncated.
-        ValueError: if a header or an index is invalid, or the folder only has pickle files and these are not allowed.
+        ValueError: if a header or an index is invalid, or if the folder only contains pickle files, which are not
+            allowed by default.
     """
     folder = Path(folder)
     if (folder / WEIGHTS_NAME).is_file():
@@ -328,10 +329,10 @@ def _read_index(path: Path) -> tuple[list[str], dict[str, Any]]:
 
 
 def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
-    """Return the offset of the data in a safetensors file, and its tensors ordered by their byte ranges.
+    """Return the offset of the data in a safetensors file, and its tensors sorted by their byte ranges.
 
     Raises:
-        OSError: if the file is truncated, or is a git-lfs pointer.
+        OSError: if the file is truncated or is a git-lfs pointer.
         ValueError: if the header is invalid or does not match the file size.
     """
     size = path.stat().st_size
@@ -373,10 +374,10 @@ def _read_safetensors_header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
 
 
 def _check_byte_ranges(entries: Mapping[str, TensorEntry]) -> int:
-    """Check that the tensors' byte ranges are valid and contiguous, and return the end of the last one.
+    """Check that the byte ranges of all tensors are valid and contiguous, and return the end of the last range.
 
     Raises:
-        ValueError: if a byte range is invalid, or the ranges are not contiguous.
+        ValueError: if a byte range is invalid, or if the ranges are not contiguous.
     """
     position = 0
     for name, entry in entries.items():
@@ -415,16 +416,16 @@ def _load_pickle(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 class SafetensorsWriter:
-    """Writes a safetensors file tensor by tensor, in any order, after writing the header.
+    """Writes a safetensors file tensor by tensor, in any order. The constructor writes the header.
 
     Args:
-        path: The file, which must not exist.
+        path: The file to write, which must not exist.
         tensors: {name: (dtype as a safetensors name, shape)} for every tensor.
         metadata: Strings to store in the header.
 
     Raises:
         KeyError: if a tensor is unknown or written twice.
-        ValueError: if a tensor has an unexpected dtype or shape, or is missing when `close` is called.
+        ValueError: if a tensor has an unexpected dtype or shape, or if a tensor is missing when `close` is called.
 
     Example:
 
@@ -439,8 +440,8 @@ class SafetensorsWriter:
     ):
         self.path = path
         self._layout: dict[str, TensorEntry] = {}
-        # As in the safetensors library, tensors with large elements come first so that each is aligned to its element
-        # size.
+        # As in the safetensors library, tensors with large elements are written first, so that each tensor is aligned
+        # to its element size.
         position = 0
         for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -element_size(item[1][0])):
             begin, position = position, position + math.prod(shape) * element_size(dtype)
@@ -494,9 +495,9 @@ class SafetensorsWriter:
 
 
 def write_index(path: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, Any], size: int) -> None:
-    """Write the index of a sharded checkpoint of `size` bytes.
+    """Write the index of a sharded checkpoint.
 
-    The sizes in the original index's `metadata` are updated. All other values stay unchanged.
+    The sizes in the metadata of the original index are updated. All other metadata stay unchanged.
 
     Args:
         path: The file to write.
@@ -524,14 +525,14 @@ def _make_header(layout: Mapping[str, TensorEntry], metadata: Mapping[str, str])
 POSITIONS_FIELD, EXTENSION_FIELD = POSITION_FIELDS = "max_position_embeddings", "position_extension"
 POSITION_WEIGHT = "embeddings.position_embeddings.weight"
 EXTENSIONS = ("tiled", "interpolated")
-# Buffers in old checkpoints with one element per position. They are skipped because models create them.
+# Buffers in old checkpoints with one element per position. They are skipped because the model class creates them.
 POSITION_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 # Files that contain the maximum input length, each with the name of its field.
 LENGTH_FIELDS = {TOKENIZER_CONFIG_FILE: "model_max_length", "sentence_bert_config.json": "max_seq_length"}
 
 
 class ExtendedPositionsReader(CheckpointReader):
-    """Reads a checkpoint and adds learned positions. The caller closes the files of the original reader."""
+    """Reads a checkpoint and adds learned positions. The caller must close the original reader."""
 
     def __init__(self, stored: CheckpointReader, name: str, positions: int, first: int, extension: str) -> None:
         super().__init__(stored.folder, stored.files, stored.index_metadata)
@@ -541,7 +542,7 @@ class ExtendedPositionsReader(CheckpointReader):
         self.entries[name] = replace(stored.entries[name], shape=(positions, width))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return one tensor. For position embeddings [n, D], the unused leading rows stay unchanged."""
+        """Return one tensor. In position embeddings [n, D], the unused leading rows stay unchanged."""
         tensor = self.stored.read(name)
         if name != self.name:
             return tensor
@@ -554,7 +555,7 @@ class ExtendedPositionsReader(CheckpointReader):
         return self.stored.chunks(name) if name != self.name else iter([self.read(name).flatten()])
 
     def close(self) -> None:
-        """Do nothing, because the caller closes the files."""
+        """Do nothing because the caller closes the original reader."""
 
 
 def _repeat_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
@@ -572,7 +573,7 @@ def _interpolate_rows(table: torch.Tensor, rows: int) -> torch.Tensor:
 def extend_positions(
     config: dict[str, Any], reader: CheckpointReader, fields: Mapping[str, Any]
 ) -> tuple[dict[str, Any], CheckpointReader]:
-    """Return a checkpoint's configuration and reader with the number of positions in `fields`.
+    """Extend the learned positions of a checkpoint to the number in `fields`.
 
     Args:
         config: The contents of config.json.
@@ -581,12 +582,13 @@ def extend_positions(
             leading positions. `position_extension` is one of `EXTENSIONS` (if None, "tiled").
 
     Returns:
-        The configuration and the reader, both unchanged if `fields` does not contain `max_position_embeddings`.
+        The configuration and the reader with this number of positions. Both are returned unchanged if `fields` does
+        not contain `max_position_embeddings`.
 
     Raises:
-        ValueError: if the model does not have BERT's learned positions, the number is not larger than before, the
-            extension is unknown or set without a number, or the kernel is Linformer, whose learned sums have a fixed
-            length.
+        ValueError: if the model does not have learned positions like BERT, if the number is not larger than before, if
+            the extension is unknown or set without a number, or if the kernel depends on the number of positions
+            (Linformer).
     """
     positions, extension = (fields.get(name) for name in POSITION_FIELDS)
     if extension is not None and extension not in EXTENSIONS:
@@ -617,7 +619,7 @@ def extend_positions(
 
 
 def update_tokenizer_length(stage: Path, config: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Update the maximum length in the tokenizer and sentence-transformers files if the number of positions changed.
+    """Update the maximum lengths of the tokenizer and of sentence-transformers if the number of positions changed.
 
     Args:
         stage: The new folder.
@@ -634,6 +636,6 @@ def update_tokenizer_length(stage: Path, config: Mapping[str, Any], fields: Mapp
 
 
 def _count_unused_positions(config: Mapping[str, Any]) -> int:
-    """Return the number of unused leading positions. In RoBERTa, positions start after the padding token index."""
+    """Return the number of unused leading positions. RoBERTa counts positions from its padding token id plus 1."""
     after_padding = variant_config_class(config.get("model_type", "")).positions_after_padding
     return config.get("pad_token_id", 1) + 1 if after_padding else 0
