@@ -57,7 +57,8 @@ def translation_batches(args: argparse.Namespace) -> tuple[Any, dict[int, dict[s
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sentences = read_lines(args.data_dir / "multi30k/test_2016_flickr.en.gz")
     batches = {
-        size: dict(tokenizer(sentences[:size], padding=True, return_tensors="pt")) for size in {size for size, _ in SIZES}
+        size: dict(tokenizer(sentences[:size], padding=True, return_tensors="pt"))
+        for size in {size for size, _ in SIZES}
     }
     return AutoModelForSeq2SeqLM.from_pretrained(folder).eval(), batches
 
@@ -69,9 +70,7 @@ def speech_batches(args: argparse.Namespace) -> tuple[Any, dict[int, dict[str, t
     sizes = sorted({size for size, _ in SIZES})
     features = torch.cat(
         [
-            extractor(
-                load_audio(path)[0], sampling_rate=extractor.sampling_rate, return_tensors="pt"
-            ).input_features
+            extractor(load_audio(path)[0], sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
             for path in files[: sizes[-1]]
         ]
     )

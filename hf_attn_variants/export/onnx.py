@@ -1,13 +1,8 @@
 """Exports checkpoints to ONNX graphs, which ONNX Runtime runs without PyTorch, Transformers or this package.
 
 An encoder is exported as one graph. An encoder-decoder is exported as three graphs: the encoder, the first decoder
-<<<<<<< HEAD
 call, which fills both caches, and a decoding step, which reads the caches and one token. A fourth graph, for
-transformers.js, contains both decoder graphs. File and input names follow Optimum.
-=======
-call, which fills both caches, and a decoding step, which reads the caches and one token. Files and inputs have the
-same names as in Optimum.
->>>>>>> r3
+transformers.js, contains both decoder graphs. Files and inputs have the same names as in Optimum.
 
 A cache consists of tensors for each layer. The inputs `past_key_values.N.decoder.key` [b, k, n, d] and the outputs
 `present.N.decoder.key` contain the self-attention keys of layer N. The names for values contain
@@ -95,15 +90,10 @@ class Graph:
     longest: dict[str, int]
 
 
-<<<<<<< HEAD
 def build_model_graphs(
     model: AttnVariantModelMixin, pooling: str | None = None, normalize: bool = False
 ) -> list[Graph]:
-    """Return the graphs for a model from this package.
-=======
-def build_model_graphs(model: AttnVariantModelMixin) -> list[Graph]:
     """Build the graphs for a model from this package.
->>>>>>> r3
 
     Args:
         model: The model.
@@ -361,12 +351,8 @@ class OnnxExport:
         output_dir: The output folder.
         architecture: The name of the Transformers class of the model.
         opset: The opset of the graphs.
-<<<<<<< HEAD
-        graphs: {file: (largest difference between the outputs of ONNX Runtime and torch, names of the inputs)}.
-        int8_graphs: {file: agreement with the float32 graph}.
-=======
         graphs: {file: (largest difference between the outputs of ONNX Runtime and PyTorch, names of the inputs)}.
->>>>>>> r3
+        int8_graphs: {file: agreement with the float32 graph}.
     """
 
     output_dir: str
@@ -400,18 +386,11 @@ def export_onnx(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> OnnxExport:
-<<<<<<< HEAD
-    """Export a checkpoint from this package or Transformers to ONNX graphs with Optimum's names.
+    """Export a checkpoint from this package or Transformers to ONNX graphs with the same names as in Optimum.
 
     The graphs are written to the subfolder `onnx`, where sentence-transformers, Optimum and transformers.js look for
-    them. Before the output folder is created, each graph's outputs in ONNX Runtime are compared with the model's
-    outputs, for inputs of different sizes than in the export.
-=======
-    """Export a checkpoint from this package or Transformers to float32 ONNX graphs with the same names as in Optimum.
-
-    Before the output folder is created, the outputs of each graph in ONNX Runtime are compared with the model's
+    them. Before the output folder is created, the outputs of each graph in ONNX Runtime are compared with the model's
     outputs. The inputs for this comparison have different sizes than those for the export.
->>>>>>> r3
 
     Args:
         model_name_or_path: A checkpoint folder or a Hub id.
@@ -458,14 +437,8 @@ def export_onnx(
         names, _ = list_side_files(folder, reader.files)
     copied = [name for name in names if is_independent_of_code(folder, name)]
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-<<<<<<< HEAD
     graphs = build_model_graphs(model, pooling, normalize)
-    if len(graphs) == 1:
-        # Opset 23 has one operator for the attention of an encoder, but not for a decoder with a cache.
-=======
-    graphs = build_model_graphs(model)
     if len(graphs) == 1:  # opset 23 has an operator for attention in an encoder, but not for a decoder with a cache
->>>>>>> r3
         model.set_attn_implementation("sdpa")
     elif calibration_file is not None:
         raise ValueError(

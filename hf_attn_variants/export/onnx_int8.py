@@ -1,7 +1,8 @@
 """Quantizes ONNX graphs to int8, and compares them with the float32 graphs.
 
 With dynamic quantization, ONNX Runtime chooses the scale of the inputs in each call. With static quantization, the
-scales are computed from calibration texts, and OpenVINO can fuse more operators. Each form is slow in the other runtime.
+scales are computed from calibration texts, and OpenVINO can fuse more operators. Each form is slow in the other
+runtime.
 """
 
 import math
