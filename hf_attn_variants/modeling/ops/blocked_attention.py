@@ -350,7 +350,6 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
         d_output: the gradient of the outputs [b, n, h_v, d_v].
         threads: the number of threads that `blocked_forward` returned.
         needs_bias_gradient: True if the position bias needs a gradient.
-        operands: the operands of the forward call.
     """
     query, key, value = operands[:3]
     bias = operands.position_bias if needs_bias_gradient else None

@@ -51,17 +51,14 @@ def talking_heads_attention(
     key_range: KeyRange | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute talking-heads attention with memory that grows linearly with n and m.
-
-    Only first-order gradients are supported.
+    """Compute talking-heads attention with first-order gradients. Memory grows linearly with n and m.
 
     Args:
         query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: see
             `attention_with_weights`. Gradients are computed for the bias, but not for the mask.
         dropout: the dropout probability of the mixed weights.
-        key_range: the key range, or None for all keys. With a key range, attention is computed in blocks, the mask
-            must be boolean, [b, 1, 1, m or more], and the bias is a table that is indexed by distance (see
-            `relative_bias`).
+        key_range: the key range, or None for all keys. With a key range, attention is computed in blocks, the mask is
+            boolean, [b, 1, 1, m or more], and the bias is a table indexed by distance (see `relative_bias`).
         backend: "blocked", "triton" or "auto". "auto" selects the Triton kernels on a GPU if they support the inputs
             and agree with the blocked backend in a trial. Otherwise, it selects "blocked".
 

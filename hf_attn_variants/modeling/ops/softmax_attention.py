@@ -75,8 +75,7 @@ def attention_with_weights(
         weights_proj: P_w [h, h_v], which mixes the heads after the softmax.
         x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (arXiv 2003.02436, section 5).
         x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v].
-        score: a function that replaces the dot product and computes the logits from queries and keys, such as
-            `AdditiveScore`.
+        score: a function that computes the logits from queries and keys instead of the dot product (`AdditiveScore`).
 
     Returns:
         The outputs [b, n, h_v, d_v] and the weights that multiply the values, [b, h_v, n, m].
@@ -149,9 +148,8 @@ def fused_attention(
 ) -> torch.Tensor:
     """Compute multi-head, multi-query or grouped-query attention with the fused kernels in torch.
 
-    Keys and values are only repeated if the kernel does not support grouped heads. The function takes the same
-    arguments as `attention_with_weights`, except the talking-heads projections and the score function. It returns only
-    the outputs [b, n, h, d_v].
+    Keys and values are only repeated if the kernel does not support grouped heads. Only the outputs [b, n, h, d_v] are
+    returned. See `attention_with_weights` for the arguments.
     """
     check_mask(mask)
     length, kv_heads, sentences = query.shape[2], key.shape[1], key.shape[0]
