@@ -115,7 +115,7 @@ class MethodArguments:
         returns: the number of values that the method must return, or None to skip this check.
 
     Raises:
-        TransformersChangedError: if the method has no argument for a role or returns another number of values.
+        TransformersChangedError: if the method has no argument for a role or returns a different number of values.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ def check_called(owner: type, method: str, name: str) -> None:
 
 
 def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
-    """Check that a Transformers method exists, starts with these arguments and requires no others.
+    """Check that a Transformers method exists, starts with the given arguments and does not require any others.
 
     Args:
         owner: the Transformers class.

@@ -7,7 +7,7 @@ and P_i its attention weights:
     expanded:  K_i = c W_k,i^T + b_k,i,  V_i = c W_v,i^T + b_v,i,  then standard attention
     absorbed:  logits_i = (q_i W_k,i) c^T,  outputs_i = (P_i c) W_v,i^T + (row sums of P_i) b_v,i
 
-The absorbed form is multi-query attention with c as the only key/value head. It requires no projections of tensors of
+The absorbed form is multi-query attention with c as the only key/value head. It does not have to project tensors of
 length m. The bias b_k,i is omitted, because it adds the same number to all logits of a query and therefore does not
 change the softmax.
 

@@ -44,7 +44,7 @@ __all__ = [
 def describe_misspelled_field(config_class: Any, name: str) -> str | None:
     """Return an error message if a name is not a field but resembles a variant field.
 
-    Transformers accepts all names, so a misspelled field would silently have no effect.
+    Transformers accepts any name, so a misspelled field would silently have no effect.
 
     Args:
         config_class: the class of the configuration.

@@ -311,7 +311,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Check that no keyword is a misspelled variant field, because Transformers accepts all names.
+        """Check that no keyword is a misspelled variant field, because Transformers accepts any name.
 
         Raises:
             ValueError: if a keyword is not a field but resembles one. The message contains the name of this field.

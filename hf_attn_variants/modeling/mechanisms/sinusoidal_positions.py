@@ -1,4 +1,4 @@
-"""Parameter-free sinusoidal positions for texts of any length (arXiv 1706.03762, section 3.5).
+"""Sinusoidal positions, which have no parameters and support texts of any length (arXiv 1706.03762, section 3.5).
 
 They are enabled by `position_embedding_type="sinusoidal"`. In BERT and related models, they replace the learned
 positions. In T5 and UMT5, they replace the relative position bias and are added once to the inputs of the encoder and

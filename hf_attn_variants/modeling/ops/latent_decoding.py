@@ -1,4 +1,4 @@
-"""Attention from a few queries to a latent on a GPU, with Triton kernels that read the latent only once.
+"""Attention from a few queries to a latent on GPUs, with Triton kernels that read the latent only once.
 
 In the absorbed form of `latent_attention`, a decoding step reads one latent [b, 1, m, r], which serves as both the key
 and the value of all heads. The fused CUDA kernels in torch read it twice, and they are slow for r > 256. With a batch

@@ -158,7 +158,7 @@ class ScatteredPattern(AttentionPattern):
 
     @staticmethod
     def covers_all_keys(pattern: BlockPattern, key_length: int) -> bool:
-        """Return True if each of `key_length` positions attends to all of them (if causal, to all earlier ones)."""
+        """Return True if each of `key_length` positions attends to all positions (if causal, to all earlier ones)."""
         return key_length <= pattern.block
 
 
