@@ -1,1 +1,1 @@
-"""The modeling code that ships with checkpoints. It only imports torch, Transformers and itself."""
+"""The modeling code that ships with checkpoints. It depends only on torch and Transformers."""

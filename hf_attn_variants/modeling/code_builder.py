@@ -1,15 +1,15 @@
-"""Builds the code of a model repository, which contains the parts of `modeling/` that the model needs in a few files.
+"""Builds the code files of a model repository from the parts of `modeling/` that the model needs.
 
 Transformers only resolves relative imports in the same folder, and it downloads each file in a repository separately.
 The modules in a folder are therefore joined into one file in the order of their imports, with only the definitions
 that the model uses. The steps are:
 
-    modules ──parse──> definitions ──follow names──> definitions that the model uses ──join──> files
+    modules ──parse──> definitions ──resolve names──> definitions that the model uses ──join──> files
 
-The search starts at the model's own file and follows all names that a definition uses. It stops at names in
+The search starts at the model's own file and resolves all names that a definition uses. It stops at names in
 `ENTRY_POINTS` whose mechanism is not used in the configuration. Such names are replaced by stubs, and definitions that
-only they use are omitted. This file is not part of a repository, which copies its own files when its model is saved
-again.
+only they use are omitted. Repositories do not contain this file. When the model in a repository is saved again, the
+files of the repository are copied.
 """
 
 import ast
@@ -41,7 +41,7 @@ ANY = (
     "talking_heads",
     "unequal_layers",
 )
-# The names where the code of mechanisms begins: {name: mechanisms that need it} (see `fields/composition.py`).
+# The names through which other code uses mechanisms (see `fields/composition.py`): {name: mechanisms that need it}.
 ENTRY_POINTS: dict[str, tuple[str, ...]] = {
     "build_code": (),
     "_compare_talking_heads": ("talking_heads",),
@@ -106,7 +106,7 @@ class _Definition(NamedTuple):
 
     Args:
         text: its source.
-        names: the names that it defines. Statements that only have an effect define no names.
+        names: the names that it defines. Statements that are run for their side effects define no names.
         uses: the names that it uses.
         node: its syntax tree.
     """
@@ -126,7 +126,7 @@ class _Module(NamedTuple):
         docstring: the source of its docstring.
         body: its statements in order, except the docstring and `__all__`.
         imported: the module and the original name for each name that it imports from another module in `modeling/`.
-        needed: the modules that must run before it.
+        needed: the modules that must be executed before it.
     """
 
     name: str
@@ -142,11 +142,18 @@ def build_code(roots: tuple[tuple[str, str], ...], mechanisms: frozenset[str] | 
     """Return the code files of a repository: {file name: text}.
 
     Args:
-        roots: (module, name) of the definitions that the repository must contain. The name "*" selects a whole module.
-        mechanisms: the mechanisms of the model, or None for all.
+        roots: the definitions that the repository must contain, as (module, name). The name "*" selects a whole
+            module.
+        mechanisms: the mechanisms that the model uses, or None for all mechanisms.
 
     Example:
-        >>> files = build_code((("modeling_attn_variant_bert", "*"),), frozenset())
+
+    ```py
+    >>> from hf_attn_variants.modeling.code_builder import build_code
+    >>> files = build_code((("modeling_attn_variant_bert", "*"),), frozenset())
+    >>> "modeling_attn_variant_bert.py" in files
+    True
+    ```
     """
     modules = _read_modules()
     stubs = {name: needed_by for name, needed_by in ENTRY_POINTS.items() if not _is_included(needed_by, mechanisms)}
@@ -251,7 +258,7 @@ def _is_annotation(text: str) -> bool:
 def _find_used_definitions(
     modules: Mapping[str, _Module], roots: Iterable[tuple[str, str]], stubs: Mapping[str, tuple[str, ...]]
 ) -> set[tuple[str, str]]:
-    """Return (module, name) of all definitions that the roots use directly or indirectly, including stubs."""
+    """Return all definitions that the roots use directly or indirectly, including stubs, as (module, name)."""
     reached: set[tuple[str, str]] = set()
     wanted: list[tuple[str, str]] = []
     begun: set[str] = set()
@@ -265,7 +272,7 @@ def _find_used_definitions(
                 wanted.append(module.imported[name])
 
     def begin(module: _Module) -> None:
-        """Follow the statements in a module that only have an effect, such as registrations."""
+        """Resolve the names in statements that are run for their side effects, such as registrations."""
         if module.name not in begun:
             begun.add(module.name)
             for definition in module.body:
@@ -296,7 +303,7 @@ BASE_STUB = (NAMES, "MissingDefinition")
 
 
 def _order_blocks(modules: Mapping[str, _Module], names: set[str]) -> Iterator[_Module]:
-    """Yield modules, each of them after the modules that it imports at runtime."""
+    """Yield each module after the modules that it imports at runtime."""
     done: set[str] = set()
 
     def visit(name: str) -> Iterator[_Module]:
@@ -354,7 +361,7 @@ def _file_text(
 
 
 def _docstring_to_comment(docstring: str) -> str:
-    """Convert a module docstring to a comment, because only the first one is the docstring of the joined file."""
+    """Convert a module docstring to a comment, because a joined file has only one docstring."""
     return "\n".join(f"# {line}".rstrip() for line in ast.literal_eval(docstring).strip().split("\n"))
 
 
@@ -383,7 +390,7 @@ def _add_plain_import(
 
 
 def _guarded_imports(block: ast.With, names: set[str]) -> str:
-    """Return a block of guarded imports with only the used names."""
+    """Return a `guarded_imports` block that imports only the used names."""
     lines = [f"with {ast.unparse(block.items[0])}:"]
     for node in block.body:
         imported = [alias for alias in getattr(node, "names", ()) if (alias.asname or alias.name) in names]
@@ -411,7 +418,7 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
     """Return the source of a statement, with its inner imports adapted to the repository.
 
     Args:
-        names: the used names that the statement defines. A block of guarded imports contains only these.
+        names: the used names that the statement defines. A `guarded_imports` block only imports these names.
     """
     if isinstance(definition.node, ast.With):
         return _guarded_imports(definition.node, names)
@@ -431,7 +438,7 @@ def _definition_text(definition: _Definition, module: _Module, modules: Mapping[
 
 
 def _with_constants(files: dict[str, str], mechanisms: frozenset[str] | None) -> dict[str, str]:
-    """Write the included mechanisms and a digest to the files. The digest is part of the registered names."""
+    """Insert the included mechanisms and a digest into the base file. The digest is part of the registered names."""
     included = None if mechanisms is None else tuple(sorted(mechanisms))
     name = f"attn_variants_{_BASE_GROUP}.py"
     files[name] = re.sub(

@@ -1,7 +1,7 @@
-"""Functions that write this code to the folder of a saved model.
+"""Writes the modeling code to the folder of a saved model.
 
-The installed package builds the files that a model requires (see `code_builder`). A repository copies its own files.
-No other code in `modeling/` reads or writes files.
+The installed package builds the files that a model requires (see `code_builder`). Code that was loaded from a
+repository copies the files of this repository instead. No other code in `modeling/` reads or writes files.
 """
 
 import re
@@ -23,8 +23,8 @@ def get_code_files(config_class: type, modeling_file: str, mechanisms: Iterable[
     Args:
         config_class: the configuration class.
         modeling_file: the name of the file with the models of the architecture.
-        mechanisms: the mechanisms of the model (see `used_mechanisms`), or None for all. A repository has only its own
-            mechanisms.
+        mechanisms: the mechanisms that the model uses (see `used_mechanisms`), or None for all mechanisms. Code in a
+            repository ignores this argument, because it only contains its own mechanisms.
     """
     if not CODE_DIGEST:
         names = [base.__name__ for base in config_class.__mro__ if base.__module__.endswith(f".{CONFIGURATIONS}")]
@@ -50,8 +50,8 @@ def write_code(folder: str | Path, config_class: type, modeling_file: str, mecha
 def is_package_class(cls: type) -> bool:
     """Return True if a class is defined in the installed package.
 
-    When Transformers saves a model, it copies the files of registered classes. It must not copy files of the package,
-    because `write_code` writes all of them.
+    When Transformers saves a model, it copies the files of registered classes. It must not copy files from the
+    package, because `write_code` writes them.
     """
     package = __name__.rpartition(".")[0]
     inside = cls.__module__.removeprefix(f"{package}.")

@@ -1,9 +1,9 @@
 """Transformers internals that this code depends on, and checks that report changes in them.
 
 This code depends on Transformers internals, such as the arguments of attention layers and the names of cache layers.
-It ships with checkpoints, so it may be run with later Transformers releases. This file therefore lists each internal
-argument by its role, with its names in all releases. Classes and signatures are checked when the modeling file of an
-architecture is imported, attributes when a model is built, and arguments in each call.
+It ships with checkpoints, so it may be run with later Transformers releases. This file therefore lists internal
+arguments by role, with the names that they have in different releases. Classes and signatures are checked when the
+modeling file of an architecture is imported, attributes when a model is built, and arguments in each call.
 """
 
 import dis
@@ -109,13 +109,13 @@ class MethodArguments:
     """The arguments of a Transformers method by role, regardless of their names and order in the installed release.
 
     Args:
-        owner: the class of Transformers.
+        owner: the Transformers class.
         roles: the roles of the arguments that this package uses, in the order in which `read` and `split` return them.
         method: the name of the method.
         returns: the number of values that the method must return, or None to skip this check.
 
     Raises:
-        TransformersChangedError: if the method has no argument for a role or returns another number of values.
+        TransformersChangedError: if the method has no argument for a role or returns a different number of values.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class MethodArguments:
             _check_return_count(getattr(owner, method), returns, place)
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Return the values of the roles, or None for missing arguments. Renames `kwargs` to their current names."""
+        """Return the argument for each role, or None if it is missing. Former names in `kwargs` are replaced."""
         self._rename(kwargs)
         return [args[at] if at < len(args) else kwargs.get(name) for name, at in self.places]
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the values of the roles and a dictionary with all other arguments."""
+        """Return the argument for each role, and a dictionary with all other arguments."""
         self._rename(kwargs)
         values: list[Any] = []
         count = len(args)
@@ -162,7 +162,7 @@ class MethodArguments:
 
         Args:
             args, kwargs: the arguments of the call.
-            instead: values by role that replace the arguments of the call.
+            instead: replacements for arguments of the call, by role.
         """
         self._rename(kwargs)
         named = {**dict(zip(self.order, args, strict=False)), **kwargs} if args else dict(kwargs)
@@ -183,7 +183,9 @@ def get_transformers_class(cls: type, ours: type) -> type:
 
 
 def collect_variant_classes(names: Mapping[str, Any]) -> dict[type, type]:
-    """Return a dictionary from Transformers classes to the variant classes in a file, whose last bases they are.
+    """Return a dictionary that maps Transformers classes to the variant classes in a file.
+
+    The Transformers class is the last base of its variant class.
 
     Args:
         names: the names that the file has defined so far, as returned by `globals()`.
@@ -193,7 +195,7 @@ def collect_variant_classes(names: Mapping[str, Any]) -> dict[type, type]:
 
 
 def get_auto_class_names(model_type: str) -> dict[str, str]:
-    """Return a dictionary from Auto classes to the names of Transformers classes for a model type.
+    """Return the name of the Transformers class for a model type in each Auto class, {Auto class: model class}.
 
     Raises:
         TransformersChangedError: if `AutoModel` has no class for the model type.
@@ -224,10 +226,10 @@ def check_called(owner: type, method: str, name: str) -> None:
 
 
 def check_method(owner: type, method: str, names: tuple[str, ...]) -> None:
-    """Check that a Transformers method exists, starts with these arguments and requires no others.
+    """Check that a Transformers method exists, starts with the given arguments and does not require any others.
 
     Args:
-        owner: the class of Transformers.
+        owner: the Transformers class.
         method: the name of the method that this package overrides or calls.
         names: the first arguments after `self`, in order.
 
@@ -325,7 +327,7 @@ _RETURN_OPCODES = {dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") 
 
 @lru_cache(maxsize=1)
 def get_cache_name() -> str:
-    """Return the name of the cache in the arguments and outputs of models in the installed release."""
+    """Return the name that the installed Transformers release uses for the cache in model arguments and outputs."""
     with guarded_imports():
         from transformers.modeling_outputs import BaseModelOutputWithPast
     parts = {field.name: field for field in fields(BaseModelOutputWithPast)}
@@ -452,7 +454,7 @@ def check_attention_function(owner: type) -> None:
         if {*MODEL_FOLDERS}.isdisjoint(owner.__module__.split(".")):
             raise TypeError(
                 f"`{owner.__name__}` must use Transformers' attention interface, but {missing}. Choose an "
-                "architecture whose attention class calls an attention function of `ALL_ATTENTION_FUNCTIONS`."
+                "architecture whose attention class calls an attention function from `ALL_ATTENTION_FUNCTIONS`."
             )
         raise build_change_error(missing)
     parameters = inspect.signature(function).parameters

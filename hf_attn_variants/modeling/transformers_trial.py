@@ -1,8 +1,8 @@
 """Compares variants with the original models if the installed Transformers release has not been tested.
 
 `transformers_internals` checks names and signatures, but not behavior. Before the first model of an architecture is
-built, a tiny variant and a tiny original model with the same weights are therefore run on the same tokens, which are
-processed all at once and one by one with a cache. This takes at most a few tenths of a second per process and does not
+built, a tiny variant and a tiny original model with the same weights are therefore run on the same tokens, once in a
+single pass and once token by token with a cache. This takes at most a few tenths of a second per process and does not
 change the state of random number generators.
 """
 
@@ -50,8 +50,8 @@ def compare_with_transformers(model_class: Any) -> None:
         for fields in _yield_model_kinds(model_class):
             for implementation in ("eager", "sdpa"):
                 try:
-                    # Models on the meta device (`init_empty_weights`) cannot be compared. Try again with the next
-                    # model.
+                    # Models on the meta device (`init_empty_weights`) cannot be compared. The comparison is repeated
+                    # for the next model.
                     if not _compare_tiny_models(model_class, implementation, **fields):
                         del _trial_errors[name]
                         return
@@ -144,9 +144,10 @@ def _tiny_config(config_class: Any, fields: dict[str, Any]) -> Any:
 
 
 def _compute_outputs(model: PreTrainedModel, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last hidden states [1, n, D] for a text that is processed at once, and token by token with a cache.
+    """Return the last hidden states [1, n, D] of a text, computed in one pass and token by token with a cache.
 
-    For an encoder, the second output is for a text with padding. Encoder outputs for a decoder contain padding too.
+    For an encoder, the second output is computed from a text with padding instead. The encoder outputs that a decoder
+    attends to also contain padding.
     """
     ids = torch.arange(3, 3 + LENGTH)[None]
     encoder_arguments: dict[str, Any] = {}

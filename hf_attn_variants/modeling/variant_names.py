@@ -62,7 +62,7 @@ class MissingDefinition:
     name = ""  # no configuration field has this value
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error with the name of the missing definition."""
+        """Raise an error that names the missing definition."""
         raise ImportError(
             f"This repository does not include `{cls.__name__}` ({', '.join(cls.mechanisms)}), because its model does "
             "not use it. Install hf_attn_variants and import it before you load the model."

@@ -43,7 +43,7 @@ BART_FAMILY_SITES = (
 
 
 class BartFamilyAttentionMixin(AttentionVariantMixin):
-    """Mixin for attention in BART and related models. It must precede the Transformers class in the bases."""
+    """Mixin for attention modules in BART and related models. It must precede the Transformers class in the bases."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -54,7 +54,7 @@ class BartFamilyAttentionMixin(AttentionVariantMixin):
     transformers_attributes: tuple[str, ...] = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, d_model], or from them to `key_value_states`.
+        """Compute self-attention over hidden states [b, n, d_model], or cross-attention to `key_value_states`.
 
         The arguments are the same as in the Transformers class.
         """

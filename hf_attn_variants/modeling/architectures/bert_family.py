@@ -36,7 +36,10 @@ BERT_FAMILY_SITES = (
 
 
 class BertFamilySelfAttentionMixin(AttentionVariantMixin):
-    """Mixin for self-attention in BERT and related models. It must precede the Transformers class in the bases."""
+    """Mixin for self-attention modules in BERT and related models.
+
+    It must precede the Transformers class in the bases.
+    """
 
     query: nn.Linear
     key: nn.Linear
@@ -46,7 +49,10 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
     transformers_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, hidden size]; see `BertSelfAttention.forward` for the arguments."""
+        """Compute self-attention over hidden states [b, n, hidden size].
+
+        See `BertSelfAttention.forward` for the arguments.
+        """
         states, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.prepare_variant_inputs(states, None, cache, kwargs)
         if not self.owns_projections:
@@ -57,7 +63,10 @@ class BertFamilySelfAttentionMixin(AttentionVariantMixin):
 
 
 class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
-    """Mixin for cross-attention in BERT and related models. It must precede the Transformers class in the bases."""
+    """Mixin for cross-attention modules in BERT and related models.
+
+    It must precede the Transformers class in the bases.
+    """
 
     query: nn.Linear
     key: nn.Linear
@@ -67,7 +76,10 @@ class BertFamilyCrossAttentionMixin(AttentionVariantMixin):
     transformers_attributes = ("dropout", "is_causal", "layer_idx", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend from hidden states to encoder outputs; see `BertCrossAttention.forward` for the arguments."""
+        """Compute cross-attention from hidden states [b, n, hidden size] to encoder outputs.
+
+        See `BertCrossAttention.forward` for the arguments.
+        """
         states, encoder_outputs, mask, cache = self.arguments.read(args, kwargs)
         dynamic = self.prepare_variant_inputs(states, encoder_outputs, cache, kwargs)
         if not self.owns_projections:

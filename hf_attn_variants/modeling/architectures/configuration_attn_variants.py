@@ -66,7 +66,7 @@ WHISPER_HEADS = ("Model", "ForAudioClassification", "ForCausalLM", "ForCondition
 
 
 def _auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[str, str]:
-    """Return the variant model class for each Auto class that Transformers supports for an architecture.
+    """Return the name of the variant model class for each Auto class, {Auto class: model class}.
 
     Args:
         model_type: the model type in Transformers.
@@ -79,7 +79,17 @@ def _auto_classes(model_type: str, name: str, heads: tuple[str, ...]) -> dict[st
 
 
 class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
-    """Configuration for BERT with the fields of `CrossAttentionConfigMixin`. The default is multi-head attention."""
+    """Configuration for BERT with the fields of `CrossAttentionConfigMixin`. The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig
+    >>> config = AttnVariantBertConfig(num_key_value_heads=4)
+    >>> config.num_key_value_heads
+    4
+    ```
+    """
 
     model_type = "attn_variant_bert"
     transformers_model_types = ("bert",)
@@ -89,7 +99,17 @@ class AttnVariantBertConfig(CrossAttentionConfigMixin, BertConfig):
 
 
 class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
-    """Configuration for ALBERT with the fields of `AttnVariantConfigMixin`. The default is multi-head attention."""
+    """Configuration for ALBERT with the fields of `AttnVariantConfigMixin`. The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantAlbertConfig
+    >>> config = AttnVariantAlbertConfig(num_key_value_heads=8)
+    >>> config.num_key_value_heads
+    8
+    ```
+    """
 
     model_type = "attn_variant_albert"
     transformers_model_types = ("albert",)
@@ -100,7 +120,7 @@ class AttnVariantAlbertConfig(AttnVariantConfigMixin, AlbertConfig):
     auto_classes = _auto_classes("albert", "Albert", (*ENCODER_HEADS, "ForPreTraining"))
 
     def layer_count(self, name: str) -> int:
-        """Return the number of layers with separate values. The layers in a group share their values."""
+        """Return the number of layers that can have different values. Repetitions of a group share their values."""
         return self.num_hidden_groups * self.inner_group_num
 
 
@@ -108,6 +128,15 @@ class AttnVariantRobertaConfig(CrossAttentionConfigMixin, RobertaConfig):
     """Configuration for RoBERTa, XLM-RoBERTa and CamemBERT with the fields of `CrossAttentionConfigMixin`.
 
     The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantRobertaConfig
+    >>> config = AttnVariantRobertaConfig(attention_pattern="sliding_window", attention_window=64)
+    >>> config.attention_pattern
+    'sliding_window'
+    ```
     """
 
     model_type = "attn_variant_roberta"
@@ -122,6 +151,15 @@ class AttnVariantElectraConfig(CrossAttentionConfigMixin, ElectraConfig):
     """Configuration for ELECTRA with the fields of `CrossAttentionConfigMixin`.
 
     The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantElectraConfig
+    >>> config = AttnVariantElectraConfig(num_key_value_heads=1)
+    >>> config.num_key_value_heads
+    1
+    ```
     """
 
     model_type = "attn_variant_electra"
@@ -136,6 +174,15 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     """Configuration for DistilBERT with the fields of `AttnVariantConfigMixin`.
 
     The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantDistilBertConfig
+    >>> config = AttnVariantDistilBertConfig(kv_lora_rank=256)
+    >>> config.kv_lora_rank
+    256
+    ```
     """
 
     model_type = "attn_variant_distilbert"
@@ -147,7 +194,7 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
     auto_classes = _auto_classes("distilbert", "DistilBert", ENCODER_HEADS)
 
     def check_variant(self) -> None:
-        """Check the variant fields, and check that only one option for sinusoidal positions is set.
+        """Check the variant fields, and check that sinusoidal positions are not enabled in two ways.
 
         Raises:
             ValueError: if both `sinusoidal_pos_embds`, which is a table of parameters, and sinusoidal
@@ -163,7 +210,7 @@ class AttnVariantDistilBertConfig(AttnVariantConfigMixin, DistilBertConfig):
 
 
 class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
-    """Mixin for the configurations of T5 and UMT5."""
+    """Mixin for T5 and UMT5 configurations."""
 
     layer_fields = encoder_decoder_layers = ("num_layers", "num_decoder_layers")
     size_fields = ("vocab_size", "d_model", "d_kv", "d_ff")
@@ -175,9 +222,9 @@ class T5FamilyConfigMixin(EncoderDecoderConfigMixin):
         check_buckets(self)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        """Return the configuration of the text model. For the decoder, it contains the number of decoder layers.
+        """Return the text configuration. For the decoder, its `num_layers` is the number of decoder layers.
 
-        Generation creates one cache layer per decoder layer. Transformers reads the number from `decoder_layers`,
+        `generate` creates one cache layer per decoder layer. Transformers reads the number from `decoder_layers`,
         which T5 does not have, and would therefore use the number of encoder layers.
         """
         text_config = super().get_text_config(decoder=decoder, encoder=encoder)
@@ -190,6 +237,15 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     """Configuration for T5 and mT5 with the fields of `EncoderDecoderConfigMixin`.
 
     The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantT5Config
+    >>> config = AttnVariantT5Config(num_key_value_heads=2, cross_kv_lora_rank=128)
+    >>> config.num_key_value_heads
+    2
+    ```
     """
 
     model_type = "attn_variant_t5"
@@ -199,7 +255,7 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
     auto_classes = _auto_classes("t5", "T5", T5_HEADS)
 
     def check_variant(self) -> None:
-        """Check the variant fields, and check that layers with a shared position bias have equally many softmax heads.
+        """Check the variant fields, and check that layers that share a position bias have equally many softmax heads.
 
         Raises:
             ValueError: if layers have different numbers of softmax heads.
@@ -227,7 +283,17 @@ class AttnVariantT5Config(T5FamilyConfigMixin, T5Config):
 
 
 class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
-    """Configuration for UMT5 with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention."""
+    """Configuration for UMT5 with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantUMT5Config
+    >>> config = AttnVariantUMT5Config(num_key_value_heads=2)
+    >>> config.num_key_value_heads
+    2
+    ```
+    """
 
     model_type = "attn_variant_umt5"
     transformers_model_types = ("umt5",)
@@ -235,9 +301,9 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
     auto_classes = _auto_classes("umt5", "UMT5", T5_HEADS)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # This is how Transformers 5.24 and later handle scaling, applied to all installed releases. If the head is
-        # untied in the checkpoint, the outputs are not scaled, although the head is tied. Earlier releases dropped the
-        # flag and saved "tied".
+        # Transformers 5.24 and later handle scaling in this way, which is applied to all releases here. If the
+        # checkpoint's configuration says that the head is untied, the outputs are not scaled, although the head is
+        # tied. Earlier releases dropped the flag and saved a tied head.
         scaled = kwargs.pop("scale_decoder_outputs", None)
         scaled = kwargs.get("tie_word_embeddings") is not False if scaled is None else scaled
         super().__post_init__(**kwargs)
@@ -245,14 +311,14 @@ class AttnVariantUMT5Config(T5FamilyConfigMixin, UMT5Config):
 
 
 class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
-    """Mixin for the configurations of BART and related models."""
+    """Mixin for the configurations of BART and related models, which have separate encoder and decoder head counts."""
 
     layer_fields = encoder_decoder_layers = ("encoder_layers", "decoder_layers")
     size_fields: ClassVar[tuple[str, ...]] = ("vocab_size", "d_model", "encoder_ffn_dim", "decoder_ffn_dim")
     encoder_decoder_heads = ("encoder_attention_heads", "decoder_attention_heads")
 
     def check_variant(self) -> None:
-        """Check the variant fields, and check that shared talking-heads fields are only used with equal head counts.
+        """Check the variant fields, and check that talking-heads fields are only shared if the head counts are equal.
 
         Raises:
             ValueError: if the encoder and the decoder share talking-heads fields but have different numbers of heads.
@@ -268,7 +334,17 @@ class BartFamilyConfigMixin(EncoderDecoderConfigMixin):
 
 
 class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
-    """Configuration for BART with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention."""
+    """Configuration for BART with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBartConfig
+    >>> config = AttnVariantBartConfig(num_key_value_heads=4, encoder_num_key_value_heads=4)
+    >>> config.num_key_value_heads
+    4
+    ```
+    """
 
     model_type = "attn_variant_bart"
     transformers_model_types = ("bart",)
@@ -277,7 +353,17 @@ class AttnVariantBartConfig(BartFamilyConfigMixin, BartConfig):
 
 
 class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
-    """Configuration for mBART with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention."""
+    """Configuration for mBART with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMBartConfig
+    >>> config = AttnVariantMBartConfig(num_key_value_heads=4)
+    >>> config.num_key_value_heads
+    4
+    ```
+    """
 
     model_type = "attn_variant_mbart"
     transformers_model_types = ("mbart",)
@@ -286,7 +372,17 @@ class AttnVariantMBartConfig(BartFamilyConfigMixin, MBartConfig):
 
 
 class AttnVariantMarianConfig(BartFamilyConfigMixin, MarianConfig):
-    """Configuration for Marian with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention."""
+    """Configuration for Marian with the fields of `EncoderDecoderConfigMixin`. The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMarianConfig
+    >>> config = AttnVariantMarianConfig(num_key_value_heads=4)
+    >>> config.num_key_value_heads
+    4
+    ```
+    """
 
     model_type = "attn_variant_marian"
     transformers_model_types = ("marian",)
@@ -298,6 +394,15 @@ class AttnVariantM2M100Config(BartFamilyConfigMixin, M2M100Config):
     """Configuration for M2M100 and NLLB with the fields of `EncoderDecoderConfigMixin`.
 
     The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantM2M100Config
+    >>> config = AttnVariantM2M100Config(num_key_value_heads=4)
+    >>> config.num_key_value_heads
+    4
+    ```
     """
 
     model_type = "attn_variant_m2m_100"
@@ -310,6 +415,15 @@ class AttnVariantPegasusConfig(BartFamilyConfigMixin, PegasusConfig):
     """Configuration for PEGASUS with the fields of `EncoderDecoderConfigMixin`.
 
     The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantPegasusConfig
+    >>> config = AttnVariantPegasusConfig(num_key_value_heads=4)
+    >>> config.num_key_value_heads
+    4
+    ```
     """
 
     model_type = "attn_variant_pegasus"
@@ -322,6 +436,15 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
     """Configuration for Whisper with the fields of `EncoderDecoderConfigMixin`.
 
     The default is multi-head attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantWhisperConfig
+    >>> config = AttnVariantWhisperConfig(num_key_value_heads=2)
+    >>> config.num_key_value_heads
+    2
+    ```
     """
 
     model_type = "attn_variant_whisper"
@@ -337,8 +460,8 @@ class AttnVariantWhisperConfig(BartFamilyConfigMixin, WhisperConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # `generate` chooses the prompt by the model type of the instance. The speech pipeline requires it for long
-        # audio and for timestamps. The model type of the class is saved.
+        # `generate` chooses the prompt based on the model type of the instance, which the speech pipeline also checks
+        # for long audio and for timestamps. Saved configurations contain the model type of the class.
         vars(self)["model_type"] = "whisper"
 
 

@@ -37,13 +37,16 @@ __all__ = [
 
 
 class AttnVariantAlbertAttention(AttentionVariantMixin, AlbertAttention):
-    """ALBERT attention with k key/value heads and, if configured, a latent or talking heads."""
+    """`AlbertAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
     transformers_attributes = ("LayerNorm", "attention_dropout", "is_causal", "output_dropout", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, hidden size]; see `AlbertAttention.forward` for the arguments."""
+        """Compute self-attention over hidden states [b, n, hidden size].
+
+        See `AlbertAttention.forward` for the arguments.
+        """
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.prepare_variant_inputs(states, None, None, kwargs)
         if not self.owns_projections:
@@ -67,7 +70,7 @@ class AttnVariantAlbertEmbeddings(PositionEmbeddingsMixin, AlbertEmbeddings):
 
 
 class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedModel):
-    """Base class of the ALBERT models with variant attention. See Transformers for the original models.
+    """Base class of ALBERT models with variant attention. It extends `AlbertPreTrainedModel`.
 
     All layers in a group share one attention module, which is therefore stored and converted only once.
     """
@@ -89,7 +92,7 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
 
     @classmethod
     def count_module_runs(cls, config: Any, path: str) -> int:
-        """Return how often a forward pass runs a module, which is once for each layer in its group."""
+        """Return how many times a forward pass runs a module, which is once for each layer in its group."""
         group = re.match(r"encoder\.albert_layer_groups\.(\d+)\.", path)
         if group is None:
             return 1
@@ -98,31 +101,94 @@ class AttnVariantAlbertPreTrainedModel(AttnVariantModelMixin, AlbertPreTrainedMo
 
 
 class AttnVariantAlbertModel(AttnVariantAlbertPreTrainedModel, AlbertModel):
-    """`AlbertModel` with variant attention."""
+    """`AlbertModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantAlbertConfig, AttnVariantAlbertModel
+    >>> config = AttnVariantAlbertConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    >>> model = AttnVariantAlbertModel(config)
+    ```
+    """
 
 
 AttnVariantAlbertPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantAlbertForPreTraining(AttnVariantAlbertPreTrainedModel, AlbertForPreTraining):
-    """`AlbertForPreTraining` (masked language modeling and sentence order) with variant attention."""
+    """`AlbertForPreTraining` (masked language modeling and sentence order) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantAlbertConfig, AttnVariantAlbertForPreTraining
+    >>> config = AttnVariantAlbertConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    >>> model = AttnVariantAlbertForPreTraining(config)
+    ```
+    """
 
 
 class AttnVariantAlbertForMaskedLM(AttnVariantAlbertPreTrainedModel, AlbertForMaskedLM):
-    """`AlbertForMaskedLM` with variant attention."""
+    """`AlbertForMaskedLM` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantAlbertConfig, AttnVariantAlbertForMaskedLM
+    >>> config = AttnVariantAlbertConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    >>> model = AttnVariantAlbertForMaskedLM(config)
+    ```
+    """
 
 
 class AttnVariantAlbertForSequenceClassification(AttnVariantAlbertPreTrainedModel, AlbertForSequenceClassification):
-    """`AlbertForSequenceClassification` with variant attention."""
+    """`AlbertForSequenceClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantAlbertConfig, AttnVariantAlbertForSequenceClassification
+    >>> config = AttnVariantAlbertConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    >>> model = AttnVariantAlbertForSequenceClassification(config)
+    ```
+    """
 
 
 class AttnVariantAlbertForMultipleChoice(AttnVariantAlbertPreTrainedModel, AlbertForMultipleChoice):
-    """`AlbertForMultipleChoice` with variant attention."""
+    """`AlbertForMultipleChoice` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantAlbertConfig, AttnVariantAlbertForMultipleChoice
+    >>> config = AttnVariantAlbertConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    >>> model = AttnVariantAlbertForMultipleChoice(config)
+    ```
+    """
 
 
 class AttnVariantAlbertForTokenClassification(AttnVariantAlbertPreTrainedModel, AlbertForTokenClassification):
-    """`AlbertForTokenClassification` with variant attention."""
+    """`AlbertForTokenClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantAlbertConfig, AttnVariantAlbertForTokenClassification
+    >>> config = AttnVariantAlbertConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    >>> model = AttnVariantAlbertForTokenClassification(config)
+    ```
+    """
 
 
 class AttnVariantAlbertForQuestionAnswering(AttnVariantAlbertPreTrainedModel, AlbertForQuestionAnswering):
-    """`AlbertForQuestionAnswering` with variant attention."""
+    """`AlbertForQuestionAnswering` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantAlbertConfig, AttnVariantAlbertForQuestionAnswering
+    >>> config = AttnVariantAlbertConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)
+    >>> model = AttnVariantAlbertForQuestionAnswering(config)
+    ```
+    """

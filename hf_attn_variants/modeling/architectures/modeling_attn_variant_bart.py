@@ -30,11 +30,11 @@ __all__ = [
 
 
 class AttnVariantBartAttention(BartFamilyAttentionMixin, BartAttention):
-    """`BartAttention` with k key/value heads and, if configured, a latent or talking heads."""
+    """`BartAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantBartPreTrainedModel(AttnVariantModelMixin, BartPreTrainedModel):
-    """Base class of the BART models with variant attention. See Transformers for the original models."""
+    """Base class of BART models with variant attention. It extends `BartPreTrainedModel`."""
 
     config_class = AttnVariantBartConfig
     attention_sites = BART_FAMILY_SITES
@@ -53,11 +53,20 @@ class AttnVariantBartDecoder(CrossLatentMixin, AttnVariantBartPreTrainedModel, B
 
 
 class AttnVariantBartModel(AttnVariantBartPreTrainedModel, BartModel):
-    """`BartModel` with variant attention."""
+    """`BartModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBartConfig, AttnVariantBartModel
+    >>> config = AttnVariantBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBartModel(config)
+    ```
+    """
 
 
 class AttnVariantBartDecoderWrapper(AttnVariantBartPreTrainedModel, BartDecoderWrapper):
-    """The decoder wrapper in `BartForCausalLM`, with variant attention."""
+    """`BartDecoderWrapper` (which contains the decoder in `BartForCausalLM`) with variant attention."""
 
 
 AttnVariantBartPreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -66,19 +75,55 @@ AttnVariantBartPreTrainedModel.variant_classes = collect_variant_classes(globals
 class AttnVariantBartForConditionalGeneration(
     SharedEncoderOutputsMixin, AttnVariantBartPreTrainedModel, BartForConditionalGeneration
 ):
-    """`BartForConditionalGeneration` with variant attention."""
+    """`BartForConditionalGeneration` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBartConfig, AttnVariantBartForConditionalGeneration
+    >>> config = AttnVariantBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBartForConditionalGeneration(config)
+    ```
+    """
 
 
 class AttnVariantBartForSequenceClassification(AttnVariantBartPreTrainedModel, BartForSequenceClassification):
-    """`BartForSequenceClassification` with variant attention."""
+    """`BartForSequenceClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBartConfig, AttnVariantBartForSequenceClassification
+    >>> config = AttnVariantBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBartForSequenceClassification(config)
+    ```
+    """
 
 
 class AttnVariantBartForQuestionAnswering(AttnVariantBartPreTrainedModel, BartForQuestionAnswering):
-    """`BartForQuestionAnswering` with variant attention."""
+    """`BartForQuestionAnswering` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBartConfig, AttnVariantBartForQuestionAnswering
+    >>> config = AttnVariantBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBartForQuestionAnswering(config)
+    ```
+    """
 
 
 class AttnVariantBartForCausalLM(AttnVariantBartPreTrainedModel, BartForCausalLM):
-    """`BartForCausalLM` (decoder only) with variant attention."""
+    """`BartForCausalLM` (decoder only) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBartConfig, AttnVariantBartForCausalLM
+    >>> config = AttnVariantBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBartForCausalLM(config)
+    ```
+    """
 
 
 # With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.

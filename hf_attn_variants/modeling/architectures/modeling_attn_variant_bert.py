@@ -37,11 +37,11 @@ __all__ = [
 
 
 class AttnVariantBertSelfAttention(BertFamilySelfAttentionMixin, BertSelfAttention):
-    """BERT self-attention with k key/value heads and, if configured, a latent or talking heads."""
+    """`BertSelfAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantBertCrossAttention(BertFamilyCrossAttentionMixin, BertCrossAttention):
-    """BERT cross-attention with k key/value heads and, if configured, talking heads."""
+    """`BertCrossAttention` with grouped key/value heads and, if configured, talking heads."""
 
 
 class AttnVariantBertEmbeddings(PositionEmbeddingsMixin, BertEmbeddings):
@@ -49,49 +49,130 @@ class AttnVariantBertEmbeddings(PositionEmbeddingsMixin, BertEmbeddings):
 
 
 class AttnVariantBertPreTrainedModel(AttnVariantModelMixin, BertPreTrainedModel):
-    """Base class of the BERT models with variant attention. See Transformers for the original models."""
+    """Base class of BERT models with variant attention. It extends `BertPreTrainedModel`."""
 
     config_class = AttnVariantBertConfig
     attention_sites = BERT_FAMILY_SITES
 
 
 class AttnVariantBertModel(AttnVariantBertPreTrainedModel, BertModel):
-    """`BertModel` with variant attention."""
+    """`BertModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertModel
+    >>> config = AttnVariantBertConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBertModel(config)
+    ```
+    """
 
 
 AttnVariantBertPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantBertForPreTraining(AttnVariantBertPreTrainedModel, BertForPreTraining):
-    """`BertForPreTraining` (masked language modeling and next-sentence prediction) with variant attention."""
+    """`BertForPreTraining` (masked language modeling and next-sentence prediction) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForPreTraining
+    >>> config = AttnVariantBertConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBertForPreTraining(config)
+    ```
+    """
 
 
 class AttnVariantBertForMaskedLM(AttnVariantBertPreTrainedModel, BertForMaskedLM):
-    """`BertForMaskedLM` with variant attention."""
+    """`BertForMaskedLM` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMaskedLM
+    >>> config = AttnVariantBertConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBertForMaskedLM(config)
+    ```
+    """
 
 
 class AttnVariantBertLMHeadModel(AttnVariantBertPreTrainedModel, BertLMHeadModel):
-    """`BertLMHeadModel` (the decoder, with cross-attention if configured) with variant attention."""
+    """`BertLMHeadModel` (the decoder, with cross-attention if configured) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertLMHeadModel
+    >>> config = AttnVariantBertConfig(vocab_size=99, is_decoder=True, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBertLMHeadModel(config)
+    ```
+    """
 
 
 class AttnVariantBertForNextSentencePrediction(AttnVariantBertPreTrainedModel, BertForNextSentencePrediction):
-    """`BertForNextSentencePrediction` with variant attention."""
+    """`BertForNextSentencePrediction` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForNextSentencePrediction
+    >>> config = AttnVariantBertConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBertForNextSentencePrediction(config)
+    ```
+    """
 
 
 class AttnVariantBertForSequenceClassification(AttnVariantBertPreTrainedModel, BertForSequenceClassification):
-    """`BertForSequenceClassification` with variant attention."""
+    """`BertForSequenceClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForSequenceClassification
+    >>> config = AttnVariantBertConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBertForSequenceClassification(config)
+    ```
+    """
 
 
 class AttnVariantBertForMultipleChoice(AttnVariantBertPreTrainedModel, BertForMultipleChoice):
-    """`BertForMultipleChoice` with variant attention."""
+    """`BertForMultipleChoice` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForMultipleChoice
+    >>> config = AttnVariantBertConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBertForMultipleChoice(config)
+    ```
+    """
 
 
 class AttnVariantBertForTokenClassification(AttnVariantBertPreTrainedModel, BertForTokenClassification):
-    """`BertForTokenClassification` with variant attention."""
+    """`BertForTokenClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForTokenClassification
+    >>> config = AttnVariantBertConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBertForTokenClassification(config)
+    ```
+    """
 
 
 class AttnVariantBertForQuestionAnswering(AttnVariantBertPreTrainedModel, BertForQuestionAnswering):
-    """`BertForQuestionAnswering` with variant attention."""
+    """`BertForQuestionAnswering` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig, AttnVariantBertForQuestionAnswering
+    >>> config = AttnVariantBertConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantBertForQuestionAnswering(config)
+    ```
+    """
 
 
 # With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table. The

@@ -33,13 +33,16 @@ __all__ = [
 
 
 class AttnVariantDistilBertSelfAttention(AttentionVariantMixin, DistilBertSelfAttention):
-    """DistilBERT attention with k key/value heads and, if configured, a latent or talking heads."""
+    """`DistilBertSelfAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "mask")
     transformers_attributes = ("dropout", "is_causal", "scaling")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Attend within hidden states [b, n, dim]; see `DistilBertSelfAttention.forward` for the arguments."""
+        """Compute self-attention over hidden states [b, n, dim].
+
+        See `DistilBertSelfAttention.forward` for the arguments.
+        """
         states, mask = self.arguments.read(args, kwargs)
         dynamic = self.prepare_variant_inputs(states, None, None, kwargs)
         if not self.owns_projections:
@@ -58,7 +61,7 @@ class AttnVariantDistilBertEmbeddings(PositionEmbeddingsMixin, Embeddings):
 
 
 class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreTrainedModel):
-    """Base class of the DistilBERT models with variant attention. See Transformers for the original models."""
+    """Base class of DistilBERT models with variant attention. It extends `DistilBertPreTrainedModel`."""
 
     config_class = AttnVariantDistilBertConfig
     attention_sites = (
@@ -76,31 +79,85 @@ class AttnVariantDistilBertPreTrainedModel(AttnVariantModelMixin, DistilBertPreT
 
 
 class AttnVariantDistilBertModel(AttnVariantDistilBertPreTrainedModel, DistilBertModel):
-    """`DistilBertModel` with variant attention."""
+    """`DistilBertModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantDistilBertConfig, AttnVariantDistilBertModel
+    >>> config = AttnVariantDistilBertConfig(vocab_size=99, n_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantDistilBertModel(config)
+    ```
+    """
 
 
 AttnVariantDistilBertPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantDistilBertForMaskedLM(AttnVariantDistilBertPreTrainedModel, DistilBertForMaskedLM):
-    """`DistilBertForMaskedLM` with variant attention."""
+    """`DistilBertForMaskedLM` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantDistilBertConfig, AttnVariantDistilBertForMaskedLM
+    >>> config = AttnVariantDistilBertConfig(vocab_size=99, n_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantDistilBertForMaskedLM(config)
+    ```
+    """
 
 
 class AttnVariantDistilBertForSequenceClassification(
     AttnVariantDistilBertPreTrainedModel, DistilBertForSequenceClassification
 ):
-    """`DistilBertForSequenceClassification` with variant attention."""
+    """`DistilBertForSequenceClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantDistilBertConfig, AttnVariantDistilBertForSequenceClassification
+    >>> config = AttnVariantDistilBertConfig(vocab_size=99, n_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantDistilBertForSequenceClassification(config)
+    ```
+    """
 
 
 class AttnVariantDistilBertForMultipleChoice(AttnVariantDistilBertPreTrainedModel, DistilBertForMultipleChoice):
-    """`DistilBertForMultipleChoice` with variant attention."""
+    """`DistilBertForMultipleChoice` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantDistilBertConfig, AttnVariantDistilBertForMultipleChoice
+    >>> config = AttnVariantDistilBertConfig(vocab_size=99, n_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantDistilBertForMultipleChoice(config)
+    ```
+    """
 
 
 class AttnVariantDistilBertForTokenClassification(
     AttnVariantDistilBertPreTrainedModel, DistilBertForTokenClassification
 ):
-    """`DistilBertForTokenClassification` with variant attention."""
+    """`DistilBertForTokenClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantDistilBertConfig, AttnVariantDistilBertForTokenClassification
+    >>> config = AttnVariantDistilBertConfig(vocab_size=99, n_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantDistilBertForTokenClassification(config)
+    ```
+    """
 
 
 class AttnVariantDistilBertForQuestionAnswering(AttnVariantDistilBertPreTrainedModel, DistilBertForQuestionAnswering):
-    """`DistilBertForQuestionAnswering` with variant attention."""
+    """`DistilBertForQuestionAnswering` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantDistilBertConfig, AttnVariantDistilBertForQuestionAnswering
+    >>> config = AttnVariantDistilBertConfig(vocab_size=99, n_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantDistilBertForQuestionAnswering(config)
+    ```
+    """

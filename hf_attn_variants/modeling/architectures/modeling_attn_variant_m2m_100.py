@@ -23,11 +23,11 @@ __all__ = [
 
 
 class AttnVariantM2M100Attention(BartFamilyAttentionMixin, M2M100Attention):
-    """`M2M100Attention` with k key/value heads and, if configured, a latent or talking heads."""
+    """`M2M100Attention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantM2M100PreTrainedModel(AttnVariantModelMixin, M2M100PreTrainedModel):
-    """Base class of the M2M100 models with variant attention. See Transformers for the original models."""
+    """Base class of M2M100 models with variant attention. It extends `M2M100PreTrainedModel`."""
 
     config_class = AttnVariantM2M100Config
     attention_sites = BART_FAMILY_SITES
@@ -46,7 +46,16 @@ class AttnVariantM2M100Decoder(CrossLatentMixin, AttnVariantM2M100PreTrainedMode
 
 
 class AttnVariantM2M100Model(AttnVariantM2M100PreTrainedModel, M2M100Model):
-    """`M2M100Model` with variant attention."""
+    """`M2M100Model` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantM2M100Config, AttnVariantM2M100Model
+    >>> config = AttnVariantM2M100Config(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantM2M100Model(config)
+    ```
+    """
 
 
 AttnVariantM2M100PreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -55,4 +64,13 @@ AttnVariantM2M100PreTrainedModel.variant_classes = collect_variant_classes(globa
 class AttnVariantM2M100ForConditionalGeneration(
     SharedEncoderOutputsMixin, AttnVariantM2M100PreTrainedModel, M2M100ForConditionalGeneration
 ):
-    """`M2M100ForConditionalGeneration` with variant attention."""
+    """`M2M100ForConditionalGeneration` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantM2M100Config, AttnVariantM2M100ForConditionalGeneration
+    >>> config = AttnVariantM2M100Config(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantM2M100ForConditionalGeneration(config)
+    ```
+    """

@@ -31,11 +31,11 @@ __all__ = [
 
 
 class AttnVariantMarianAttention(BartFamilyAttentionMixin, MarianAttention):
-    """`MarianAttention` with k key/value heads and, if configured, a latent or talking heads."""
+    """`MarianAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantMarianPreTrainedModel(AttnVariantModelMixin, MarianPreTrainedModel):
-    """Base class of the Marian models with variant attention. See Transformers for the original models."""
+    """Base class of Marian models with variant attention. It extends `MarianPreTrainedModel`."""
 
     config_class = AttnVariantMarianConfig
     attention_sites = BART_FAMILY_SITES
@@ -54,22 +54,49 @@ class AttnVariantMarianDecoder(CrossLatentMixin, AttnVariantMarianPreTrainedMode
 
 
 class AttnVariantMarianModel(AttnVariantMarianPreTrainedModel, MarianModel):
-    """`MarianModel` with variant attention."""
+    """`MarianModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMarianConfig, AttnVariantMarianModel
+    >>> config = AttnVariantMarianConfig(d_model=64, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantMarianModel(config)
+    ```
+    """
 
 
 class AttnVariantMarianDecoderWrapper(AttnVariantMarianPreTrainedModel, MarianDecoderWrapper):
-    """The decoder wrapper in `MarianForCausalLM`, with variant attention."""
+    """`MarianDecoderWrapper` (which contains the decoder in `MarianForCausalLM`) with variant attention."""
 
 
 AttnVariantMarianPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantMarianMTModel(SharedEncoderOutputsMixin, AttnVariantMarianPreTrainedModel, MarianMTModel):
-    """`MarianMTModel` with variant attention."""
+    """`MarianMTModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMarianConfig, AttnVariantMarianMTModel
+    >>> config = AttnVariantMarianConfig(d_model=64, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantMarianMTModel(config)
+    ```
+    """
 
 
 class AttnVariantMarianForCausalLM(AttnVariantMarianPreTrainedModel, MarianForCausalLM):
-    """`MarianForCausalLM` (decoder only) with variant attention."""
+    """`MarianForCausalLM` (decoder only) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMarianConfig, AttnVariantMarianForCausalLM
+    >>> config = AttnVariantMarianConfig(d_model=64, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantMarianForCausalLM(config)
+    ```
+    """
 
 
 # With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.

@@ -35,11 +35,11 @@ __all__ = [
 
 
 class AttnVariantMBartAttention(BartFamilyAttentionMixin, MBartAttention):
-    """`MBartAttention` with k key/value heads and, if configured, a latent or talking heads."""
+    """`MBartAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantMBartPreTrainedModel(AttnVariantModelMixin, MBartPreTrainedModel):
-    """Base class of the mBART models with variant attention. See Transformers for the original models."""
+    """Base class of mBART models with variant attention. It extends `MBartPreTrainedModel`."""
 
     config_class = AttnVariantMBartConfig
     attention_sites = BART_FAMILY_SITES
@@ -58,11 +58,20 @@ class AttnVariantMBartDecoder(CrossLatentMixin, AttnVariantMBartPreTrainedModel,
 
 
 class AttnVariantMBartModel(AttnVariantMBartPreTrainedModel, MBartModel):
-    """`MBartModel` with variant attention."""
+    """`MBartModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMBartConfig, AttnVariantMBartModel
+    >>> config = AttnVariantMBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantMBartModel(config)
+    ```
+    """
 
 
 class AttnVariantMBartDecoderWrapper(AttnVariantMBartPreTrainedModel, MBartDecoderWrapper):
-    """The decoder wrapper in `MBartForCausalLM`, with variant attention."""
+    """`MBartDecoderWrapper` (which contains the decoder in `MBartForCausalLM`) with variant attention."""
 
 
 AttnVariantMBartPreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -71,19 +80,55 @@ AttnVariantMBartPreTrainedModel.variant_classes = collect_variant_classes(global
 class AttnVariantMBartForConditionalGeneration(
     SharedEncoderOutputsMixin, AttnVariantMBartPreTrainedModel, MBartForConditionalGeneration
 ):
-    """`MBartForConditionalGeneration` with variant attention."""
+    """`MBartForConditionalGeneration` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMBartConfig, AttnVariantMBartForConditionalGeneration
+    >>> config = AttnVariantMBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantMBartForConditionalGeneration(config)
+    ```
+    """
 
 
 class AttnVariantMBartForSequenceClassification(AttnVariantMBartPreTrainedModel, MBartForSequenceClassification):
-    """`MBartForSequenceClassification` with variant attention."""
+    """`MBartForSequenceClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMBartConfig, AttnVariantMBartForSequenceClassification
+    >>> config = AttnVariantMBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantMBartForSequenceClassification(config)
+    ```
+    """
 
 
 class AttnVariantMBartForQuestionAnswering(AttnVariantMBartPreTrainedModel, MBartForQuestionAnswering):
-    """`MBartForQuestionAnswering` with variant attention."""
+    """`MBartForQuestionAnswering` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMBartConfig, AttnVariantMBartForQuestionAnswering
+    >>> config = AttnVariantMBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantMBartForQuestionAnswering(config)
+    ```
+    """
 
 
 class AttnVariantMBartForCausalLM(AttnVariantMBartPreTrainedModel, MBartForCausalLM):
-    """`MBartForCausalLM` (decoder only) with variant attention."""
+    """`MBartForCausalLM` (decoder only) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantMBartConfig, AttnVariantMBartForCausalLM
+    >>> config = AttnVariantMBartConfig(vocab_size=99, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantMBartForCausalLM(config)
+    ```
+    """
 
 
 # With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.

@@ -31,11 +31,11 @@ __all__ = [
 
 
 class AttnVariantPegasusAttention(BartFamilyAttentionMixin, PegasusAttention):
-    """`PegasusAttention` with k key/value heads and, if configured, a latent or talking heads."""
+    """`PegasusAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantPegasusPreTrainedModel(AttnVariantModelMixin, PegasusPreTrainedModel):
-    """Base class of the PEGASUS models with variant attention. See Transformers for the original models."""
+    """Base class of PEGASUS models with variant attention. It extends `PegasusPreTrainedModel`."""
 
     config_class = AttnVariantPegasusConfig
     attention_sites = BART_FAMILY_SITES
@@ -54,11 +54,20 @@ class AttnVariantPegasusDecoder(CrossLatentMixin, AttnVariantPegasusPreTrainedMo
 
 
 class AttnVariantPegasusModel(AttnVariantPegasusPreTrainedModel, PegasusModel):
-    """`PegasusModel` with variant attention."""
+    """`PegasusModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantPegasusConfig, AttnVariantPegasusModel
+    >>> config = AttnVariantPegasusConfig(d_model=64, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantPegasusModel(config)
+    ```
+    """
 
 
 class AttnVariantPegasusDecoderWrapper(AttnVariantPegasusPreTrainedModel, PegasusDecoderWrapper):
-    """The decoder wrapper in `PegasusForCausalLM`, with variant attention."""
+    """`PegasusDecoderWrapper` (which contains the decoder in `PegasusForCausalLM`) with variant attention."""
 
 
 AttnVariantPegasusPreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -67,11 +76,29 @@ AttnVariantPegasusPreTrainedModel.variant_classes = collect_variant_classes(glob
 class AttnVariantPegasusForConditionalGeneration(
     SharedEncoderOutputsMixin, AttnVariantPegasusPreTrainedModel, PegasusForConditionalGeneration
 ):
-    """`PegasusForConditionalGeneration` with variant attention."""
+    """`PegasusForConditionalGeneration` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantPegasusConfig, AttnVariantPegasusForConditionalGeneration
+    >>> config = AttnVariantPegasusConfig(d_model=64, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantPegasusForConditionalGeneration(config)
+    ```
+    """
 
 
 class AttnVariantPegasusForCausalLM(AttnVariantPegasusPreTrainedModel, PegasusForCausalLM):
-    """`PegasusForCausalLM` (decoder only) with variant attention."""
+    """`PegasusForCausalLM` (decoder only) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantPegasusConfig, AttnVariantPegasusForCausalLM
+    >>> config = AttnVariantPegasusConfig(d_model=64, encoder_layers=1, decoder_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantPegasusForCausalLM(config)
+    ```
+    """
 
 
 # With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.

@@ -37,11 +37,11 @@ __all__ = [
 
 
 class AttnVariantRobertaSelfAttention(BertFamilySelfAttentionMixin, RobertaSelfAttention):
-    """`RobertaSelfAttention` with k key/value heads and, if configured, a latent or talking heads."""
+    """`RobertaSelfAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
 
 class AttnVariantRobertaCrossAttention(BertFamilyCrossAttentionMixin, RobertaCrossAttention):
-    """`RobertaCrossAttention` with k key/value heads and, if configured, talking heads."""
+    """`RobertaCrossAttention` with grouped key/value heads and, if configured, talking heads."""
 
 
 class AttnVariantRobertaEmbeddings(PositionEmbeddingsMixin, RobertaEmbeddings):
@@ -49,41 +49,104 @@ class AttnVariantRobertaEmbeddings(PositionEmbeddingsMixin, RobertaEmbeddings):
 
 
 class AttnVariantRobertaPreTrainedModel(AttnVariantModelMixin, RobertaPreTrainedModel):
-    """Base class of the RoBERTa models with variant attention. See Transformers for the original models."""
+    """Base class of RoBERTa models with variant attention. It extends `RobertaPreTrainedModel`."""
 
     config_class = AttnVariantRobertaConfig
     attention_sites = BERT_FAMILY_SITES
 
 
 class AttnVariantRobertaModel(AttnVariantRobertaPreTrainedModel, RobertaModel):
-    """`RobertaModel` with variant attention."""
+    """`RobertaModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantRobertaConfig, AttnVariantRobertaModel
+    >>> config = AttnVariantRobertaConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantRobertaModel(config)
+    ```
+    """
 
 
 AttnVariantRobertaPreTrainedModel.variant_classes = collect_variant_classes(globals())
 
 
 class AttnVariantRobertaForMaskedLM(AttnVariantRobertaPreTrainedModel, RobertaForMaskedLM):
-    """`RobertaForMaskedLM` with variant attention."""
+    """`RobertaForMaskedLM` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantRobertaConfig, AttnVariantRobertaForMaskedLM
+    >>> config = AttnVariantRobertaConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantRobertaForMaskedLM(config)
+    ```
+    """
 
 
 class AttnVariantRobertaForCausalLM(AttnVariantRobertaPreTrainedModel, RobertaForCausalLM):
-    """`RobertaForCausalLM` with variant attention."""
+    """`RobertaForCausalLM` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantRobertaConfig, AttnVariantRobertaForCausalLM
+    >>> config = AttnVariantRobertaConfig(vocab_size=99, is_decoder=True, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantRobertaForCausalLM(config)
+    ```
+    """
 
 
 class AttnVariantRobertaForSequenceClassification(AttnVariantRobertaPreTrainedModel, RobertaForSequenceClassification):
-    """`RobertaForSequenceClassification` with variant attention."""
+    """`RobertaForSequenceClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantRobertaConfig, AttnVariantRobertaForSequenceClassification
+    >>> config = AttnVariantRobertaConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantRobertaForSequenceClassification(config)
+    ```
+    """
 
 
 class AttnVariantRobertaForMultipleChoice(AttnVariantRobertaPreTrainedModel, RobertaForMultipleChoice):
-    """`RobertaForMultipleChoice` with variant attention."""
+    """`RobertaForMultipleChoice` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantRobertaConfig, AttnVariantRobertaForMultipleChoice
+    >>> config = AttnVariantRobertaConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantRobertaForMultipleChoice(config)
+    ```
+    """
 
 
 class AttnVariantRobertaForTokenClassification(AttnVariantRobertaPreTrainedModel, RobertaForTokenClassification):
-    """`RobertaForTokenClassification` with variant attention."""
+    """`RobertaForTokenClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantRobertaConfig, AttnVariantRobertaForTokenClassification
+    >>> config = AttnVariantRobertaConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantRobertaForTokenClassification(config)
+    ```
+    """
 
 
 class AttnVariantRobertaForQuestionAnswering(AttnVariantRobertaPreTrainedModel, RobertaForQuestionAnswering):
-    """`RobertaForQuestionAnswering` with variant attention."""
+    """`RobertaForQuestionAnswering` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantRobertaConfig, AttnVariantRobertaForQuestionAnswering
+    >>> config = AttnVariantRobertaConfig(vocab_size=99, num_hidden_layers=1, num_key_value_heads=4)
+    >>> model = AttnVariantRobertaForQuestionAnswering(config)
+    ```
+    """
 
 
 # With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.

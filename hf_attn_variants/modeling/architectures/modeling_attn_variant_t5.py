@@ -36,16 +36,16 @@ __all__ = [
 
 
 class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
-    """T5 self-attention or cross-attention with k key/value heads and, if configured, a latent or talking heads."""
+    """`T5Attention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
     roles = ("states", "encoder_outputs", "mask", "cache", "bias")
     returns = 3
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Attend within hidden states [b, n, d_model], or from them to `key_value_states` [b, m, d_model].
+        """Compute self-attention over hidden states [b, n, d_model], or cross-attention to `key_value_states`.
 
-        This method differs from `T5Attention.forward` in one respect. Without relative positions, no position bias is
-        created, whereas Transformers adds a bias of zeros in every layer and decoding step.
+        Unlike `T5Attention.forward`, this method creates no position bias in models without relative positions.
+        Transformers adds a bias of zeros in every layer and decoding step.
 
         Returns:
             The outputs [b, n, d_model], the position bias [1, h, n, m] or None, and the weights or None.
@@ -55,14 +55,14 @@ class AttnVariantT5Attention(T5FamilyAttentionMixin, T5Attention):
 
 
 class AttnVariantT5PreTrainedModel(AttnVariantModelMixin, T5PreTrainedModel):
-    """Base class of the T5 models with variant attention. See Transformers for the original models."""
+    """Base class of T5 models with variant attention. It extends `T5PreTrainedModel`."""
 
     config_class = AttnVariantT5Config
     attention_sites = T5_FAMILY_SITES
 
 
 class AttnVariantT5Stack(SinusoidalInputsMixin, CrossLatentMixin, AttnVariantT5PreTrainedModel, T5Stack):
-    """`T5Stack` (the encoder or decoder of the models below) with variant attention."""
+    """`T5Stack` (an encoder or a decoder) with variant attention."""
 
     @property
     def stack_name(self) -> str:
@@ -71,11 +71,29 @@ class AttnVariantT5Stack(SinusoidalInputsMixin, CrossLatentMixin, AttnVariantT5P
 
 
 class AttnVariantT5Model(AttnVariantT5PreTrainedModel, T5Model):
-    """`T5Model` with variant attention."""
+    """`T5Model` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantT5Config, AttnVariantT5Model
+    >>> config = AttnVariantT5Config(vocab_size=99, num_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantT5Model(config)
+    ```
+    """
 
 
 class AttnVariantT5EncoderModel(AttnVariantT5PreTrainedModel, T5EncoderModel):
-    """`T5EncoderModel` with variant attention."""
+    """`T5EncoderModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantT5Config, AttnVariantT5EncoderModel
+    >>> config = AttnVariantT5Config(vocab_size=99, num_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantT5EncoderModel(config)
+    ```
+    """
 
 
 AttnVariantT5PreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -84,16 +102,52 @@ AttnVariantT5PreTrainedModel.variant_classes = collect_variant_classes(globals()
 class AttnVariantT5ForConditionalGeneration(
     SharedEncoderOutputsMixin, AttnVariantT5PreTrainedModel, T5ForConditionalGeneration
 ):
-    """`T5ForConditionalGeneration` with variant attention, for T5 and mT5 checkpoints."""
+    """`T5ForConditionalGeneration` with variant attention, for T5 and mT5 checkpoints.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForConditionalGeneration
+    >>> config = AttnVariantT5Config(vocab_size=99, num_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantT5ForConditionalGeneration(config)
+    ```
+    """
 
 
 class AttnVariantT5ForSequenceClassification(AttnVariantT5PreTrainedModel, T5ForSequenceClassification):
-    """`T5ForSequenceClassification` with variant attention."""
+    """`T5ForSequenceClassification` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForSequenceClassification
+    >>> config = AttnVariantT5Config(vocab_size=99, num_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantT5ForSequenceClassification(config)
+    ```
+    """
 
 
 class AttnVariantT5ForTokenClassification(AttnVariantT5PreTrainedModel, T5ForTokenClassification):
-    """`T5ForTokenClassification` (the encoder with a classifier) with variant attention."""
+    """`T5ForTokenClassification` (the encoder with a classifier) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForTokenClassification
+    >>> config = AttnVariantT5Config(vocab_size=99, num_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantT5ForTokenClassification(config)
+    ```
+    """
 
 
 class AttnVariantT5ForQuestionAnswering(AttnVariantT5PreTrainedModel, T5ForQuestionAnswering):
-    """`T5ForQuestionAnswering` with variant attention."""
+    """`T5ForQuestionAnswering` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantT5Config, AttnVariantT5ForQuestionAnswering
+    >>> config = AttnVariantT5Config(vocab_size=99, num_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantT5ForQuestionAnswering(config)
+    ```
+    """

@@ -50,13 +50,13 @@ class BartForwardMixin:
     arguments: MethodArguments
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Attend as in `BartAttention`. See `WhisperAttention.forward` for the arguments."""
+        """Compute attention as `BartAttention` does. See `WhisperAttention.forward` for the arguments."""
         values, others = self.arguments.split(args, kwargs)
         return BartAttention.forward(self, **dict(zip(BART_ARGUMENTS.names, values, strict=True)), **others)
 
 
 class AttnVariantWhisperAttention(BartFamilyAttentionMixin, BartForwardMixin, WhisperAttention):
-    """`WhisperAttention` with k key/value heads and, if configured, a latent or talking heads."""
+    """`WhisperAttention` with grouped key/value heads and, if configured, a latent or talking heads."""
 
     transformers_attributes = (*BartFamilyAttentionMixin.transformers_attributes, "head_dim")
 
@@ -66,7 +66,7 @@ check_attention_function(BartAttention)
 
 
 class AttnVariantWhisperPreTrainedModel(AttnVariantModelMixin, WhisperPreTrainedModel):
-    """Base class of the Whisper models with variant attention. See Transformers for the original models."""
+    """Base class of Whisper models with variant attention. It extends `WhisperPreTrainedModel`."""
 
     config_class = AttnVariantWhisperConfig
     attention_sites = BART_FAMILY_SITES
@@ -85,11 +85,20 @@ class AttnVariantWhisperDecoder(CrossLatentMixin, AttnVariantWhisperPreTrainedMo
 
 
 class AttnVariantWhisperModel(AttnVariantWhisperPreTrainedModel, WhisperModel):
-    """`WhisperModel` with variant attention."""
+    """`WhisperModel` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantWhisperConfig, AttnVariantWhisperModel
+    >>> config = AttnVariantWhisperConfig(encoder_layers=1, decoder_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantWhisperModel(config)
+    ```
+    """
 
 
 class AttnVariantWhisperDecoderWrapper(AttnVariantWhisperPreTrainedModel, WhisperDecoderWrapper):
-    """The decoder wrapper in `WhisperForCausalLM`, with variant attention."""
+    """`WhisperDecoderWrapper` (which contains the decoder in `WhisperForCausalLM`) with variant attention."""
 
 
 AttnVariantWhisperPreTrainedModel.variant_classes = collect_variant_classes(globals())
@@ -98,15 +107,42 @@ AttnVariantWhisperPreTrainedModel.variant_classes = collect_variant_classes(glob
 class AttnVariantWhisperForConditionalGeneration(
     SharedEncoderOutputsMixin, AttnVariantWhisperPreTrainedModel, WhisperForConditionalGeneration
 ):
-    """`WhisperForConditionalGeneration` with variant attention."""
+    """`WhisperForConditionalGeneration` with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantWhisperConfig, AttnVariantWhisperForConditionalGeneration
+    >>> config = AttnVariantWhisperConfig(encoder_layers=1, decoder_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantWhisperForConditionalGeneration(config)
+    ```
+    """
 
 
 class AttnVariantWhisperForCausalLM(AttnVariantWhisperPreTrainedModel, WhisperForCausalLM):
-    """`WhisperForCausalLM` (decoder only) with variant attention."""
+    """`WhisperForCausalLM` (decoder only) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantWhisperConfig, AttnVariantWhisperForCausalLM
+    >>> config = AttnVariantWhisperConfig(encoder_layers=1, decoder_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantWhisperForCausalLM(config)
+    ```
+    """
 
 
 class AttnVariantWhisperForAudioClassification(AttnVariantWhisperPreTrainedModel, WhisperForAudioClassification):
-    """`WhisperForAudioClassification` (encoder only) with variant attention."""
+    """`WhisperForAudioClassification` (encoder only) with variant attention.
+
+    Example:
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantWhisperConfig, AttnVariantWhisperForAudioClassification
+    >>> config = AttnVariantWhisperConfig(encoder_layers=1, decoder_layers=1, num_key_value_heads=2)
+    >>> model = AttnVariantWhisperForAudioClassification(config)
+    ```
+    """
 
 
 # With label smoothing, the Transformers Trainer shifts the labels for the model classes in this table.

@@ -1,4 +1,4 @@
-"""Shared attention code for T5 and UMT5, with a relative position bias."""
+"""Shared attention code for T5 and UMT5, which have a relative position bias."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ else:
 
 
 class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
-    """Mixin for attention in T5 and UMT5. It must precede the Transformers class in the bases.
+    """Mixin for attention modules in T5 and UMT5. It must precede the Transformers class in the bases.
 
     The relative position bias has one column per softmax head and is added after P_l (arXiv 2003.02436, section 3).
     """
@@ -115,7 +115,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         """Initialize the talking-heads parameters and the bias for summaries.
 
         The bias for summaries is initialized like the token bias in Transformers. If value heads and key heads have
-        different sizes, the output projection is initialized as in Transformers for its input size.
+        different sizes, the output projection is initialized again with the scale that Transformers uses for its
+        input size.
         """
         super().init_projections()
         if self.heads.value_dim != self.heads.head_dim:
@@ -133,12 +134,13 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
         position_bias: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Attend within `states` [b, n, d_model], or from them to `encoder_outputs` [b, m, d_model].
+        """Compute self-attention over `states` [b, n, d_model], or cross-attention to `encoder_outputs`.
 
         Args:
+            encoder_outputs: the encoder outputs [b, m, d_model], or None for self-attention.
             position_bias: the position bias from an earlier layer, [1, h, n, m]. If it is None, modules with relative
-                positions compute it. If the module has a pattern, the bias is a table by distance.
-            kwargs: further arguments of the attention function.
+                positions compute it. If the module has a pattern, the bias is a table that is indexed by distance.
+            kwargs: additional arguments of the attention function.
 
         Returns:
             The outputs [b, n, d_model], the position bias or None, and the weights or None.
@@ -157,11 +159,11 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
             key_length = latent.shape[2]
         if makes_bias:
             length = query.shape[2]
-            if self.key_range is not None:  # by distance, for one query in the middle (`relative_bias`)
+            if self.key_range is not None:  # a table that is indexed by distance (see `relative_bias`)
                 length, past_length = 1, past_length + length - 1
                 key_length = 2 * past_length + 1
-            # The heads are the last axis in memory. Fused CUDA kernels require the keys there, and the bias is shared
-            # by all layers.
+            # In memory, the last axis of the computed bias is the heads, but fused CUDA kernels require it to be the
+            # keys. The bias is copied only once, because all layers share it.
             position_bias = self.compute_bias(length, key_length, query.device, past_length).contiguous()
             if isinstance(self.key_range, TransientGlobal):
                 position_bias = torch.cat(
@@ -169,8 +171,8 @@ class T5FamilyAttentionMixin(AttentionVariantMixin, _Attention):
                 )
         bias = position_bias
         if bias is not None and not self.is_own:
-            # FlexAttention in Transformers indexes the bias by batch row, so that a bias with a single row would be
-            # read out of bounds.
+            # FlexAttention in Transformers indexes the bias by batch row, so a bias with a single row would be read
+            # out of bounds.
             bias = bias.expand(query.shape[0], -1, -1, -1)
         options = {"dropout": self.dropout if self.training else 0.0, "scaling": self.scaling, "position_bias": bias}
         options |= kwargs | dynamic

@@ -1,1 +1,1 @@
-"""Integration of the attention mechanisms into the attention modules and models of Transformers."""
+"""Integrates the attention mechanisms into Transformers attention modules and models."""

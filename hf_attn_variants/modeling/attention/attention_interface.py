@@ -1,7 +1,7 @@
 """Attention functions and mask functions that this package registers with Transformers.
 
-Attention modules without mechanisms other than grouped heads (`is_plain`) are computed here. All others are computed
-in `mechanism_attention`.
+This file handles calls from attention modules whose only mechanisms are grouped heads or a latent (`is_plain`).
+`mechanism_attention` handles all other calls.
 """
 
 from collections.abc import Callable
@@ -31,11 +31,11 @@ __all__ = [
 
 
 def with_padding_mask_only(mask_function: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
-    """Wrap a mask function, so that masks only cover padding if the attention has a pattern or a kernel.
+    """Wrap a mask function so that masks only cover padding in models with a pattern or a kernel.
 
-    In other cases, the Transformers mask function is called. A padding mask has the shape [b, 1, 1, m]. Causality and
-    windows are handled by the attention module, because a mask [n, m] would be larger than all of its other tensors. A
-    decoder mask covers all tokens seen so far, even if a layer's cache stores fewer.
+    In all other cases, the Transformers mask function is called. A padding mask has the shape [b, 1, 1, m]. The
+    attention modules then handle causality and windows themselves, because a mask [n, m] would be larger than all of
+    their other tensors. In a decoder, the mask covers all tokens seen so far, even if a layer's cache stores fewer.
     """
 
     def mask(**options: Any) -> torch.Tensor | None:
@@ -78,18 +78,18 @@ def eager_attention_forward(
         query: [b, h_k, n, d].
         key: [b, k, m, d].
         value: [b, k, m, d_v].
-        attention_mask: as in `attention_with_weights`.
-        scaling: the factor of the dot products (default: d^-1/2).
+        attention_mask: see `attention_with_weights`.
+        scaling: the factor by which the dot products are multiplied (default: d^-1/2).
         dropout: the dropout probability.
-        is_causal: if True, query i only attends to keys 0 to i. By default, this is determined by the module.
+        is_causal: if True, query i only attends to keys 0 to i. The default is the module's own setting.
         position_bias: a bias that is added to the logits, broadcastable to [b, h, n, m].
-        kwargs: further arguments of the call.
+        kwargs: additional keyword arguments of the call.
 
     Returns:
         The outputs [b, n, h_v, d_v] and the weights [b, h_v, n, m].
 
     Raises:
-        ValueError: if the call has an argument that would be ignored.
+        ValueError: if an unknown argument is not None, because it would be ignored.
     """
     if not getattr(module, "is_plain", False):
         call = (query, key, value, attention_mask, scaling, dropout, is_causal, position_bias)
@@ -111,7 +111,7 @@ def sdpa_attention_forward(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> AttentionResult:
-    """Compute attention with the fused kernels in torch ("sdpa").
+    """Compute attention with torch's fused kernels ("sdpa").
 
     The arguments and results are the same as in `eager_attention_forward`, but the weights are None unless they are
     requested.
@@ -127,8 +127,9 @@ def sdpa_attention_forward(
 
 
 def get_attention_function(name: str) -> Callable[..., AttentionResult]:
-    """Return the attention function with a registered name."""
-    function = OWN_FUNCTIONS.get(name)  # in each layer and step, a dictionary is faster than the interface
+    """Return the attention function that is registered under a name."""
+    # This runs in every layer and decoding step, and looking up a dictionary is faster than calling the interface.
+    function = OWN_FUNCTIONS.get(name)
     return function if function is not None else ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
 
 

@@ -1,4 +1,4 @@
-"""A mixin that turns Transformers attention classes into variants.
+"""The mixin that turns Transformers attention classes into variants.
 
 The symbols for tensor sizes are defined in `softmax_attention`.
 """
@@ -48,7 +48,7 @@ class AttentionVariantMixin(_Attention):
         roles: the arguments of the original `forward` that the variant uses (see `ARGUMENT_ROLES`).
         returns: the number of values that `forward` returns.
         transformers_attributes: the attributes of the original module that the variant uses, except the linear layers.
-        arguments: the arguments of the original `forward` by role. They are set separately for each class.
+        arguments: the arguments of the original `forward`, by role. They are set for each subclass.
     """
 
     roles: tuple[str, ...] = ()
@@ -69,8 +69,8 @@ class AttentionVariantMixin(_Attention):
         Args:
             config: the model configuration.
             heads: the head counts, latent rank and talking-heads settings of the attention module.
-            query_dim: the size of the inputs of the query projection.
-            key_input_dim: the size of the inputs on the key side, as passed to the attention module.
+            query_dim: the input size of the query projection.
+            key_input_dim: the size of the key-side inputs that are passed to the attention module.
         """
         check_attributes(self, ("config", *self.transformers_attributes))
         self.heads = heads
@@ -89,19 +89,19 @@ class AttentionVariantMixin(_Attention):
         self.resolve_attn_implementation()
 
     def resolve_attn_implementation(self) -> None:
-        """Check and store the attention implementation in the configuration.
+        """Check the attention implementation that the configuration selects, and store it in the module.
 
         `prepare_variant_inputs` only repeats this check if the implementation in the configuration has changed.
 
         Raises:
-            ValueError: if the implementation does not support the mechanisms of the module.
+            ValueError: if the implementation does not support the module's mechanisms.
         """
         implementation = get_attn_implementation(self)
         check_implementation(self.config, implementation)
         self.implementation, self.is_own = implementation, implementation in (EAGER, SDPA)
 
     def extra_repr(self) -> str:
-        """Describe the heads and mechanisms of this attention module for a printed model."""
+        """Describe the module's heads and mechanisms for printing."""
         heads, pattern = self.heads, getattr(self.key_range, "kind", self.key_range)
         shown: dict[str, Any] = {"heads": heads.query, "key_value_heads": heads.key, "kv_lora_rank": heads.rank}
         shown |= {"talking_heads": heads.talking, "kernel": getattr(self.kernel, "name", None)}
@@ -124,15 +124,15 @@ class AttentionVariantMixin(_Attention):
         """Check the inputs of a call and return additional keyword arguments for the attention function.
 
         Args:
-            states: the inputs on the query side, x [b, n, query size].
-            encoder_outputs: the inputs on the key side [b, m, key input size], or None for self-attention, which uses
+            states: the query-side inputs x [b, n, query size].
+            encoder_outputs: the key-side inputs [b, m, key input size], or None for self-attention, which uses
                 `states`.
             cache: the cache that this call reads and writes, if any.
             kwargs: the remaining arguments of the call.
 
         Returns:
-            A dictionary with the input-dependent terms of P_l and P_w [b, n or m, heads in, heads out], or with the
-            cache for kernel states.
+            A dictionary that contains the input-dependent terms of P_l and P_w [b, n or m, heads in, heads out], or
+            the cache for kernel states. It is empty if the attention function needs neither.
 
         Raises:
             ValueError: if the attention implementation or the cache does not support the variant.
@@ -177,11 +177,11 @@ class AttentionVariantMixin(_Attention):
         or that value heads and key heads have different sizes.
 
         Args:
-            linears: the linear layers of the queries, keys and values.
-            mask: as in `attention_with_weights`.
+            linears: the linear layers that compute the queries, keys and values.
+            mask: see `attention_with_weights`.
             dropout: the dropout probability during training.
             states, encoder_outputs, cache: see `get_latent` and `get_keys_and_values`.
-            options: further arguments of the attention function.
+            options: additional arguments of the attention function.
         """
         query_linear, key_linear, value_linear = linears
         query = query_linear(states).unflatten(-1, (-1, self.heads.head_dim)).transpose(1, 2)  # [b, h_k, n, d]
@@ -204,10 +204,10 @@ class AttentionVariantMixin(_Attention):
         """Return the keys [b, k, m, d] and values [b, k, m, d_v], starting with those in the cache.
 
         Args:
-            linears: the linear layers of the keys and of the values.
+            linears: the linear layers that compute the keys and values.
             states: the inputs of self-attention [b, n, D].
-            encoder_outputs: the inputs of cross-attention, whose keys and values are only computed once, or None for
-                self-attention.
+            encoder_outputs: the key-side inputs of cross-attention, or None for self-attention. Their keys and values
+                are only computed once.
             cache: the cache that this call reads and writes, if any.
         """
         is_cross_attention = encoder_outputs is not None
@@ -241,12 +241,13 @@ class AttentionVariantMixin(_Attention):
         return self.compute_own_latent(states, cache), None
 
     def compute_own_latent(self, states: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Return the latent c [b, 1, m, r] in self-attention, with the cached part followed by the part for `states`.
+        """Return the self-attention latent c [b, 1, m, r], which consists of the cached latent and that of `states`.
 
-        The cache stores c as its keys. Its values have width 0.
+        The cache stores c as its keys, and its values have size 0.
 
         Raises:
-            ValueError: if the cache contains anything else, such as the keys and values of a PEFT prefix.
+            ValueError: if the cache contains anything other than latents, such as the keys and values of a PEFT
+                prefix.
         """
         latent = self.kv_a_proj(states) if hasattr(self, "kv_a_proj") else states
         latent = latent[:, None]

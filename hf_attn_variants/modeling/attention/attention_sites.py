@@ -29,20 +29,20 @@ class Projections(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One kind of attention module in an architecture, with the names of its projections.
+    """The declaration of one kind of attention module in an architecture, with the names of its projections.
 
     Args:
-        name: the name of the attention in reports: "self", "cross", "encoder" or "decoder".
+        name: the name of this kind of attention in reports: "self", "cross", "encoder" or "decoder".
         module: a regular expression that matches the path of the attention module inside the base model. Its groups
             capture the layer numbers.
         query, key, value, output: the paths of the linear layers, relative to the attention module.
         core: the relative path of the submodule that calls the attention function and contains the talking-heads
-            projections ("" = the attention module itself).
-        stack: "encoder" or "decoder" in an encoder-decoder, or None if the model has only one of them. It is then a
-            decoder if `is_decoder` is set in the configuration.
+            projections ("" for the attention module itself).
+        stack: "encoder" or "decoder" in an encoder-decoder, or None if the model has only one of them. Such a model is
+            a decoder if `is_decoder` is set in the configuration.
         is_cross_attention: True if the keys and values are computed from the encoder outputs.
         kv_heads_field: the configuration field with the number of key/value heads.
-        rank_field: the configuration field with the rank of the latent, or None if the attention does not support
+        rank_field: the configuration field with the rank of the latent, or None if the module does not support
             latents.
         latent: the path of the linear layer that computes the latent, relative to the attention module. If
             `shares_latent` is True, it is relative to the base model instead.
@@ -70,7 +70,7 @@ class AttentionSite:
 
     @property
     def stack_prefix(self) -> str:
-        """The prefix of encoder or decoder fields: "encoder_" for the encoder in an encoder-decoder, else ""."""
+        """The prefix of the fields for this stack: "encoder_" for the encoder in an encoder-decoder, otherwise ""."""
         return "encoder_" if self.kv_heads_field.startswith("encoder_") else ""
 
     @property
@@ -79,7 +79,7 @@ class AttentionSite:
         return "cross_" if self.is_cross_attention else self.stack_prefix
 
     def get_stack_name(self, config: Any) -> str:
-        """Return the part of the model that contains the attention module, "encoder" or "decoder"."""
+        """Return the name of the stack that contains the attention module, "encoder" or "decoder"."""
         return self.stack or ("decoder" if getattr(config, "is_decoder", False) else "encoder")
 
     def get_heads(self, config: Any, path: str) -> AttentionHeads:
@@ -104,8 +104,8 @@ class AttentionSite:
         prefix, layer = self.stack_prefix, self.get_layer_index(config, path)
         pattern = getattr(config, f"{prefix}attention_pattern")
         if is_causal and not self.is_cross_attention and getattr(config, f"{prefix}attention_kernel") is not None:
-            # This is a softmax layer in a decoder with kernels. Masks only cover padding in this case, so the layer
-            # itself must exclude later keys.
+            # In a decoder with kernels, masks only cover padding, so softmax layers must exclude later keys
+            # themselves.
             return (
                 None
                 if self.get_kernel(config, path, is_causal) is not None
@@ -118,7 +118,7 @@ class AttentionSite:
         )
 
     def get_kernel(self, config: Any, path: str, is_causal: bool) -> AttentionKernel | None:
-        """Create the kernel of the attention module at a path, or return None for a softmax.
+        """Create the kernel of the attention module at a path, or return None if the module uses a softmax.
 
         See `get_key_range` for the arguments.
         """
@@ -129,15 +129,15 @@ class AttentionSite:
     def get_layer_index(self, config: Any, path: str) -> int:
         """Return the index of the layer that contains the attention module at a path.
 
-        It is captured by the groups of `module`. ALBERT has two indices, one for the group of layers and one for the
-        layer inside the group.
+        The groups in the regular expression `module` capture the index. ALBERT has two indices, one for the layer
+        group and one for the layer inside the group.
         """
         match: Any = re.fullmatch(self.module, path)  # callers only pass matching paths
         outer, *inner = map(int, match.groups())
         return outer * config.inner_group_num + inner[0] if inner else outer
 
     def get_latent_path(self, path: str) -> str:
-        """Return the path inside the base model of the linear layer that computes the module's latent."""
+        """Return the path (inside the base model) of the linear layer that computes a module's latent."""
         return self.latent if self.shares_latent else f"{path}.{self.latent}"
 
     def get_latent_projection(self, base_model: nn.Module, path: str) -> nn.Module | None:
@@ -149,9 +149,9 @@ class AttentionSite:
 
 
 def get_sites_root(model: PreTrainedModel) -> nn.Module:
-    """Return the module to which the paths of attention modules are relative, which is the base model.
+    """Return the base model, to which the paths of attention modules are relative.
 
-    If only an encoder or a decoder was built, return a new module that contains it under its `stack_name`.
+    If the model is only an encoder or a decoder, return a new module that contains it under its `stack_name`.
     """
     name = getattr(model, "stack_name", None)
     if name is None or model.base_model is not model:
@@ -164,7 +164,7 @@ def get_sites_root(model: PreTrainedModel) -> nn.Module:
 def named_attentions(
     model: PreTrainedModel, sites: Iterable[AttentionSite]
 ) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Yield the declaration, the path inside the base model and the module of each attention.
+    """Yield the declaration, the path inside the base model, and the module itself for each attention module.
 
     The model can be a variant or a Transformers model.
     """

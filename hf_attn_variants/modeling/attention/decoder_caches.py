@@ -16,7 +16,7 @@ __all__ = ["KernelStateLayer", "limit_cache_to_window", "prepare_cache"]
 
 
 class KernelStateLayer(DynamicLayer):
-    """A layer of a dynamic cache that stores the state of causal linear attention, which has a constant size."""
+    """A dynamic cache layer that stores the constant-size state of causal linear attention."""
 
     is_croppable = False
 
@@ -27,14 +27,14 @@ class KernelStateLayer(DynamicLayer):
 
     @property
     def state(self) -> Any:
-        """The state from `AttentionKernel.attend`, a named tuple, or None if no tokens have been seen."""
+        """The state returned by `AttentionKernel.attend` (a named tuple), or None if no tokens have been seen."""
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
         self._state = state
-        # Generation with Whisper splits and joins the keys and values of all layers in order to return them. No
-        # attention module in this package uses them.
+        # Whisper's `generate` splits and joins the keys and values of all layers in order to return them. No attention
+        # module in this package uses them.
         self.keys = None if state is None else state[0]
         self.values = None if state is None else state[0][..., :0]
 
@@ -52,7 +52,7 @@ class KernelStateLayer(DynamicLayer):
         return self.tokens_seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that a mask covers, which is the number of all tokens, and the first position."""
+        """Return the number of keys that a mask covers (all past and new tokens) and the position of the first key."""
         return self.tokens_seen + query_length, 0
 
     def reset(self) -> None:
@@ -97,9 +97,9 @@ def prepare_cache(module: VariantAttention, cache: Any, encoder_outputs: torch.T
         encoder_outputs: the encoder outputs [b, m, size], or None for self-attention.
 
     Raises:
-        ValueError: if the cache is static and the module has different numbers of key and value heads, a window or
-            linear attention, if the cache contains keys and values but linear attention stores sums, or if the module
-            does not support a cache.
+        ValueError: if the module does not support a cache, if it requires a dynamic cache but the cache is static, or
+            if it uses linear attention but the cache contains keys and values. Windows, linear attention, and
+            different numbers of key and value heads require a dynamic cache.
     """
     heads, is_static = module.heads, getattr(cache, "is_compileable", False)
     has_window = encoder_outputs is None and module.key_range is not None
@@ -135,9 +135,9 @@ def _prepare_state_layer(cache: Any, layer: int) -> None:
 
 
 def limit_cache_to_window(module: VariantAttention, cache: Any) -> None:
-    """Limit an empty cache layer to the keys in the self-attention window of the next token.
+    """Limit an empty self-attention cache layer to the keys in the next token's window.
 
-    Cross-attention layers are not changed. The Transformers field `sliding_window` would shorten them too.
+    Cross-attention layers are not changed. The Transformers field `sliding_window` would shorten them as well.
     """
     key_range, layer = module.key_range, module.layer_idx
     if module.kernel is not None or key_range is None or key_range.before >= MAX_SIZE:

@@ -1,4 +1,4 @@
-"""Latent attention, which computes keys and values from one latent per token and only caches the latents.
+"""Latent attention, which computes keys and values from one latent per token and caches only the latents.
 
 The latent of the inputs y [b, m, D] is c = A y [b, m, r]. If r = D, the latent is y itself, and there is no A.
 Attention can be computed in two equivalent forms, where W_k,i and W_v,i are the projections of head i, q_i its queries
@@ -7,7 +7,7 @@ and P_i its attention weights:
     expanded:  K_i = c W_k,i^T + b_k,i,  V_i = c W_v,i^T + b_v,i,  then standard attention
     absorbed:  logits_i = (q_i W_k,i) c^T,  outputs_i = (P_i c) W_v,i^T + (row sums of P_i) b_v,i
 
-The absorbed form is multi-query attention with c as the only key/value head. It requires no projections of tensors of
+The absorbed form is multi-query attention with c as the only key/value head. It does not have to project tensors of
 length m. The bias b_k,i is omitted, because it adds the same number to all logits of a query and therefore does not
 change the softmax.
 
@@ -62,9 +62,9 @@ else:
 
 
 class LatentLayer(SharedRows, DynamicLayer):
-    """A layer of a dynamic cache that stores a latent [b, 1, m, r] without copying it.
+    """A dynamic cache layer that stores a latent [b, 1, m, r] without copying it.
 
-    The latent may be the encoder outputs themselves, which other callers also read, so it must not be modified.
+    The latent must not be modified in place, because it may be the encoder outputs, which other code also reads.
     """
 
     def __init__(self, latent: torch.Tensor, beams: int = 1) -> None:
@@ -90,7 +90,7 @@ class SharedLatentLayer(DynamicLayer):
     values = property(lambda self: self.first.values)
     is_initialized = property(lambda self: self.first.is_initialized)
     is_compileable = property(lambda self: self.first.is_compileable)
-    dtype = property(lambda self: self.first.keys.dtype)  # a plain attribute of the first layer until 5.23
+    dtype = property(lambda self: self.first.keys.dtype)  # a plain attribute until Transformers 5.23
     device = property(lambda self: self.first.device)
 
     def get_seq_length(self) -> int:
@@ -137,17 +137,17 @@ def attend_to_latent(
     layer: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend to the keys and values of a latent in the cheaper of the two forms.
+    """Attend to the keys and values of a latent, using the cheaper of the absorbed and expanded forms.
 
     Args:
         module: the attention module, with its `implementation` and `layer_idx`.
         query: [b, h_k, n, d]. If beams share encoder outputs, the beams of a sentence are adjacent.
         latent: c, [b, 1, m, r].
-        mask: as in `attention_with_weights`.
-        linears: the linear layers with W_k [k d, r] and W_v [k d_v, r] and their biases.
-        layer: the cache layer that stores this latent in all steps (only in cross-attention). The keys and values of a
-            short latent may be stored in it too.
-        options: further arguments of the attention function. `scaling` refers to queries of size d.
+        mask: see `attention_with_weights`.
+        linears: the linear layers that contain W_k [k d, r], W_v [k d_v, r] and their biases.
+        layer: the cache layer that stores this latent in all steps (only in cross-attention). It may also store the
+            keys and values of a short latent.
+        options: additional arguments of the attention function. `scaling` refers to queries of size d.
 
     Returns:
         The outputs [b, n, h_v, d_v], and the weights [b, h_v, n, m] if the implementation returns them.
@@ -169,9 +169,9 @@ def attend_to_latent(
 
 
 def is_short_latent(latent: torch.Tensor) -> bool:
-    """Return True if the keys and values of a latent [b, 1, m, r] are at most as large as their projection weights.
+    """Return True if the keys and values of a latent [b, 1, m, r] are no larger than their projection weights.
 
-    Reading the weights in every step is then more expensive than storing the keys and values.
+    In this case, reading the weights in every step is more expensive than storing the keys and values.
     """
     batch, _, length, rank = latent.shape
     return not (torch.compiler.is_compiling() or is_exporting()) and batch * length <= rank
@@ -180,8 +180,8 @@ def is_short_latent(latent: torch.Tensor) -> bool:
 def get_shared_latent(cache: Any, latents: torch.Tensor, layer: int, states: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Return the latent that all cross-attention modules share. The first call stores it in the cache.
 
-    The first cache layer stores the latent, and the other layers refer to it, so that beam search only has to reorder,
-    repeat and select one tensor. The keys in the layer are c, and the values have width 0.
+    The first cache layer stores the latent as its keys, with values of size 0. The other layers refer to the first
+    layer, so that beam search only has to reorder, repeat and select one tensor.
 
     Args:
         cache: the cache of the decoder, if any. A cache without a cross-attention cache does not store the latent.
@@ -223,9 +223,9 @@ def compute_keys_and_values(
 
     Args:
         inputs: the inputs of the projections [b, m, r].
-        linears: the projections of the keys and of the values.
-        head_dim: d.
-        value_dim: d_v (default: d).
+        linears: the key and value projections.
+        head_dim: d, the size of a key head.
+        value_dim: d_v, the size of a value head (default: d).
     """
     sizes = (head_dim, head_dim if value_dim is None else value_dim)
     key, value = (
@@ -294,7 +294,7 @@ def count_latent_flops(
 
     Args:
         module: the attention module.
-        linears: the projections of the keys and of the values. They may be on the meta device.
+        linears: the key and value projections. They may be on the meta device.
         attended: m, the number of tokens that a query attends to.
         batch_size: b.
         is_step: True if a decoder computes one token, or False if a model processes a whole text at once.
@@ -356,14 +356,14 @@ def _attend_in_absorbed_form(
 
 
 def _needs_weight_sums(module: VariantAttention, value_linear: nn.Linear, options: dict[str, Any]) -> bool:
-    """Return True if the weights, whose row sums multiply the bias of the values, can have sums other than 0 and 1."""
+    """Return True if attention weights may have row sums other than 0 and 1, by which the value bias is multiplied."""
     return value_linear.bias is not None and bool(options.get("dropout") or module.projection_names)
 
 
 def _find_queries_with_keys(mask: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Return a mask [b, 1 or h, 1 or n] of the queries with at least one allowed key, or None for all queries.
+    """Return a mask [b, 1 or h, 1 or n] of the queries with at least one allowed key, or None if there is no mask.
 
-    The weights of all other queries are zero.
+    For all other queries, the attention weights are zero.
     """
     if mask is None:
         return None

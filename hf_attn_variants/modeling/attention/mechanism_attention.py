@@ -1,6 +1,7 @@
-"""Attention functions for modules with mechanisms other than grouped heads, called by `attention_interface`.
+"""Attention functions for modules with mechanisms other than grouped heads and latents.
 
-Linear attention has its own masks, weights and cache. All other mechanisms share the functions in `ops`.
+`attention_interface` calls them. Linear attention has its own masks, weights and cache. All other mechanisms share the
+functions in `ops`.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ __all__ = [
     "mask_to_allowed_keys",
 ]
 
-# The attribute of a cache layer with the state of cross-attention and the keys and mask from which it was computed.
+# A cache layer's attribute with the state of cross-attention, and with the keys and mask from which it was computed.
 MEMORY_STATE = "_memory_state"
 
 
@@ -44,12 +45,12 @@ def attend_with_kernel(
     scaling: float,
     state: Any = None,
 ) -> tuple[torch.Tensor, Any]:
-    """Compute linear attention with a module's kernel, with memory and time that are linear in n and m.
+    """Compute linear attention with a module's kernel. Memory and time grow linearly with n and m.
 
     Args:
-        module: the attention module with its `kernel` and the kernel's parameters.
-        mask: a boolean or additive mask that is the same for all queries, broadcastable to [b, 1, 1, m]. Its last m
-            keys are used.
+        module: the attention module, which contains its `kernel` and the kernel's parameters.
+        mask: a boolean or additive mask that is the same for all queries, broadcastable to [b, 1, 1, m]. If it covers
+            more keys, only its last m columns are used.
         query, key, value, scaling, state: see `AttentionKernel.attend`, which also describes the result.
 
     Raises:
@@ -68,7 +69,7 @@ def compute_kernel_weights(
 
 
 def mask_to_allowed_keys(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """Convert a mask to a boolean mask [b or 1, 1, m, 1] of the allowed keys, or None for all keys.
+    """Convert a mask to a boolean mask [b or 1, 1, m, 1] of the allowed keys, or to None if there is no mask.
 
     Raises:
         ValueError: if the mask differs between queries or heads.
@@ -96,13 +97,13 @@ def kernel_attention_forward(
     with_weights: bool,
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute linear attention with the interface of an attention function.
+    """Compute linear attention for an attention call, with its cache and, if requested, its weights.
 
     Args:
         module, query, key, value, mask: see `attend_with_kernel`.
-        scaling: the factor of the dot products (default: d^-1/2).
-        with_weights: whether to return the weights [b, h, n, m].
-        options: the remaining arguments of the call. States are stored in "kernel_cache", if it is among them.
+        scaling: the factor by which the dot products are multiplied (default: d^-1/2).
+        with_weights: True to return the weights [b, h, n, m].
+        options: the remaining arguments of the call. If they contain a "kernel_cache", it stores the states.
 
     Returns:
         The outputs [b, n, h, d] and, if requested, the weights [b, h, n, m].
@@ -187,9 +188,9 @@ def sdpa_with_mechanisms(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention with the fastest exact function ("sdpa"). See `eager_attention_forward` for the arguments.
 
-    Talking heads and windows use functions with memory that is linear in n and m. `attention_with_weights` is used if
-    weights are requested, if scores are additive, if projections are input-dependent, if the mask requires a gradient,
-    or if there is only one query.
+    For talking heads and windows, memory grows linearly with n and m, unless `attention_with_weights` is used. This is
+    the case if weights are requested, scores are additive, projections are input-dependent, the mask requires a
+    gradient, or there is only one query.
     """
     check_known_arguments(kwargs)
     returns_weights = should_return_weights(module, kwargs)
@@ -252,5 +253,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def attend_with_mechanisms(implementation: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the outputs and weights with an implementation, "eager" or "sdpa", and the arguments of its function."""
+    """Call the "eager" or "sdpa" function with the given arguments, and return the outputs and weights."""
     return FUNCTIONS[implementation](*args, **kwargs)

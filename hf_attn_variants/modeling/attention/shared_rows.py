@@ -54,14 +54,14 @@ class SharedRows:
     beams = 1
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Reorder the rows for beam search. Nothing is changed if beams only move within their sentences."""
+        """Reorder the rows for beam search. Nothing changes if beams only move within their sentences."""
         rows = self._rows()
         stays = self.beams > 1 and len(beam_idx) == rows * self.beams and _stay_with_sentence(beam_idx, self.beams)
         if rows and not stays:
             self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep only the rows for the given decoder rows."""
+        """Keep only the rows that belong to the given decoder rows."""
         if self._rows():
             self._select_rows(indices)
 
@@ -93,14 +93,14 @@ def _stay_with_sentence(beam_idx: torch.Tensor, beams: int) -> bool:
 
 
 class SharedDynamicLayer(SharedRows, DynamicLayer):
-    """A layer of a dynamic cache with one row of keys and values per sentence."""
+    """A dynamic cache layer with one row of keys and values per sentence."""
 
 
 class SharedStaticLayer(SharedRows, StaticLayer):
-    """A layer of a static cache with one row of keys and values per sentence."""
+    """A static cache layer with one row of keys and values per sentence."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Store keys and values. New tensors are allocated if the number of rows differs from the previous search."""
+        """Store keys and values. New tensors are allocated if the number of rows has changed since the last search."""
         if self._rows() != key_states.shape[0]:
             self.is_initialized = False
         return super().update(key_states, value_states, *args, **kwargs)
@@ -110,7 +110,7 @@ _SHARED: dict[type, type] = {DynamicLayer: SharedDynamicLayer, StaticLayer: Shar
 
 
 def share_rows(cache: Any, index: int, beams: int) -> bool:
-    """Let an empty layer store one row per sentence, and return False if this is not possible, as with a window.
+    """Make an empty cache layer store one row per sentence. Return False if this is not possible, as with windows.
 
     Args:
         cache: the cache of an encoder-decoder.
@@ -148,19 +148,19 @@ def get_empty_layer(cross: Any, index: int) -> Any:
 def mark_repeated(repeated: torch.Tensor, states: torch.Tensor) -> None:
     """Mark encoder outputs [b B, m, D] that contain each row of `states` [b, m, D] B times.
 
-    For all other code, the tensor has one row per beam. Only attention modules in this package read the mark, and
-    tensors that are computed from the marked tensor do not have it.
+    To all other code, the tensor still has one row per beam. Only attention modules in this package read the mark, and
+    tensors that are computed from the marked tensor do not inherit it.
     """
     setattr(repeated, REPEATED, (states, None if repeated.is_inference() else repeated._version))
 
 
 def get_sentence_rows(encoder_outputs: torch.Tensor, linears: Iterable[nn.Module] = ()) -> torch.Tensor:
-    """Return marked encoder outputs [b B, m, D] with one row per sentence, and other encoder outputs unchanged.
+    """Return encoder outputs with one row per sentence if they are marked, and otherwise return them unchanged.
 
     Args:
-        encoder_outputs: encoder outputs or their latent.
-        linears: the linear layers that are applied to them. A layer with a hook may expect one row per beam, for
-            example if PEFT selects an adapter per row (`adapter_names`).
+        encoder_outputs: encoder outputs [b B, m, D], or their latent. `mark_repeated` may have marked them.
+        linears: the linear layers that are applied to them. If one of them has hooks, nothing is changed, because
+            hooks may expect one row per beam. For example, PEFT can select an adapter per row (`adapter_names`).
     """
     mark = None if is_exporting() or torch.jit.is_tracing() else getattr(encoder_outputs, REPEATED, None)
     if mark is None or any(has_hooks(linear) for linear in linears):
@@ -179,7 +179,7 @@ def has_hooks(linear: nn.Module) -> bool:
 
 
 def store_num_beams(cache: Any, index: int, states: torch.Tensor, encoder_outputs: torch.Tensor) -> None:
-    """Set the number of decoder rows per row of a cross-attention cache layer before it is filled.
+    """Set how many decoder rows share each row of a cross-attention cache layer, unless the layer is already filled.
 
     Args:
         cache: the cache of the decoder. Caches without cross-attention are ignored.
@@ -204,7 +204,7 @@ else:
 def expand_and_mark(
     expand: Any, shares: bool, expand_size: int, is_encoder_decoder: bool, input_ids: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Repeat the inputs of `generate` for each beam or sample, and mark encoder outputs with repeated rows.
+    """Repeat the inputs of `generate` for each beam or sample, and mark encoder outputs whose rows are repeated.
 
     Args:
         expand: the Transformers method `_expand_inputs_for_generation`, which takes the following arguments.

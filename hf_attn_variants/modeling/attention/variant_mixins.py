@@ -1,4 +1,4 @@
-"""A mixin that turns Transformers model classes into variants by changing the modules that Transformers builds."""
+"""The mixin that turns Transformers model classes into variants by changing the modules that Transformers builds."""
 
 import re
 from collections.abc import Iterator
@@ -61,13 +61,14 @@ class AttnVariantModelMixin(_Model):
     """A mixin that adds the attention variants to a Transformers model class.
 
     It must precede the Transformers class in the list of base classes. After the original constructor has built the
-    model, the classes of the attention modules, and of a base model inside a model with a head, are changed in place,
-    as torch does in `fully_shard`. No module is built twice, and no Transformers constructor is copied.
+    model, the classes of its attention modules, and of the base model inside a model with a head, are changed in
+    place. torch's `fully_shard` works the same way. No module is built twice, and no Transformers constructor is
+    copied.
 
     Class attributes:
         attention_sites: the declarations of all attention modules in the architecture. Conversion and inspection also
             use them.
-        variant_classes: a dictionary from each Transformers class inside the model to its variant class.
+        variant_classes: a dictionary that maps each Transformers class inside the model to its variant class.
     """
 
     attention_sites: tuple[AttentionSite, ...] = ()
@@ -85,7 +86,7 @@ class AttnVariantModelMixin(_Model):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Register a class as in Transformers, except classes in this package, which saves its own code."""
+        """Register the class as in Transformers, unless it belongs to this package, which saves its own code."""
         if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
@@ -121,7 +122,7 @@ class AttnVariantModelMixin(_Model):
         drawn = [rf"\.{name}$" for name in get_random_buffer_names()] if has_kernel(self.config) else []
         self._keys_to_ignore_on_load_missing = [*(self._keys_to_ignore_on_load_missing or ()), *new, *drawn]
         super().post_init()
-        # Device maps identify modules that must not be split by their class names, some of which have changed.
+        # Device maps use class names to identify modules that must not be split, and some of these names have changed.
         ours = {plain.__name__: variant.__name__ for plain, variant in self.variant_classes.items()}
         self._no_split_modules = {ours.get(name, name) for name in self._no_split_modules or ()}
 
@@ -158,11 +159,11 @@ class AttnVariantModelMixin(_Model):
 
     @classmethod
     def count_module_runs(cls, config: Any, path: str) -> int:
-        """Return how often a forward pass runs the module at a path inside the base model."""
+        """Return how many times a forward pass runs the module at a path inside the base model."""
         return 1
 
     def named_attentions(self) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-        """Yield the declaration, the path inside the base model and the module of each attention."""
+        """Yield the declaration, the path inside the base model, and the module itself for each attention module."""
         return named_attentions(self, self.attention_sites)
 
     @torch.no_grad()
@@ -188,11 +189,11 @@ class AttnVariantModelMixin(_Model):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *model_args: Any, config: Any = None, **kwargs: Any
     ) -> Self:
-        """Load a variant checkpoint or a Transformers checkpoint, as `PreTrainedModel.from_pretrained` does.
+        """Load a variant checkpoint or a Transformers checkpoint. See `PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: if the configuration and the checkpoint have different head counts, because the checkpoint must
-                then be converted first.
+            ValueError: if the head counts in the configuration differ from those in the checkpoint, which must then be
+                converted first.
         """
         source = pretrained_model_name_or_path
         compare_with_transformers(cls)  # must run before Transformers switches to the meta device
@@ -232,7 +233,7 @@ class AttnVariantModelMixin(_Model):
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Replace "eager" and "sdpa" (the default) by the functions in this package. Other names are not changed."""
+        """Replace "eager" and "sdpa" (the default) with this package's functions, and leave other names unchanged."""
         plain_names: dict[str | None, str] = {EAGER: "eager", SDPA: "sdpa"}
         requested = plain_names.get(requested_attention, requested_attention)
         implementation = super().get_correct_attn_implementation(requested, is_init_check)
@@ -240,7 +241,7 @@ class AttnVariantModelMixin(_Model):
 
 
 def _added_keys(model: AttnVariantModelMixin, added: frozenset[tuple[str, int]]) -> Iterator[str]:
-    """Yield a regular expression for the talking-heads parameters that are added to each module on loading."""
+    """Yield a regular expression for the new parameters of each module to which loading adds talking heads."""
     for site, path, _ in model.named_attentions() if added else ():
         if (site.place_prefix, site.get_layer_index(model.config, path)) in added:
             yield re.escape(f"{path}.{site.core}".rstrip(".")) + PROJECTION_KEYS
@@ -271,7 +272,7 @@ def _change_class(module: nn.Module, variant: Any, config: Any) -> None:
 
 
 def _check_installed(model: PreTrainedModel) -> None:
-    """Check that the declared paths match all attention modules of this package.
+    """Check that all attention modules from this package are at declared paths.
 
     Raises:
         TransformersChangedError: if an attention module is at an undeclared path.
@@ -286,7 +287,7 @@ def _install_variant(
 ) -> None:
     """Set the head counts of an attention module and add its new parameters.
 
-    A second call has no effect, because a model inside another model may already have called this function.
+    A second call has no effect. It occurs if the model contains another model that has already called this function.
     """
     check_paths(module, (site.core,) if site.core else ())
     core = module.get_submodule(site.core)

@@ -1,8 +1,8 @@
-"""The mechanisms that a configuration uses, and pairs of mechanisms that cannot be combined.
+"""Finds the mechanisms that a configuration uses, and checks that they can be combined.
 
-`UNSUPPORTED_PAIRS` lists these pairs with their error messages. All other mechanisms can be combined. The `check`
-method of a mechanism contains its requirements for the architecture, for the encoder or decoder, and for its own
-fields.
+`UNSUPPORTED_PAIRS` lists the pairs that cannot be combined, with the reasons. All other mechanisms can be combined.
+Each mechanism's `check` method contains its requirements for the architecture, for the encoder or decoder, and for its
+own fields.
 """
 
 from collections.abc import Mapping
@@ -43,13 +43,18 @@ IDLE = (None, NONE, "absolute")
 
 
 def used_mechanisms(config: Any) -> frozenset[str]:
-    """Return the mechanisms used by the attention modules of a model with a configuration.
+    """Return the mechanisms that a model with this configuration uses.
 
     Grouped heads are not included in the result, because all repositories support them.
 
     Example:
-        >>> used_mechanisms(AttnVariantBertConfig(attention_pattern="sliding_window", attention_window=64))
-        frozenset({'patterns'})
+
+    ```py
+    >>> from hf_attn_variants import AttnVariantBertConfig
+    >>> from hf_attn_variants.modeling.fields.composition import used_mechanisms
+    >>> used_mechanisms(AttnVariantBertConfig(attention_pattern="sliding_window", attention_window=64))
+    frozenset({'patterns'})
+    ```
     """
     by_layer = config.per_layer_values if isinstance(config.per_layer_values, Mapping) else {}
     used = set()
@@ -63,10 +68,10 @@ def used_mechanisms(config: Any) -> frozenset[str]:
 
 
 def check_included(used: frozenset[str]) -> None:
-    """Check that the code of this repository includes the mechanisms that a configuration uses.
+    """Check that the code in this repository includes the mechanisms that a configuration uses.
 
     Raises:
-        ValueError: if the code was saved without one of them.
+        ValueError: if the code was saved without one of the mechanisms.
     """
     missing = [] if INCLUDED_MECHANISMS is None else sorted(used - {*INCLUDED_MECHANISMS})
     if missing:
@@ -80,9 +85,9 @@ class UnsupportedPair(NamedTuple):
     """Two mechanisms that cannot be combined in the same attention module.
 
     Args:
-        one, other: classes of the mechanisms. A base class (`AttentionKernel`, `AttentionPattern`) includes all of its
-            subclasses.
-        reason: the reason, which is the second sentence of the error message.
+        one, other: the classes of the mechanisms. A base class (`AttentionKernel`, `AttentionPattern`) represents all
+            of its subclasses.
+        reason: the reason, which is shown after the first sentence of the error message.
     """
 
     one: type[Mechanism]
@@ -107,8 +112,8 @@ UNSUPPORTED_PAIRS = (
         TransientPattern, Latent, "Summaries require keys and values, which latent attention does not compute."
     ),
     UnsupportedPair(AdditiveScore, AttentionKernel, "A kernel does not compute scores."),
-    UnsupportedPair(AttentionKernel, TalkingHeadsSettings, "Talking heads are projections before or after a softmax."),
-    UnsupportedPair(AttentionKernel, AttentionPattern, "A pattern selects the keys of a softmax."),
+    UnsupportedPair(AttentionKernel, TalkingHeadsSettings, "Talking heads require a softmax, which kernels replace."),
+    UnsupportedPair(AttentionKernel, AttentionPattern, "Patterns require a softmax, which kernels replace."),
     UnsupportedPair(AttentionKernel, Latent, "The cache stores the sums of a kernel instead of latents."),
     UnsupportedPair(
         AttentionKernel,
@@ -127,10 +132,10 @@ IGNORED_BY_OTHERS: tuple[type[Mechanism], ...] = (
 
 
 def check_combinations(config: Any) -> None:
-    """Check that no attention module combines the mechanisms in a row of `UNSUPPORTED_PAIRS`.
+    """Check that no attention module combines two mechanisms that are listed in `UNSUPPORTED_PAIRS`.
 
     Raises:
-        ValueError: if an attention module has both, with the message of the row.
+        ValueError: if an attention module uses both mechanisms of a pair. The message contains the pair's reason.
     """
     for prefix in PREFIXES:
         for row in UNSUPPORTED_PAIRS:

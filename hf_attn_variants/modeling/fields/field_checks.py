@@ -27,14 +27,14 @@ __all__ = [
     "validate_value_head_dim",
 ]
 
-# These limits are far above the sizes of any model. Without them, loading a malicious configuration could take hours.
+# These limits are far above real model sizes. Without them, loading a malicious configuration could take hours.
 MAX_HEADS, MAX_HEAD_DIM, MAX_LAYERS, MAX_LABELS = 2**16, 2**16, 10_000, 2**16
 
 # Words in other configurations that correspond to words in field names, and the minimum similarity of two names.
 OTHER_WORDS, ALIKE = {"kv": "key_value", "groups": "heads", "initialization": "init"}, 0.82
 
 
-@lru_cache(maxsize=4096)  # all keywords of each new configuration are looked up
+@lru_cache(maxsize=4096)  # every keyword of every new configuration is looked up
 def _find_closest_match(name: str, known: tuple[str, ...]) -> str | None:
     if (bare := remove_place_prefix(name)) in known:
         return bare
@@ -48,7 +48,7 @@ def _find_closest_match(name: str, known: tuple[str, ...]) -> str | None:
 def find_closest_match(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most similar to a name, or None if no name is similar.
 
-    The order of words and place prefixes, as in `decoder_num_kv_heads`, are ignored.
+    The order of the words and place prefixes, such as `decoder_` in `decoder_num_kv_heads`, are ignored.
     """
     return _find_closest_match(name.lower(), tuple(known))
 
@@ -72,7 +72,7 @@ def validate_kv_heads(field: str, value: int | None, heads: int) -> int:
         heads: the number of query heads.
 
     Raises:
-        ValueError: if it is not an integer of at least 1 that divides `heads`.
+        ValueError: if the number is not an integer of at least 1 that divides `heads`.
     """
     count = validate_count(field, value, heads)
     if heads % count:
@@ -81,10 +81,15 @@ def validate_kv_heads(field: str, value: int | None, heads: int) -> int:
 
 
 def validate_rank(field: str, value: int | None, width: int) -> int | None:
-    """Check the rank of a latent whose input has this width and return it. None means that there is no latent.
+    """Check the rank of a latent and return it.
+
+    Args:
+        field: the name of the field.
+        value: the value of the field, or None if there is no latent.
+        width: the size of the latent's input.
 
     Raises:
-        ValueError: if it is not an integer from 1 to the width.
+        ValueError: if the rank is not an integer from 1 to `width`.
     """
     if value is None:
         return None
@@ -97,10 +102,10 @@ def validate_rank(field: str, value: int | None, width: int) -> int | None:
 
 
 def validate_count(field: str, value: int | None, default: int | None = None) -> int:
-    """Check a number of heads and return it, or return `default` if it is None.
+    """Check a number of heads and return it. If it is None, check and return `default`.
 
     Raises:
-        ValueError: if it is not an integer from 1 to `MAX_HEADS`.
+        ValueError: if the number is not an integer from 1 to `MAX_HEADS`.
     """
     if value is None:
         value = default
@@ -112,10 +117,10 @@ def validate_count(field: str, value: int | None, default: int | None = None) ->
 
 
 def check_size(field: str, value: int, least: int, most: int | None = None) -> None:
-    """Check a model size.
+    """Check that a field's value is an integer from `least` to `most`. If `most` is None, there is no upper limit.
 
     Raises:
-        ValueError: if it is not an integer from `least` to `most`.
+        ValueError: if it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -159,7 +164,7 @@ def validate_value_head_dim(value: int | None, head_dims: Iterable[int]) -> int 
         head_dims: d in the encoder and in the decoder.
 
     Raises:
-        ValueError: if it is not an integer from 1 to `MAX_HEAD_DIM`.
+        ValueError: if the size is not an integer from 1 to `MAX_HEAD_DIM`.
     """
     if value is None:
         return None
@@ -171,10 +176,10 @@ def check_position_type(value: str | None, known: Sequence[str | None], model_ty
     """Check that a model type supports a `position_embedding_type`.
 
     Raises:
-        ValueError: if the value is not one of the known ones.
+        ValueError: if `value` is not in `known`.
     """
     if value not in known:
-        raise ValueError(f"`position_embedding_type` of {model_type!r} must be one of {known}, got {value!r}.")
+        raise ValueError(f"`position_embedding_type` for {model_type!r} must be one of {known}, got {value!r}.")
 
 
 def check_buckets(config: Any) -> None:
@@ -184,8 +189,8 @@ def check_buckets(config: Any) -> None:
         ValueError: if there are too few buckets, or if the largest distance has its own bucket.
     """
     buckets, distance = config.relative_attention_num_buckets, config.relative_attention_max_distance
-    # An encoder uses half of the buckets for each side. Half of these contain a single distance, and the others
-    # contain a range.
+    # An encoder uses half of the buckets for each side. Half of the buckets for a side contain a single distance each,
+    # and the others contain a range of distances.
     if buckets < 4 or distance <= buckets // 2:
         raise ValueError(
             "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` "
@@ -197,7 +202,7 @@ def check_format(value: Any) -> None:
     """Check the format number of a configuration's fields.
 
     Raises:
-        ValueError: if it is not the format of this version.
+        ValueError: if the number differs from the format of this version.
     """
     if type(value) is not int or value != CONFIG_FORMAT:
         raise ValueError(

@@ -1,8 +1,8 @@
 """The table of configuration fields for the attention variants, with their descriptions.
 
 The per-place fields of encoder-decoders (`encoder_...`, `cross_...`) share a row with the field without a prefix. The
-descriptions are used in help texts, model cards and messages, and are not included in repositories. This module does
-not import torch, because the commands create flags from it.
+descriptions are used in help texts, model cards and messages, but are not included in repositories. This module does
+not import torch, because the commands create their flags from this table.
 """
 
 from dataclasses import field as dataclass_field
@@ -33,17 +33,17 @@ class Field(NamedTuple):
 
     Args:
         name: the name of the field without a prefix.
-        kind: the type of the value: int, str, bool, list or dict.
+        kind: the type of the value (int, str, bool, list or dict).
         default: the value of the field if it is not set.
         prefixes: the prefixes of the field and of its per-place fields.
         choices: the allowed values.
         default_names: additional values that select the Transformers default.
-        facts: the properties of the field: "by_layer" (may differ between layers), "latent" (a rank), "talking" (for
-            talking heads), "pattern" (selects keys), "kernel" (for linear attention), "from_scratch" (not supported by
-            conversion) or "not_in_transformers" (changes the computation).
+        facts: the properties of the field: "by_layer" (may differ between layers), "latent" (is a rank), "talking"
+            (configures talking heads), "pattern" (selects keys), "kernel" (configures linear attention),
+            "from_scratch" (is not supported by conversion) and "not_in_transformers" (changes the computation).
         query_heads: for key/value heads, the name of the field with the number of query heads.
-        one_for_all: the prefixes whose fields have the same value in all layers, regardless of `facts`.
-        inherits: whether a per-place field that is None uses the value of the field without a prefix.
+        one_for_all: the prefixes whose fields have the same value in all layers, even if `facts` contains "by_layer".
+        inherits: True if a per-place field that is None uses the value of the field without a prefix.
     """
 
     name: str
@@ -148,7 +148,7 @@ OPTIONAL_FIELDS = (
 
 
 def get_field_row(name: str) -> tuple[str, Field]:
-    """Return a field's prefix and the table row that the field belongs to."""
+    """Return the prefix of a field and its row in the table."""
     return _ROWS[name]
 
 
@@ -168,7 +168,7 @@ def check_choice(name: str, value: Any) -> None:
 def variant_field(name: str) -> Any:
     """Create the dataclass field of a configuration for a field in the table.
 
-    Its metadata marks it as a field from this package ("variant") and contains the facts in its row.
+    Its metadata marks it as a field from this package ("variant") and contains the facts from its row.
     """
     prefix, row = get_field_row(name)
     facts: dict[str, Any] = {fact: True for fact in row.facts if fact != "by_layer" or prefix not in row.one_for_all}
@@ -180,11 +180,11 @@ def variant_field(name: str) -> Any:
 
 
 class Place(NamedTuple):
-    """The words for a place in descriptions and on model cards."""
+    """The words that describe a place in field descriptions and on model cards."""
 
     attention: str
     layer: str
-    here: str  # on model cards, like the following words
+    here: str  # this word and those below are used on model cards
     whose: str
     softmax: str
     token: str
@@ -307,7 +307,12 @@ def describe_field(name: str) -> str:
     """Return a one-line description of a field.
 
     Example:
-        >>> describe_field("cross_kv_lora_rank")
+
+    ```py
+    >>> from hf_attn_variants.modeling.fields.field_table import describe_field
+    >>> describe_field("encoder_attention_dilation")
+    'step between the tokens in a window or block of the self-attention of the encoder'
+    ```
     """
     prefix, row = get_field_row(name)
     text = FIELD_TEXTS[row.name].help.format(**PLACES[prefix].words())
@@ -316,6 +321,6 @@ def describe_field(name: str) -> str:
 
 
 def describe_value_on_card(name: str) -> str:
-    """Return the description of the value of a field on a model card."""
+    """Return the description of a field's value for model cards, or "" if it has none."""
     prefix, row = get_field_row(name)
     return (FIELD_TEXTS[row.name].card or "").format(**PLACES[prefix].words())

@@ -1,7 +1,7 @@
 """Fields whose values differ between layers: `per_layer_values`, {field: [one value per layer]}.
 
-Transformers has a similar field, `per_layer_config`, {layer: {field: value}}. It does not distinguish between encoder
-and decoder, and it hides the value for the whole model. It is therefore converted to lists here.
+Transformers has a similar field, `per_layer_config`, {layer: {field: value}}. However, it does not distinguish between
+the encoder and the decoder, and it hides the value for the whole model. It is therefore converted to lists here.
 """
 
 from collections.abc import Mapping
@@ -23,19 +23,19 @@ __all__ = [
 
 LayerValue = int | str | list[str] | None
 
-# The names, without a prefix, of the fields that may differ between layers.
+# The names (without a prefix) of the fields that may differ between layers.
 DIFFERING = tuple(row.name for row in FIELDS if "by_layer" in row.facts)
 
 
 def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
     """Check the `per_layer_values` of a configuration and return the fields that differ between layers.
 
-    The field of the whole model is set to a value that summarizes the layers: the largest number, the only kernel, or
-    all talking-heads projections in any layer.
+    Each of these fields is also set to a value for the whole model, which summarizes the layers: the largest number,
+    the only kernel, or all talking-heads projections that any layer uses.
 
     Raises:
-        ValueError: if a field is unknown, a list has the wrong length, a value is invalid, the field is also set for
-            the whole model, or the layers have different kernels.
+        ValueError: if a field is unknown, a list has the wrong length, a value is invalid, a field is also set for the
+            whole model, or the layers have different kernels.
     """
     lists = config.per_layer_values
     if lists is None:
@@ -70,7 +70,7 @@ def validate_layer_values(config: Any) -> dict[str, list[LayerValue]] | None:
 def merge_per_layer_config(
     config: Any, by_layer: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, list[LayerValue]] | None:
-    """Return the `per_layer_values` of a configuration, updated by a `per_layer_config` from Transformers.
+    """Return the `per_layer_values` of a configuration, updated with a `per_layer_config` from Transformers.
 
     Raises:
         ValueError: if a layer index is invalid, or if a field cannot differ between layers.
@@ -87,13 +87,13 @@ def merge_per_layer_config(
                     f"The layers of `{name}` in `per_layer_config` must be from 0 to {count - 1}, got {layer!r}."
                 )
             lists.setdefault(name, [getattr(config, name)] * count)[int(layer)] = value
-    for name in lists:  # the value of the whole model has become the value of all other layers
+    for name in lists:  # all other layers now have the value of the whole model
         setattr(config, name, None)
     return lists or None
 
 
 def drop_replaced_layer_values(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove values that are replaced by `fields`, for the whole model or per layer, from a configuration's values."""
+    """Return a configuration's values without those that `fields` replaces, for the whole model or per layer."""
     by_layer = {name: layers for name, layers in (values.get("per_layer_values") or {}).items() if name not in fields}
     new = fields.get("per_layer_values")
     new = [name for name in new if name.endswith(DIFFERING)] if isinstance(new, Mapping) else []
@@ -118,7 +118,7 @@ def _check_differs_by_layer(config: Any, name: str) -> None:
 
 
 def _summarize_layers(name: str, values: list[Any]) -> LayerValue:
-    """Summarize the values of a field in all layers by one value for the whole model."""
+    """Return one value for the whole model that summarizes a field's values in all layers."""
     prefix, row = get_field_row(name)
     known = [value for value in values if value is not None]
     if row.kind is list:

@@ -71,7 +71,7 @@ class KernelFields(_Config):
         attention_kernel: the kernel that replaces the softmax of self-attention, with time and memory linear in the
             length. In an encoder-decoder, it applies to the decoder. The kernels are "elu", "relu", "hedgehog",
             "favor", "rfa", "hybrid" (with a softmax within `attention_window`) and "linformer" (encoders only). None
-            means a softmax, also for single layers in `per_layer_values`.
+            selects the softmax, and can also be used for individual layers in `per_layer_values`.
         attention_kernel_features: the width of the learned features ("hedgehog"), the number of random vectors
             ("favor", "rfa") or the number of rows ("linformer"). The defaults are d, 4 d, 2 d and 4 d, where d is the
             head size. The default for "linformer" is at most the number of positions.
@@ -92,15 +92,15 @@ def has_kernel(config: Any, is_causal: bool | None = None) -> bool:
     """Return True if any attention module with this configuration has a kernel.
 
     Args:
-        config: a configuration of this package or of Transformers.
-        is_causal: True to check only the field without a prefix, which is for decoder self-attention, or None to check
-            all.
+        config: a configuration from this package or from Transformers.
+        is_causal: True to check only the field without a prefix, which applies to decoder self-attention, or None to
+            check all fields.
     """
     return bool(get_kernel_names(config, PREFIXES[:1] if is_causal else PREFIXES))
 
 
 def needs_only_padding_mask(config: Any, is_causal: bool | None = None) -> bool:
-    """Return True if attention modules with this configuration handle everything except the padding mask."""
+    """Return True if masks only have to cover padding, because the attention modules handle causality and windows."""
     return has_pattern(config, is_causal) or has_kernel(config, is_causal)
 
 
@@ -108,7 +108,7 @@ def check_kernels(config: Any) -> None:
     """Check the kernel fields of a configuration.
 
     Raises:
-        ValueError: if a size is invalid, or if the model does not support a kernel (see `AttentionKernel.check`).
+        ValueError: if a size is invalid, or if the model does not support the kernel (see `AttentionKernel.check`).
     """
     check_size("attention_kernel_seed", config.attention_kernel_seed, 0, MAX_SEED)
     if config.attention_kernel_features is not None:
@@ -117,7 +117,7 @@ def check_kernels(config: Any) -> None:
         get_kernel_class(name).check(config, field)
 
 
-# The pattern sizes without prefixes, with their defaults.
+# The pattern fields other than the pattern's name, without prefixes, and their defaults.
 PATTERN_SIZES = {row.name: row.default for row in FIELDS if "pattern" in row.facts and row.name != "attention_pattern"}
 
 
@@ -130,10 +130,10 @@ class BlockPatternFields:
             "memory_compressed", it is the number of tokens that are combined into one key.
         num_random_blocks: for "random_blocks", the number of random blocks that a block attends to in addition to
             itself and its neighbors.
-        attention_seed: for "random_blocks", the seed of the random blocks of each layer.
+        attention_seed: for "random_blocks", the seed from which each layer's random blocks are drawn.
         num_summary_tokens: for "fixed", the number of tokens at the end of each block that all tokens attend to.
-        split_attention_heads: for "strided" and "fixed", whether half of the heads attend to near tokens and the
-            others to far tokens. Otherwise, all heads attend to both.
+        split_attention_heads: for "strided" and "fixed", True if half of the heads attend to near tokens and the other
+            half to far tokens. If False, all heads attend to both.
     """
 
     attention_block_size: int | None = variant_field("attention_block_size")
@@ -195,7 +195,7 @@ def validate_pattern_size(field: str, value: Any) -> Any:
 
 
 def validate_talking_heads_value(config: Any, name: str, value: Any) -> Any:
-    """Check the value of a talking-heads field in one layer and return it. Its choices must already be checked.
+    """Check the value of a talking-heads field in one layer and return it. `check_choice` must be called first.
 
     Raises:
         ValueError: if a head count is not an integer of at least 1.
@@ -236,7 +236,7 @@ def check_talking_heads(config: Any) -> None:
 
 
 def _check_kind_is_given(config: Any, prefix: str) -> None:
-    """Check that `talking_heads` is set at a place whose other talking-heads fields are set."""
+    """Check that `talking_heads` is set at a place if other talking-heads fields are set there."""
     if getattr(config, prefix + KIND) is not None or prefix + KIND in (config.per_layer_values or {}):
         return
     heads = config.num_attention_heads, get_query_heads(config, prefix)

@@ -1,7 +1,7 @@
-"""Functions for misspelled fields, for saving configurations, and for loading checkpoints with other fields.
+"""Saves configurations together with their modeling code, and checks the fields with which checkpoints are loaded.
 
-Configurations are saved together with their modeling code. Errors are raised if a Transformers model class would
-ignore a field, or if a checkpoint must be converted before it can be loaded.
+Errors are raised if a field is misspelled, if a Transformers model class would ignore a field, or if a checkpoint must
+be converted before it can be loaded with the requested fields.
 """
 
 import inspect
@@ -42,9 +42,9 @@ __all__ = [
 
 
 def describe_misspelled_field(config_class: Any, name: str) -> str | None:
-    """Return an error message if a name resembles a variant field.
+    """Return an error message if a name is not a field but resembles a variant field.
 
-    Transformers accepts all names, so a misspelled field would silently have no effect.
+    Transformers accepts any name, so a misspelled field would silently have no effect.
 
     Args:
         config_class: the class of the configuration.
@@ -56,7 +56,7 @@ def describe_misspelled_field(config_class: Any, name: str) -> str | None:
     known = config_class.variant_fields()
     if hasattr(config_class, name) or {name, remove_place_prefix(name)} & _get_transformers_field_names():
         return None
-    # Names with the prefix of a place that this architecture does not have also resemble a field.
+    # A name may also have the prefix of a place that this architecture does not have.
     prefixed = {prefix + field: field for prefix in ("encoder_", "decoder_", "cross_") for field in known}
     meant = find_closest_match(name, known) or prefixed.get(find_closest_match(name, prefixed) or "")
     return None if meant is None else f"`{name}` is not a field of {config_class.__name__}. Did you mean `{meant}`?"
@@ -74,12 +74,12 @@ def _get_transformers_field_names() -> set[str]:
 
 
 def drop_unset_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Remove optional fields that are not set from the values of a configuration."""
+    """Return the values of a configuration without optional fields that are not set."""
     return {name: value for name, value in values.items() if name not in OPTIONAL_FIELDS or value is not None}
 
 
 def drop_replaced_values(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Remove values that are replaced by new fields from the values of a configuration."""
+    """Return the values of a configuration without those that new fields replace."""
     values = drop_replaced_layer_values(values, fields)
     # `use_cache=False` was saved because the old dynamic projections do not support a cache. With new projections, the
     # Transformers default applies again.
@@ -92,7 +92,7 @@ def drop_replaced_values(values: dict[str, Any], fields: dict[str, Any]) -> dict
 def drop_default_value_head_dim(
     config_class: Any, values: Mapping[str, Any], new_fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """Remove a `value_head_dim` that is the same as the size of the query heads from new fields.
+    """Return new fields without `value_head_dim` if it is the same as the size of the query heads.
 
     Args:
         config_class: the class of the variant configuration.
@@ -136,15 +136,15 @@ class SavedWithCode(_Saved):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Register a class as in Transformers, except classes in this package, which saves its own code."""
+        """Register the class as in Transformers, unless it belongs to this package, which saves its own code."""
         if not is_package_class(cls):
             super().register_for_auto_class(auto_class)
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> Any:
         """Save the configuration as in Transformers, together with the code that `auto_map` refers to.
 
-        The tokenizer class is only saved in tokenizer_config.json. Otherwise, if no tokenizer was saved,
-        `AutoTokenizer` would silently create a tokenizer of this class with an empty vocabulary.
+        The tokenizer class is omitted, because tokenizer_config.json contains it. Otherwise, if no tokenizer was
+        saved, `AutoTokenizer` would silently create a tokenizer of this class with an empty vocabulary.
         """
         names = ("auto_map", "tokenizer_class")
         attributes: dict[str, Any] = {name: self.__dict__[name] for name in names if name in self.__dict__}
@@ -160,7 +160,7 @@ class SavedWithCode(_Saved):
 
     @classmethod
     def own_auto_map(cls) -> dict[str, str]:
-        """Return the `auto_map` for saved configurations."""
+        """Return the `auto_map` of saved configurations, which maps Auto classes to classes in this code."""
         auto_map = {"AutoConfig": f"{CONFIGURATIONS}.{cls.__name__}"}
         return auto_map | {auto: f"{cls.modeling_file}.{name}" for auto, name in cls.auto_classes.items()}
 
@@ -174,9 +174,10 @@ LIBRARY = "transformers.models."
 
 
 def find_transformers_model_class() -> type | None:
-    """Return the Transformers model class whose constructor is running, unless it was called by this package.
+    """Return the Transformers model class whose constructor is running, or None if this package is building the model.
 
-    Classes that only contain other models are ignored, because these models have their own constructors.
+    The result is also None for classes that only contain other models, because these models have their own
+    constructors.
 
     The call stack is searched, because Transformers does not pass the model class to the configuration. A module
     variable would not work, because with remote code, a configuration and its model may be loaded from two copies of
@@ -209,7 +210,7 @@ def check_transformers_model_class(config: Any, model_class: type) -> None:
     same = [name for base in model_class.__mro__ if (name := f"AttnVariant{base.__name__}") in known]
     classes = same[0] if same else f"a class of hf_attn_variants ({', '.join(known)})"
     raise ValueError(
-        f"{model_class.__name__} does not compute {shown} of this {type(config).__name__}. Use "
+        f"{model_class.__name__} does not support {shown}, which this {type(config).__name__} contains. Use "
         f"{classes}, or load the model with an Auto class."
     )
 
@@ -225,7 +226,7 @@ def get_effective_fields(config: Any) -> list[str]:
     build_change_error = [
         name for name in variant_fields if name in decisive and getattr(config, name) != getattr(plain, name)
     ]
-    # A latent as wide as its input has no parameters, and "absolute" selects the default positions of the
+    # A latent that is as wide as its input has no parameters, and "absolute" selects the default positions of the
     # architecture.
     idle = {
         name for name in config.rank_fields() if get_projection_rank(getattr(config, name), config.hidden_size) is None
@@ -243,17 +244,15 @@ HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", 
 def find_added_talking_heads(
     config_class: Any, source: Any, config: Any, kwargs: dict[str, Any]
 ) -> frozenset[tuple[str, int]]:
-    """Return the attention modules to which talking heads are added when a checkpoint is loaded.
-
-    Each attention module is represented by its prefix and its layer.
+    """Return the attention modules to which talking heads are added when a checkpoint is loaded, as (prefix, layer).
 
     Args:
         config_class: the configuration class of the model.
-        source, config, kwargs: arguments of `from_pretrained`.
+        source, config, kwargs: the arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if the head counts in the configuration differ from the checkpoint, which must then be converted
-            first.
+        ValueError: if the head counts in the configuration differ from those in the checkpoint, which must then be
+            converted first.
     """
     converted = (*config_class.kv_heads_fields(), *config_class.rank_fields(), "per_layer_values")
     shapes = (*config_class.talking_heads_fields(), *config_class.kernel_fields(), "value_head_dim")
@@ -293,9 +292,9 @@ def _has_talking_heads(config_class: Any, values: Mapping[str, Any]) -> bool:
 
 
 def _compare_talking_heads(source: Any, held: Any, wanted: Any) -> frozenset[tuple[str, int]]:
-    """Return the attention modules that only have talking heads in the wanted configuration.
+    """Return the attention modules that have talking heads in the wanted configuration but not in the checkpoint.
 
-    Talking heads can be added to a checkpoint, but learned projections must not be dropped on loading.
+    Talking heads can be added to a checkpoint, but learned projections must not be dropped when it is loaded.
 
     Raises:
         ValueError: if learned projections would be dropped or changed, or if the size of a learned weight would
@@ -320,7 +319,7 @@ def _compare_talking_heads(source: Any, held: Any, wanted: Any) -> frozenset[tup
 
 
 def warn_about_replaced_positions(config: Any, source: Any, kwargs: dict[str, Any]) -> None:
-    """Warn if sinusoidal positions replace the positions of a checkpoint and change its outputs.
+    """Warn if sinusoidal positions replace the learned positions of a checkpoint and change its outputs.
 
     Args:
         config: the configuration of the loaded model.
@@ -342,7 +341,7 @@ def _read_checkpoint_config(config_class: Any, source: Any, kwargs: dict[str, An
 
 
 def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ValueError if the wanted heads and ranks require a conversion of the checkpoint."""
+    """Raise `ValueError` if the checkpoint must be converted to the wanted heads and ranks."""
     width: Any = held.get(config_class.attribute_map.get("hidden_size", "hidden_size"))
     wanted_names = {*wanted, *(wanted.get("per_layer_values") or {})}
     for name in (*config_class.kv_heads_fields(), *config_class.rank_fields()):
@@ -369,7 +368,7 @@ def _check_no_conversion(config_class: Any, source: Any, held: Mapping[str, Any]
 def _check_kernel_unchanged(
     config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if learned weights or random vectors of a kernel would be dropped or resized."""
+    """Raise `ValueError` if a kernel's learned weights or random vectors would be dropped or resized."""
     wanted_values = {**drop_replaced_layer_values(held, wanted), **wanted}
     old = {name: get_value_or_list(held, name) for name in config_class.kernel_fields()}
     by_layer = {name: value if isinstance(value, list) else [value] for name, value in old.items()}
@@ -388,7 +387,7 @@ def _check_kernel_unchanged(
 def _check_value_size_unchanged(
     config_class: Any, source: Any, held: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if the wanted size of the value heads differs from the checkpoint."""
+    """Raise `ValueError` if the wanted size of the value heads differs from that in the checkpoint."""
     if "value_head_dim" not in wanted or wanted["value_head_dim"] == held.get("value_head_dim"):
         return
     old = config_class.from_dict(dict(held))

@@ -65,7 +65,7 @@ TEXT_ENCODER = "AutoModelForTextEncoding"
 
 
 def register_with_peft(config_class: Any) -> None:
-    """Add a model type to PEFT's tables of default target modules, with the modules of the base model type."""
+    """Add a variant's model type to PEFT's tables of default target modules, with the modules of the base model."""
     constants = sys.modules.get("peft.utils.constants")
     for name, table in list(vars(constants).items()) if constants else ():
         if isinstance(table, dict) and name.endswith("_MODULES_MAPPING") and config_class.model_type not in table:
@@ -81,10 +81,10 @@ def register_with_peft(config_class: Any) -> None:
 
 
 def register_with_sentence_transformers(config_class: Any) -> None:
-    """Let sentence-transformers, if it is imported, load T5 and UMT5 encoders with their Auto class.
+    """Make sentence-transformers, if it is imported, load T5 and UMT5 encoders with their Auto class.
 
-    The library's table selects the Transformers encoder for all subclasses of `T5Config`. The first matching row
-    applies. The added row selects the Auto class, which also finds the encoder in remote code.
+    A table in the library selects the Transformers encoder for all subclasses of `T5Config`. This function inserts a
+    row before it that selects the Auto class, which also finds the encoder in remote code.
     """
     library = sys.modules.get("sentence_transformers.base.modules.transformer")
     table = getattr(library, "_ENCODER_ONLY_MODELS", None)
@@ -112,15 +112,15 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         value_head_dim: d_v, the size of a value head in all attention modules (v in arXiv 1911.02150). None means d,
             the size of a query or key head. Other values require training from scratch.
         kv_lora_rank: r, the rank of the latent from which self-attention computes keys and values (arXiv 2405.04434,
-            section 2.1.2). In an encoder-decoder, it applies to the decoder. If it is the input width, the input
-            itself is cached, without new parameters. None means that keys and values are cached.
+            section 2.1.2). In an encoder-decoder, it applies to the decoder. If it is the same as the input width, the
+            input itself is cached, without new parameters. None means that keys and values are cached.
         per_layer_values: the values of fields that differ between layers (heads, ranks, windows, kernels, talking
             heads), as {field: [one value per layer]}. `per_layer_config`, the format in Transformers, is converted to
             this format.
         talking_heads: the talking-heads projections: None, "logits" (P_l, before the softmax), "weights" (P_w, after
             the softmax) or "both".
         num_softmax_heads: h, the number of softmax heads (default: `num_attention_heads`).
-        num_value_heads: h_v, the number of heads of the values and of the output projection. The default is
+        num_value_heads: h_v, the number of value heads, which the output projection combines. The default is
             `num_attention_heads`, or `num_softmax_heads` if P_l is the only projection.
         talking_heads_init: the initialization of a new P_l or P_w. "identity" is equivalent to multi-head attention,
             with input-dependent terms initialized to zero. "random" is fan-in variance scaling, the authors' default.
@@ -129,20 +129,21 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         attention_pattern: None (each token attends to all tokens), "sliding_window" or a block pattern. In an
             encoder-decoder, it applies to the decoder's self-attention.
         attention_window: w, the window size, which must be even. Each token attends to itself and to w / 2 tokens on
-            each side. Causal attention and its cache use the last w tokens. None in `per_layer_values` means no
-            window.
+            each side. Causal attention and its cache use the last w tokens. In `per_layer_values`, None means that a
+            layer has no window.
         attention_dilation: the step between the tokens in a window.
         num_global_tokens: the number of global tokens at the beginning of the text (encoders only). They attend to all
             tokens, and all tokens attend to them.
         position_embedding_type: None selects the default positions of the architecture, as does "absolute" if they are
-            learned. "sinusoidal" selects sines and cosines for texts of any length (arXiv 1706.03762, section 3.5).
-        score_function: None for dot products, or "additive" for v^T tanh(W q + U k), with W, U and v per head
-            (1409.0473, A.1.2).
+            learned. "sinusoidal" selects sines and cosines, which support texts of any length (arXiv 1706.03762,
+            section 3.5).
+        score_function: None for dot products, or "additive" for v^T tanh(W q + U k), with W, U and v per head (arXiv
+            1409.0473, section A.1.2).
         attn_variants_format: the version number of the format of these fields, which is 5.
 
     Raises:
-        ValueError: if a value is invalid or a keyword resembles the name of a field. The message contains the rule,
-            the field and the values.
+        ValueError: if a value is invalid, or if an unknown keyword resembles the name of a field. The message contains
+            the rule, the field and the values.
     """
 
     transformers_model_types: ClassVar[tuple[str, ...]] = ()
@@ -174,9 +175,9 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
     attn_variants_format: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        # The configuration of a base checkpoint has a Transformers model type, which would hide the model type of this
-        # class. Only saved configurations have a model type. They are loaded with any names, because other tools may
-        # add entries.
+        # Only saved configurations contain a model type. In the configuration of a base checkpoint, it is that of the
+        # Transformers model, which would hide the model type of this class. Unknown names in saved configurations do
+        # not raise errors, because other tools may add entries.
         model_type = kwargs.pop("model_type", None)
         if self.attn_variants_format is None and model_type != type(self).model_type:
             self.attn_variants_format = CONFIG_FORMAT
@@ -202,7 +203,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         register_with_sentence_transformers(type(self))
 
     def check_variant(self) -> None:
-        """Check that the variant fields are consistent and set missing ones. Models repeat this check.
+        """Check that the variant fields are consistent, and set missing ones. Model constructors repeat this check.
 
         Raises:
             ValueError: if a value is invalid. The message contains the rule, the field and the values.
@@ -284,10 +285,10 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return getattr(self, name) if values is None else values[layer]
 
     def head_fields(self, kv_heads_fields: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Return the fields of head counts, including softmax and value heads if the model has talking heads.
+        """Return the fields with head counts, including softmax and value heads if the model has talking heads.
 
         Args:
-            kv_heads_fields: the fields of key/value heads to include (default: all). An encoder and a decoder with
+            kv_heads_fields: the key/value heads fields to include (default: all). An encoder and a decoder with
                 different numbers of query heads have one field each.
         """
         kv_fields = [name for name in self.kv_heads_fields() if kv_heads_fields is None or name in kv_heads_fields]
@@ -301,19 +302,19 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         return TalkingHeadsSettings.from_config(self, prefix, layer)
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
-        """Return the name of the field with the number of query heads that belongs to a key/value heads field."""
+        """Return the name of the query heads field that corresponds to a key/value heads field."""
         return type(self).__dataclass_fields__[kv_heads_field].metadata["query_heads"]
 
     def query_heads(self, kv_heads_field: str = "num_key_value_heads") -> int:
-        """Return the number of query heads that share the key/value heads of this field."""
+        """Return the number of query heads that share the key/value heads in a field."""
         return getattr(self, self.query_heads_field(kv_heads_field))
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Check that no keyword is a misspelled variant field. Transformers accepts all names.
+        """Check that no keyword is a misspelled variant field, because Transformers accepts any name.
 
         Raises:
-            ValueError: if a keyword resembles the name of a field. The message contains the name of this field.
+            ValueError: if a keyword is not a field but resembles one. The message contains the name of this field.
         """
         for name in names:
             if (reason := describe_misspelled_field(cls, name)) is not None:
@@ -321,7 +322,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a configuration and replace a Transformers model type by the model type of this class."""
+        """Read a configuration, and replace a Transformers model type with the model type of this class."""
         values, unused = super().get_config_dict(*args, **kwargs)
         return cls._with_variant_model_type(values), unused
 
@@ -345,7 +346,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         new_values = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         if "num_attention_heads" in new_values:
             new_values[heads_field] = new_values.pop("num_attention_heads")
-        if heads_field in new_values:  # counts that are the same as the old number of heads follow the new number
+        if heads_field in new_values:  # counts that were the same as the number of heads follow the new number
             counts = {*cls.kv_heads_fields(), *(name for name in cls.talking_heads_fields() if "num_" in name)}
             old = config_dict.get(heads_field)
             config_dict = {name: v for name, v in config_dict.items() if not (name in counts and v == old)}
@@ -354,10 +355,20 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     @classmethod
     def from_upstream(cls, config: "PreTrainedConfig | dict[str, Any]", **fields: Any) -> Self:
-        """Create a configuration with the values of a Transformers or variant configuration, updated by `fields`.
+        """Create a configuration with the values of a Transformers or variant configuration, updated with `fields`.
 
         Raises:
             ValueError: if `config` is for another architecture.
+
+        Example:
+
+        ```py
+        >>> from transformers import BertConfig
+        >>> from hf_attn_variants import AttnVariantBertConfig
+        >>> config = AttnVariantBertConfig.from_upstream(BertConfig(hidden_size=384), num_key_value_heads=4)
+        >>> config.hidden_size, config.num_key_value_heads
+        (384, 4)
+        ```
         """
         cls.check_names(fields)
         values = dict(config) if isinstance(config, dict) else config.to_dict()
@@ -373,7 +384,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
     def attention_head_dim(self, kv_heads_field: str = "num_key_value_heads") -> int:
         """Return d, the size of a query or key head, for the key/value heads in a field."""
-        if self.head_dim_field is not None:  # the heads together may differ from `hidden_size`
+        if self.head_dim_field is not None:  # the total size of the heads may differ from `hidden_size`
             return getattr(self, self.head_dim_field)
         return self.hidden_size // self.query_heads(kv_heads_field)
 
@@ -403,7 +414,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         # The constructors of all Transformers models set a name here, but a configuration itself sets None.
         if value is not None and (model_class := find_transformers_model_class()) is not None:
             check_transformers_model_class(self, model_class)
-            name: Any = self._attn_implementation_internal  # the configuration of an existing model has our names
+            name: Any = self._attn_implementation_internal  # the configuration of a variant model has our names
             self._attn_implementation_internal = {EAGER: "eager", SDPA: "sdpa"}.get(name, name)
         vars(self)["_experts_implementation_internal"] = value
 
@@ -418,7 +429,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
         self._output_attentions = value
 
     def validate(self) -> None:
-        """Run the checks of Transformers, except the one that limits `output_attentions` to "eager"."""
+        """Run the Transformers checks, except the one that limits `output_attentions` to "eager"."""
         output_attentions, self._output_attentions = self._output_attentions, False
         try:
             super().validate()
@@ -433,7 +444,7 @@ class AttnVariantConfigMixin(SavedWithCode, BlockPatternFields, KernelFields):
 
 
 def supports_decoder_cache(config: Any) -> bool:
-    """Return True if a decoder supports a cache for past keys and values.
+    """Return True if a decoder with this configuration supports a cache of past keys and values.
 
     The dynamic projections "m2l" and "m2w" also require past inputs, which are not in the cache. In cross-attention,
     these inputs are the encoder outputs, which are available unless the cache stores their latent.
@@ -452,9 +463,9 @@ class CrossAttentionConfigMixin(AttnVariantConfigMixin):
 
     Args:
         cross_talking_heads, cross_num_softmax_heads, cross_num_value_heads, cross_talking_heads_init,
-        cross_talking_heads_dynamic: the same as the fields without `cross_`, for cross-attention. If any of these five
-            fields is set, cross-attention only uses these five. Set `cross_talking_heads` to "none" for no talking
-            heads.
+        cross_talking_heads_dynamic: the counterparts of the fields without `cross_`, for cross-attention. If any of
+            these five fields is set, cross-attention ignores the fields without `cross_`. To disable talking heads in
+            cross-attention, set `cross_talking_heads` to "none".
         cross_score_function: the `score_function` of cross-attention. None means the value of `score_function`, and
             "none" means dot products.
     """
@@ -478,14 +489,16 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
         encoder_num_key_value_heads: the number of key/value heads per encoder layer. None means the number of query
             heads (MHA).
         encoder_kv_lora_rank: the `kv_lora_rank` of the encoder layers.
-        cross_kv_lora_rank: the rank of the latent of the encoder outputs, which all decoder layers share. If it is the
-            width of the encoder outputs, these are cached themselves, and the model outputs do not change.
+        cross_kv_lora_rank: the rank of the latent that is computed from the encoder outputs and shared by all decoder
+            layers. If it is the width of the encoder outputs, the encoder outputs themselves are cached, and the model
+            outputs do not change.
         encoder_attention_pattern, encoder_attention_window, encoder_attention_dilation, encoder_num_global_tokens,
         encoder_attention_block_size, encoder_num_random_blocks, encoder_attention_seed, encoder_num_summary_tokens,
         encoder_split_attention_heads: the pattern of the encoder. Cross-attention has no pattern and attends to all
             encoder outputs.
         encoder_talking_heads, encoder_num_softmax_heads, encoder_num_value_heads, encoder_talking_heads_init,
-        encoder_talking_heads_dynamic, encoder_score_function: the same as the fields with `cross_`, for the encoder.
+        encoder_talking_heads_dynamic, encoder_score_function: the counterparts of the fields with `cross_`, for the
+            encoder.
         encoder_attention_kernel, cross_attention_kernel: the `attention_kernel` of the encoder and of cross-attention.
     """
 
@@ -514,7 +527,7 @@ class EncoderDecoderConfigMixin(CrossAttentionConfigMixin):
     cross_attention_kernel: str | None = variant_field("cross_attention_kernel")
 
     def query_heads_field(self, kv_heads_field: str = "num_key_value_heads") -> str:
-        """Return the name of the field with the number of query heads that belongs to a key/value heads field."""
+        """Return the name of the query heads field that corresponds to a key/value heads field."""
         encoder, decoder = self.encoder_decoder_heads
         return encoder if kv_heads_field.startswith("encoder_") else decoder
 

@@ -1,1 +1,1 @@
-"""Mechanisms that replace a part of attention, each with its paper."""
+"""Mechanisms that replace parts of attention. Each mechanism names its paper."""

@@ -19,7 +19,7 @@ with guarded_imports():
 
 __all__ = ["AdditiveScore", "create_additive_score"]
 
-# The maximum number of elements in a block of the tensor [n, m, d]. Only one block is in memory at a time.
+# The maximum number of elements in a block of the [n, m, d] tensor. Only one block is in memory at a time.
 _SCORE_BLOCK_ELEMENTS = 2**22
 
 
@@ -28,9 +28,9 @@ class AdditiveScore(Mechanism, nn.Module):
 
     Args:
         heads: h_k, the number of query heads.
-        key_heads: k.
-        head_dim: d.
-        like: a tensor with the dtype and device of the parameters.
+        key_heads: k, the number of key heads.
+        head_dim: d, the size of a query or key head.
+        like: a tensor whose dtype and device are used for the parameters.
     """
 
     field = "score_function"
@@ -48,8 +48,8 @@ class AdditiveScore(Mechanism, nn.Module):
     def init_projections(self) -> None:
         """Initialize the parameters with fan-in scaling.
 
-        The projections preserve the standard deviation of queries and keys. The standard deviation of the initial
-        scores is at most 1.
+        The projections preserve the standard deviation of the queries and keys. The initial scores have a standard
+        deviation of at most 1.
         """
         for parameter in (self.query_map, self.key_map, self.vector):
             init.normal_(parameter, mean=0.0, std=parameter.shape[-1] ** -0.5)
@@ -77,7 +77,7 @@ class AdditiveScore(Mechanism, nn.Module):
     def count_flops(self) -> tuple[int, int]:
         """Return the number of floating-point operations per key token and per query token.
 
-        The product with v is not included, because it is counted as the dot product of query and key.
+        The product with v is not included, because it is counted instead of the dot product of query and key.
         """
         return 2 * self.key_map.numel(), 2 * self.query_map.numel()
 

@@ -1,9 +1,9 @@
-"""Head sharing, in which groups of query heads of equal size share keys and values.
+"""Head sharing, in which equally large groups of query heads share keys and values.
 
 Multi-query attention (MQA) has a single key/value head, and grouped-query attention (GQA) has several. Multi-head
 attention (MHA) has as many key/value heads as query heads. All attention modules in this package support any number of
-key/value heads: their projections are smaller, and `ops.softmax_attention` uses one key/value head per group. This
-module does not import torch, because the commands create flags from this field.
+key/value heads. Fewer heads require smaller projections, and `ops.softmax_attention` uses one key/value head per
+group. This module does not import torch, because the commands create a flag from its field.
 """
 
 from collections.abc import Collection
@@ -19,7 +19,7 @@ class HeadSharing(Mechanism):
 
     Class attributes:
         label: the abbreviation of the mechanism.
-        words: the name of the mechanism in sentences.
+        words: the name of the mechanism for use in sentences.
     """
 
     field = "num_key_value_heads"
@@ -55,7 +55,7 @@ class MultiQuery(HeadSharing):
 
 
 def get_head_sharing(counts: Collection[int], heads: int) -> type[HeadSharing]:
-    """Return the kind of head sharing in an encoder or decoder. `HeadSharing` means that heads are not shared.
+    """Return the kind of head sharing in an encoder or decoder, or `HeadSharing` if heads are not shared.
 
     Args:
         counts: the number of key/value heads in each layer.
@@ -67,11 +67,11 @@ def get_head_sharing(counts: Collection[int], heads: int) -> type[HeadSharing]:
 
 
 def consecutive_groups(heads: int, count: int) -> list[list[int]]:
-    """Return the query heads in each of `count` groups: heads g*i ... g*i + g - 1 use key/value head i."""
+    """Return the query heads in each of `count` groups. Group i contains heads g*i to g*i + g - 1."""
     size = heads // count
     return [list(range(size * i, size * (i + 1))) for i in range(count)]
 
 
 def get_kv_heads_field(prefix: str) -> str:
-    """Return the key/value heads field of a place. Cross-attention uses the decoder's field."""
+    """Return the name of the key/value heads field for a place. Cross-attention uses the decoder's field."""
     return f"{prefix if prefix == 'encoder_' else ''}{HeadSharing.field}"

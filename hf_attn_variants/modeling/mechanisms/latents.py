@@ -46,8 +46,8 @@ def add_latent_projection(root: nn.Module, path: str, width: int, rank: int) -> 
     Args:
         root: the base model.
         path: the path of the projection inside the base model.
-        width: D.
-        rank: r.
+        width: D, the size of the inputs.
+        rank: r, the size of the latents.
     """
     parent, _, name = path.rpartition(".")
     owner = root.get_submodule(parent)

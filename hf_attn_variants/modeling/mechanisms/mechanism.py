@@ -1,4 +1,4 @@
-"""Base class of the attention mechanisms, with their names, papers and configuration fields."""
+"""The base class of attention mechanisms, which have a name, a paper and a configuration field."""
 
 from typing import Any, ClassVar
 
@@ -11,13 +11,13 @@ NONE = "none"
 
 
 class Mechanism:
-    """A mechanism that replaces a part of attention.
+    """The base class of mechanisms that replace a part of attention.
 
     Class attributes:
         field: the configuration field that requests the mechanism, without a prefix.
         name: the value of the field that selects the mechanism. Base classes accept any value and have no name.
         paper: the title and the arXiv identifier of the paper.
-        inherits: `True` if a place without its own value uses the value of the field without a prefix.
+        inherits: True if a place without its own value uses the value of the field without a prefix.
     """
 
     field: ClassVar[str]

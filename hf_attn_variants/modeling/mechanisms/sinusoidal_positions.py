@@ -1,4 +1,4 @@
-"""Parameter-free sinusoidal positions for texts of any length (arXiv 1706.03762, section 3.5).
+"""Sinusoidal positions, which have no parameters and support texts of any length (arXiv 1706.03762, section 3.5).
 
 They are enabled by `position_embedding_type="sinusoidal"`. In BERT and related models, they replace the learned
 positions. In T5 and UMT5, they replace the relative position bias and are added once to the inputs of the encoder and
@@ -31,7 +31,7 @@ _FREQUENCY_BASE = 10000.0
 
 
 def has_sinusoids(config: Any) -> bool:
-    """Return True if a configuration of this package or of Transformers requests sinusoidal positions."""
+    """Return True if a configuration from this package or from Transformers requests sinusoidal positions."""
     return SinusoidalPositions.requested_in(config, "") is not None
 
 
@@ -53,9 +53,9 @@ class SinusoidalPositions(Mechanism, nn.Module):
     Args:
         width: the size of an embedding.
         spread: the factor by which the embeddings are multiplied.
-        first: the number of the first position in the model.
-        like: the table that the embeddings replace. They have the same dtype, which changes if the model is converted
-            with `to`.
+        first: the position id of the first token in a text.
+        like: the table that the embeddings replace. They have the same dtype as this table, which also changes if the
+            model is converted with `to`.
     """
 
     like: torch.Tensor
@@ -85,7 +85,7 @@ class DistanceBias(Mechanism):
 
     @classmethod
     def requested_in(cls, config: Any, prefix: str) -> tuple[str, Any] | None:
-        """Return the field and its value, or None for cross-attention and for models with sinusoidal positions."""
+        """Return the field and its value, or None for cross-attention or a model with sinusoidal positions."""
         is_without = prefix == "cross_" or has_sinusoids(config)
         return None if is_without else super().requested_in(config, "")
 
@@ -120,7 +120,7 @@ class PositionEmbeddingsMixin(_Embeddings):
         cls.arguments = MethodArguments(get_transformers_class(cls, PositionEmbeddingsMixin), cls.roles)
 
     def install_positions(self, config: Any) -> None:
-        """Replace the learned positions by sinusoidal positions if the configuration requests them."""
+        """Replace the learned positions with sinusoidal positions if the configuration requests them."""
         if has_sinusoids(config) and isinstance(self.position_embeddings, nn.Embedding):
             table = self.position_embeddings.weight
             check_attributes(self, ("padding_idx",) if config.positions_after_padding else ())
@@ -128,7 +128,7 @@ class PositionEmbeddingsMixin(_Embeddings):
             self.position_embeddings = SinusoidalPositions(table.shape[1], config.initializer_range, first, table)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Embed the inputs.
+        """Return the embeddings [b, n, size] of the inputs. The arguments are the same as in the Transformers class.
 
         With sinusoidal positions, texts may be longer than the position buffers in Transformers.
         """

@@ -3,7 +3,7 @@
 P_l and P_w are defined in section 3 of the paper, and their input-dependent terms in section 5. The five fields
 without a prefix apply to all attention modules. If any of the five fields with the prefix `encoder_` or `cross_` is
 set, the encoder or cross-attention only uses the fields with this prefix. This module does not import torch, because
-the commands create flags from these names.
+the commands use these names in their flags.
 """
 
 from collections.abc import Iterable
@@ -134,24 +134,24 @@ class DynamicTerms(Mechanism):
 
     @classmethod
     def requested_in(cls, config: Any, prefix: str) -> tuple[str, list[str]] | None:
-        """Return the field without a prefix and the terms in any layer of a place, or None if there are no terms."""
+        """Return the unprefixed field and the terms that any layer at a place uses, or None if there are no terms."""
         terms = get_dynamic_terms(config, prefix) if prefix in get_talking_heads_places(config) else []
         return (cls.field, terms) if terms else None
 
 
 def get_talking_heads_places(config: Any) -> tuple[str, ...]:
-    """Return the prefixes of the places with talking-heads fields in a configuration, starting with ""."""
+    """Return the prefixes of the places that have talking-heads fields in a configuration, starting with ""."""
     return tuple(prefix for prefix in PREFIXES if hasattr(config, prefix + KIND))
 
 
 def has_talking_heads(config: Any, prefix: str | None = None) -> bool:
-    """Return True if any layer of a place has talking heads. If `prefix` is None, all places are checked."""
+    """Return True if any layer at a place has talking heads. If `prefix` is None, all places are checked."""
     places = get_talking_heads_places(config) if prefix is None else (prefix,)
     return any(talking.kind for place in places for talking in get_settings_per_layer(config, place))
 
 
 def get_dynamic_terms(config: Any, prefix: str = "") -> list[str]:
-    """Return the input-dependent terms in any layer of a place, in the order of `DYNAMIC_PROJECTIONS`."""
+    """Return the input-dependent terms that any layer at a place uses, in the order of `DYNAMIC_PROJECTIONS`."""
     terms = {name for talking in get_settings_per_layer(config, prefix) for name in talking.dynamic}
     return [name for name in DYNAMIC_PROJECTIONS if name in terms]
 
@@ -191,8 +191,8 @@ def get_projection_shapes(heads: "AttentionHeads", query_dim: int, key_input_dim
 
     Args:
         heads: the head counts and talking-heads settings of the attention module.
-        query_dim: the size of the inputs of the query projection.
-        key_input_dim: the size of the inputs of the key and value projections.
+        query_dim: the input size of the query projection.
+        key_input_dim: the input size of the key and value projections.
     """
     mixed = {LOGITS: (heads.query, heads.softmax), WEIGHTS: (heads.softmax, heads.output)}
     shapes: dict[str, tuple[int, ...]] = {
@@ -208,8 +208,8 @@ def get_projection_std(name: str, shape: tuple[int, ...], initialization: str) -
     """Return the initial standard deviation of a parameter, or None if it is initialized as the identity.
 
     As in the authors' code, the variance is 1 / fan-in. A dynamic projection [input size, h_in, h_out] is added to a
-    static one. With identity initialization, it is initialized with zeros, so that the outputs do not change.
-    Otherwise, its variance is scaled by 0.01 / h_in, because larger values made training difficult.
+    static projection. With identity initialization, dynamic projections are initialized to zero, so that the outputs
+    do not change. Otherwise, their variance is scaled by 0.01 / h_in, because larger values made training difficult.
 
     Args:
         name: the name of the parameter.
@@ -249,14 +249,14 @@ def get_per_layer_fields(config: Any, prefixes: Iterable[str]) -> set[str]:
 
 
 def get_settings_prefix(config: Any, prefix: str) -> str:
-    """Return the prefix of the fields that apply to a place: its own if any of its fields is set, otherwise ""."""
+    """Return the prefix of the fields that apply to a place, which is "" if none of the place's own fields is set."""
     by_layer = config.per_layer_values or {}
     names = [prefix + name for name in TALKING_FIELDS]
     return prefix if any(name in by_layer or getattr(config, name, None) is not None for name in names) else ""
 
 
 def get_settings_per_layer(config: Any, prefix: str) -> list[TalkingHeadsSettings]:
-    """Return the talking-heads settings of each layer at a place, or a single entry if all layers are the same."""
+    """Return the talking-heads settings of each layer at a place, or only one entry if all layers have the same."""
     listed = get_per_layer_fields(config, (get_settings_prefix(config, prefix),))
     layers = range(config.layer_count(prefix + KIND)) if listed else (0,)
     return [TalkingHeadsSettings.from_config(config, prefix, layer) for layer in layers]

@@ -1,1 +1,1 @@
-"""Functions of tensors, without module parameters and without a configuration."""
+"""Tensor functions, which use neither module parameters nor a configuration."""

@@ -1,10 +1,10 @@
-"""Selects the backend of talking-heads attention and tests each GPU kernel in a trial before it is used.
+"""Selects the backend for talking-heads attention, and tests each GPU kernel in a trial before it is used.
 
 The kernels were tested on only one type of GPU (benchmarks/gpu/README.md), and compilers change. The first call of
 each kind (device, dtypes, head counts, masks and row length) in a process is therefore preceded by a trial. In a small
 forward pass, and in a backward pass if gradients are needed, the kernel must agree with plain torch in float32 on the
-CPU. If the kernel fails or disagrees, calls of this kind are computed by plain torch, and a warning is printed.
-Dropout is random and is not compared.
+CPU. If the kernel fails or disagrees, plain torch computes all calls of this kind, and a warning is logged. Dropout is
+random and is not compared.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ __all__ = [
 # Follows the verbosity level of Transformers, even in Hub repositories
 logger = logging.get_logger("transformers.attn_variants")
 
-# Exceptions that do not indicate a kernel failure: other processes may use the memory, and gradient checkpointing
+# Exceptions that do not indicate a kernel failure. Other processes may use the memory, and gradient checkpointing
 # raises an exception to stop the recomputation.
 NOT_KERNEL_FAILURES = (torch.OutOfMemoryError, *filter(None, [getattr(checkpoint, "_StopRecomputationError", None)]))
 # The tolerated relative error per query or key. It is larger than rounding errors and much smaller than the error that
@@ -43,7 +43,7 @@ TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 1e-1
 
 
 def passes_trial(known: dict[Any, bool], kind: Any, trial: Callable[[], str | None], fallback_message: str) -> bool:
-    """Return True if a kernel can be used for a kind of call. The trial runs the first time.
+    """Return True if a kernel can be used for a kind of call. The first call of each kind runs the trial.
 
     Args:
         known: the results of previous trials by kind. The function adds the new result.
@@ -53,7 +53,7 @@ def passes_trial(known: dict[Any, bool], kind: Any, trial: Callable[[], str | No
     """
     if kind not in known:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # a trial cannot run while a CUDA graph is being captured, so it runs later
+            return False  # a trial cannot run while a CUDA graph is captured, so a later call runs it
         record_trial_result(known, kind, trial(), fallback_message)
     return known[kind]
 
@@ -70,9 +70,9 @@ def describe_disagreement(kernels: str, errors: Callable[[], dict[str, float]], 
 
     Args:
         kernels: the name of the kernels.
-        errors: a function that runs a small call and returns a dictionary of its relative errors. It may raise any
-            compiler or driver exception.
-        most: the largest error that can be caused by rounding.
+        errors: a function that runs a small call and returns the relative error of each result, {name: error}. It may
+            raise any compiler or driver exception.
+        most: the largest error that rounding can cause.
     """
     try:
         measured = errors()
@@ -81,16 +81,16 @@ def describe_disagreement(kernels: str, errors: Callable[[], dict[str, float]], 
     except Exception as error:  # the call can still be computed by plain torch
         return describe_failure(kernels, error)
     wrong = [f"{name} by {value:.1e}" for name, value in measured.items() if not value <= most]  # NaN is also an error
-    return f"{kernels} gave other numbers (relative errors: {', '.join(wrong)})" if wrong else None
+    return f"{kernels} returned different values (relative errors: {', '.join(wrong)})" if wrong else None
 
 
 def describe_failure(kernels: str, error: Exception) -> str:
-    """Describe the exception that the kernels raised."""
+    """Describe an exception that kernels raised."""
     return f"{kernels} failed with {type(error).__name__}: {str(error)[:500]}"
 
 
 def get_tolerance(dtype: torch.dtype) -> float:
-    """Return the largest tolerated error of outputs and gradients in a dtype."""
+    """Return the largest error that is tolerated in outputs and gradients of a dtype."""
     return TOLERANCE if dtype == torch.float32 and not allows_tf32() else HALF_PRECISION_TOLERANCE
 
 
@@ -112,7 +112,7 @@ _trial_results: dict["_Kind", bool] = {}
 
 
 class _Kind(NamedTuple):
-    """The properties of a call that a compiled kernel depends on. The dtype of a missing input is None."""
+    """The properties of a call that a compiled kernel depends on. A missing input has the dtype None."""
 
     device: torch.device
     dtype: torch.dtype
@@ -133,12 +133,12 @@ class _Kind(NamedTuple):
 def choose_backend(operands: Operands, with_backward: bool) -> str:
     """Return the backend for a call, "triton" or "blocked".
 
-    The backend for a kind of call does not change within a process. An out-of-memory error is the only exception that
-    the function can raise.
+    The backend for a kind of call does not change within a process. The only exception that this function can raise is
+    an out-of-memory error.
 
     Args:
-        operands: the operands of the call
-        with_backward: True if gradients are needed
+        operands: the operands of the call.
+        with_backward: True if gradients are needed.
     """
     if not is_supported(operands):
         return "blocked"
@@ -176,7 +176,7 @@ def _get_dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def _describe_layout(tensor: Tensor | None) -> str:
-    """Describe the strides of heads and keys by "0", "1" or "n", because kernels are specialized for 0 and 1."""
+    """Describe the strides of heads and keys with "0", "1" or "n", because kernels are specialized for 0 and 1."""
     if tensor is None:
         return ""
     steps = ((tensor.shape[axis] > 1) * tensor.stride(axis) for axis in (1, 3))
@@ -184,7 +184,7 @@ def _describe_layout(tensor: Tensor | None) -> str:
 
 
 def _describe_triton_disagreement(kind: _Kind) -> str | None:
-    """Run a trial with both backends and return the reason if the kernels disagree, and None otherwise."""
+    """Run a trial with both backends, and return the reason if the kernels disagree, or None if they agree."""
 
     def errors() -> dict[str, float]:
         actual, expected = _run_random_call(kind, "triton"), _run_random_call(kind, "blocked")

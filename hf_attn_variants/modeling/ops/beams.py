@@ -8,7 +8,7 @@ In beam search, a decoder has B consecutive rows per sentence, so that row i bel
 
 Keys and values are stored once per sentence and are not repeated for attention. The queries of all beams of a sentence
 attend to the same keys, so the beams are moved to the axis of the query rows. The query heads in a group share a
-key/value head and are therefore moved to this axis too:
+key/value head, so they are moved to this axis as well:
 
     queries    [b B, k g, n, d]
     folded     [b, k, B g n, d]     one product with the keys [b, k, m, d], which are read once
@@ -41,7 +41,7 @@ def count_beams(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def count_beams_in_cache(states: torch.Tensor, encoder_outputs: torch.Tensor) -> int:
-    """Return the number of beams to store in a cache layer: B for states [b B, n, D], or 1 while a graph is traced."""
+    """Return the number of beams to store in a cache layer, which is B for states [b B, n, D], or 1 during tracing."""
     return 1 if is_traced() or not len(encoder_outputs) else max(count_beams(states, encoder_outputs), 1)
 
 
@@ -56,7 +56,7 @@ def select_first_beams(tensor: torch.Tensor, beams: int) -> torch.Tensor:
 
 
 def repeat_for_beams(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Repeat each row of a tensor [b, ...] for the beams of its sentence, which gives [rows, ...]."""
+    """Repeat each row of a tensor [b, ...] for the beams of its sentence, and return a tensor [rows, ...]."""
     return tensor.repeat_interleave(rows // tensor.shape[0], dim=0)
 
 
@@ -75,7 +75,7 @@ class QueryFold:
         return query.transpose(1, 2).flatten(2, 3)
 
     def fold_mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Fold a mask or bias. It is broadcastable to [b B, k g, n, m] before and to [b, k, B g n, m] afterwards."""
+        """Fold a mask or bias that is broadcastable to [b B, k g, n, m] into one broadcastable to [b, k, B g n, m]."""
         if mask is None:
             return None
         mask = mask[(None,) * (4 - mask.dim())]

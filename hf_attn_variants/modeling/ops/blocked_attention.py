@@ -61,22 +61,22 @@ class Operands(NamedTuple):
 
     @property
     def heads_in(self) -> int:
-        """Return h_k, the number of query heads."""
+        """h_k, the number of query heads."""
         return self.query.shape[1]
 
     @property
     def heads(self) -> int:
-        """Return h, the number of softmax heads."""
+        """h, the number of softmax heads."""
         return self.heads_in if self.logits_proj is None else self.logits_proj.shape[1]
 
     @property
     def heads_out(self) -> int:
-        """Return h_v, the number of output heads."""
+        """h_v, the number of output heads."""
         return self.heads if self.weights_proj is None else self.weights_proj.shape[1]
 
     @property
     def is_empty(self) -> bool:
-        """Return True if there are no queries or no keys."""
+        """True if there are no queries or no keys."""
         return 0 in (*self.query.shape, self.key.shape[2])
 
     def new_output(self) -> Tensor:
@@ -87,11 +87,10 @@ class Operands(NamedTuple):
 
 # The number of values [heads, r, m] per thread. A few tensors of this size fit into the cache.
 BLOCK_ELEMENTS = {"cpu": 2**19, "default": 2**24}
-# Numbers of rows for which matrix products are fast. If there are few rows, products spend more time on reading keys
-# and values than on computation. Blocks with up to 64 rows may therefore have four times as many values as fit into
-# the cache.
+# Numbers of rows for which matrix products are fast. With few rows, reading keys and values takes longer than the
+# computation. Blocks with up to 64 rows may therefore have four times as many values as fit into the cache.
 BLOCK_ROWS = (512, 256, 128, 64, 48, 32)
-# The maximum number of parts of a sequence. Each part has a copy of the keys and values.
+# The maximum number of parts into which a sequence is split. Each part has a copy of the keys and values.
 MOST_PARTS = 8
 
 
@@ -115,11 +114,11 @@ class _Block:
 
 
 class _Call:
-    """The steps of an attention call, each of which processes one block.
+    """An attention call, with a method for each step in the computation of a block.
 
     Args:
         operands: the operands of the call.
-        threads: the number of threads that compute a block. It determines the block sizes.
+        threads: the number of threads that compute a block, which determines the block sizes.
     """
 
     def __init__(self, operands: Operands, threads: int):
@@ -220,9 +219,9 @@ class _Call:
         return self.gather_states("values", self.value, block)
 
     def gather_states(self, name: str, states: Tensor, block: _Block) -> Tensor:
-        """Return the part [B * k, m, x] of [b, k, all keys, x] that a block reads.
+        """Return the part [B * k, m, x] of keys or values [b, k, all keys, x] that a block reads.
 
-        Multiple slices are joined in a buffer.
+        If there are several slices, they are joined in a buffer.
         """
         parts = [states[block.batch, :, span] for span in block.spans]
         if len(parts) > 1:
@@ -274,7 +273,7 @@ class _Call:
         return weights if without_keys is None else weights.masked_fill_(without_keys, 0)
 
     def masks(self, block: _Block) -> tuple[Tensor | None, list[Tensor]]:
-        """Return a mask broadcastable to [B, h, r, m] (None = all keys), and the terms to add to the logits."""
+        """Return a mask broadcastable to [B, h, r, m] (None for all keys), and the terms to add to the logits."""
         added = [block.read(term[block.batch, :, block.rows], 3) for term in self.added]
         allowed = None if self.allowed is None else block.read(self.allowed[block.batch, :, block.rows], 3)
         if self.is_causal and block.key_length > block.rows.start + 1:
@@ -291,10 +290,7 @@ class _Call:
         return allowed, added
 
     def mix_weights(self, softmax: Tensor, name: str, block: _Block) -> Tensor:
-        """Apply P_w to softmax weights [B, h, r, m].
-
-        The result [B, h_v, r * m] is the weights of the values before dropout.
-        """
+        """Apply P_w to softmax weights [B, h, r, m], and return the value weights [B, h_v, r * m] before dropout."""
         weights = softmax.to(self.query.dtype).flatten(2)
         if self.mix_out is None:
             return weights
@@ -309,7 +305,7 @@ class _Call:
         return (bits[: weights.numel()].view(weights.shape) >= self.first_kept).to(weights.dtype)
 
     def add_bias_gradient(self, d_bias: Tensor, d_logits: Tensor, block: _Block) -> None:
-        """Add a block's gradient of the position bias. If there are windows, `finish_gradients` adds the last part."""
+        """Add a block's gradient of the position bias. With windows, `finish_gradients` adds the last part."""
         if self.windows is None:
             add_bias_gradient(d_bias, d_logits, block.batch, block.rows)
         else:
@@ -411,8 +407,8 @@ def blocked_backward(d_output: Tensor, threads: Tensor, needs_bias_gradient: boo
 
 def _number_of_parts(operands: Operands, threads: int) -> int:
     batches, _, length, _ = operands.query.shape
-    # Splitting is not needed for causal blocks, which only read the keys up to their last row, or for windows, which
-    # have few keys.
+    # Splitting is not necessary for causal blocks, which only read the keys up to their last row, or for windows,
+    # which have few keys.
     if batches > 1 or operands.is_causal or operands.key_range is not None:
         return 1
     most = min(threads, MOST_PARTS, length // BLOCK_ROWS[-1])
@@ -458,7 +454,7 @@ def _count(span: slice) -> int:
 
 
 def add_bias_gradient(d_bias: Tensor, d_logits: Tensor, batch: slice, rows: slice) -> None:
-    """Add the gradient of logits [B, h, r, m] to its part of d_bias, summed over the axes that the bias broadcasts."""
+    """Add a block's logits gradient [B, h, r, m] to the bias gradient, summed over axes that the bias broadcasts."""
     axes = [axis for axis in range(4) if d_bias.shape[axis] == 1 and d_logits.shape[axis] > 1]
     part = d_logits.sum(axes, keepdim=True) if axes else d_logits
     places = (batch, slice(None), rows, slice(d_logits.shape[-1]))

@@ -2,13 +2,13 @@
 
 FlexAttention compiles a kernel that reads only the blocks of keys that overlap the windows of a block of queries:
 
-    key blocks         0   1   2   3   4    query block 2      .   /   x   /   .      x: read completely, /: read with
-    a mask, .: not read
+    key blocks         0   1   2   3   4
+    query block 2      .   /   x   /   .      x: read completely, /: read with a mask, .: not read
 
 FlexAttention supports neither dropout nor talking heads, and it has no backward pass on CPUs. `blocked_attention` is
-used for these calls. The first call of each kind is preceded by a trial (see `backend_choice`), in which small calls
+used in these cases. The first call of each kind is preceded by a trial (see `backend_choice`), in which small calls
 must agree with the blocked backend, including their gradients if they are needed. The symbols are defined in
-`softmax_attention`; l is the length of the longest text that a bias supports.
+`softmax_attention`. l is the length of the longest text that a bias supports.
 
 Sources: arXiv 2412.05496 (FlexAttention); arXiv 2004.05150, section 3.1 (windows).
 """
@@ -38,8 +38,8 @@ DEVICES = ("cuda",)
 _SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_HEAD_DIM = 16
 BLOCK = 128  # the number of queries or keys per block, the default of FlexAttention
-# The batch sizes, lengths and numbers of global tokens of the small calls. For the second call, torch compiles a
-# kernel for arbitrary sizes. This call also has queries whose windows contain only padding.
+# The batch sizes, lengths and numbers of global tokens of the small calls in a trial. For the second call, torch
+# compiles a kernel for arbitrary sizes. This call also has queries whose windows contain only padding.
 SMALL_CALLS = ((2, 300, 2), (3, 421, 0))
 # The number of keys on each side of a query in the small calls. With this window, some blocks are read completely,
 # some partly and some not at all.
@@ -77,7 +77,9 @@ def attention_in_windows(
     dropout: float = 0.0,
     **options: Any,
 ) -> Tensor:
-    """Compute attention within a key range, with memory that grows linearly with n and m. Differentiable once.
+    """Compute attention within a key range, with memory that grows linearly with n and m.
+
+    Only first-order gradients are supported.
 
     Args:
         query, key, value, mask, position_bias, key_range, dropout: see `talking_heads_attention` with a key range.
@@ -87,7 +89,7 @@ def attention_in_windows(
         The outputs [b, n, h_v, d_v].
 
     Raises:
-        ValueError: as in `talking_heads_attention`.
+        ValueError: under the same conditions as in `talking_heads_attention`.
     """
     kind = None
     if query.device.type in DEVICES and dropout == 0 and not _uses_talking_heads(options):
@@ -167,7 +169,7 @@ def _attend_with_flex_attention(
 ) -> Tensor:
     """Compute `attention_in_windows` with FlexAttention and return the outputs [b, n, h, d_v].
 
-    The bias is a table by distance, [1, h, 1, 2 l - 1].
+    The bias is a table that is indexed by distance, [1, h, 1, 2 l - 1].
     """
     length, key_length = query.shape[2], key.shape[2]
     readable = None if mask is None else mask[:, 0, 0, -key_length:].expand(query.shape[0], key_length)
@@ -212,7 +214,7 @@ def _get_compiled_flex_attention() -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=64)
 def _get_number_tensor(role: str, value: int, device: torch.device) -> Tensor:
-    """Return an integer as a tensor [], because torch would compile a kernel for each Python integer.
+    """Return an integer as a scalar tensor, because torch would compile a separate kernel for each Python integer.
 
     The role is part of the cache key, because torch also compiles another kernel if two roles share a tensor.
     """
@@ -226,7 +228,7 @@ def _create_score_mod(readable: Tensor | None, table: Tensor | None, offset: Ten
     Args:
         readable: a mask [b, m] that is True for keys that are not padding.
         table: the bias [h, 2 l - 1] for the distances -(l - 1) .. l - 1 from a query to a key.
-        offset: the position of the first query, [].
+        offset: the position of the first query, as a scalar tensor.
     """
     if readable is None and table is None:
         return None
@@ -279,8 +281,8 @@ def find_attended_blocks(
 ) -> tuple[Tensor, Tensor]:
     """Return the key blocks that each query block reads, and those that it reads completely.
 
-    A block is read completely if all its keys are attended to by all queries. The last blocks may be shorter than the
-    others.
+    A key block is read completely if all queries in the query block attend to all of its keys. The last blocks may be
+    shorter than the others.
 
     Args:
         key_range: the key range of the attention module.
@@ -309,7 +311,7 @@ def _describe_fallback(kind: Kind) -> str:
 
 
 def describe_flex_disagreement(kind: Kind) -> str | None:
-    """Return the reason if FlexAttention disagrees with the blocked backend in small calls of this kind, or None."""
+    """Return the reason if FlexAttention and the blocked backend disagree in small calls of this kind, or None."""
 
     def errors() -> dict[str, float]:
         worst: dict[str, float] = {}
@@ -326,7 +328,7 @@ def describe_flex_disagreement(kind: Kind) -> str | None:
 
 
 def _random_window_call(kind: Kind, batch: int, length: int) -> dict[str, Tensor]:
-    """Return the tensors for a small call. From each row to the next, the padding grows by a third of the text."""
+    """Return the tensors for a small call, in which each row has a third of a text more padding than the last row."""
     # A separate generator leaves the random state of the training run unchanged.
     generator = torch.Generator(kind.device).manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""Key ranges for sliding-window attention, with their blocks and their masks for full attention.
+"""Key ranges for sliding-window attention, their blocks, and equivalent masks for full attention.
 
 Attention is computed in blocks of consecutive queries, or of every `step`-th query if the window is dilated. A block
 reads the global tokens and one slice of keys, which is the union of its queries' windows:
@@ -37,7 +37,7 @@ __all__ = [
     "should_compute_in_blocks",
 ]
 
-# A distance that exceeds the length of any text. It represents a layer without a window. Larger sizes in a
+# A distance that exceeds the length of any text and represents a layer without a window. Larger sizes in a
 # configuration raise an error.
 MAX_SIZE = 2**31
 
@@ -58,10 +58,10 @@ class KeyRange(NamedTuple):
     def from_window(cls, window: int | None, dilation: int, global_tokens: int, is_causal: bool) -> "KeyRange":
         """Return the key range of a window.
 
-        The window extends by half its width to each side of the query. A causal window ends at the query.
+        The window extends to each side of the query by half its width. A causal window ends at the query.
 
         Args:
-            window: w, or None for attention to all keys.
+            window: w, the window size in keys, or None for attention to all keys.
             dilation: the step from one key to the next.
             global_tokens: the number of global tokens at the beginning of the text.
             is_causal: if True, a query does not attend to later keys.
@@ -74,23 +74,23 @@ class KeyRange(NamedTuple):
 
     @property
     def depends_on_positions(self) -> bool:
-        """Return True if the key range depends on positions in the text, and not only on distances."""
+        """True if the key range depends on positions in the text, and not only on distances."""
         return self.global_tokens > 0
 
     @property
     def is_causal(self) -> bool:
-        """Return True if a query does not attend to later keys."""
+        """True if a query does not attend to later keys."""
         return self.after == 0
 
     def num_attended_keys(self, key_length: int) -> int:
         """Return how many of `key_length` keys a query in the middle of the text attends to.
 
-        Queries of global tokens, which attend to all keys, are not considered.
+        The result does not apply to global tokens, which attend to all keys.
         """
         return min(key_length, (self.before + self.after) // self.step + 1 + self.global_tokens)
 
     def get_allowed_mask(self, queries: Any, keys: Any) -> Any:
-        """Return a boolean mask [n, m] that is True if a query at positions [n] attends to a key at positions [m]."""
+        """Return a boolean mask [n, m] of the keys at positions [m] that queries at positions [n] attend to."""
         distance = keys - queries[:, None]
         near = (distance >= -self.before) & (distance <= self.after) & (distance % self.step == 0)
         return near | (keys < self.global_tokens) | (queries < self.global_tokens)[:, None]
@@ -104,7 +104,7 @@ class KeyRange(NamedTuple):
 
 
 class TransientGlobal(NamedTuple):
-    """The key range of transient-global attention: tokens within `radius`, and one summary for each `block` tokens.
+    """The key range of transient-global attention: tokens within `radius`, and a summary of every `block` tokens.
 
     The attention itself is computed in the `transient_global` module.
     """
@@ -114,17 +114,17 @@ class TransientGlobal(NamedTuple):
 
     @property
     def depends_on_positions(self) -> bool:
-        """Return True, because blocks are counted from the first token in the text."""
+        """Always True, because blocks are counted from the first token in the text."""
         return True
 
     @property
     def is_causal(self) -> bool:
-        """Return False, because only encoders support this key range."""
+        """Always False, because only encoders support this key range."""
         return False
 
     @property
     def before(self) -> int:
-        """Return the maximum size, because encoders do not have a cache."""
+        """The maximum size, because encoders do not have a cache."""
         return MAX_SIZE
 
     def num_attended_keys(self, key_length: int) -> int:
@@ -135,7 +135,7 @@ class TransientGlobal(NamedTuple):
 # Follows the verbosity level of Transformers, even in Hub repositories
 logger = logging.get_logger("transformers.attn_variants")
 
-# Possible numbers of queries per block. With fewer queries, a larger part of the computed logits is inside the
+# Possible numbers of queries per block. With fewer queries, a larger proportion of the computed logits is inside the
 # windows. With more queries, matrix products are faster (benchmarks/long/sliding_window.py --rows).
 WINDOW_ROWS = (512, 256, 128, 64, 32)
 MOST_ROWS = {"cpu": 64, "default": 512}
@@ -152,7 +152,7 @@ def num_queries_per_block(key_range: KeyRange, device: str) -> int:
 
 
 def relative_bias(table: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Look up the position bias [1, h, n, m] in a table by distance.
+    """Look up the position bias [1, h, n, m] in a table that is indexed by distance.
 
     Args:
         table: the bias for the distances -(l - 1) .. l - 1 from a query to a key, [1, h, 1, 2 l - 1].
@@ -180,7 +180,7 @@ class BlockWindows:
 
     @property
     def most_elements(self) -> int:
-        """Return the number of logits per head in a block, not counting the blocks of global tokens."""
+        """The largest number of logits per head in a block, except in the blocks of global tokens."""
         return self.rows * _num_keys_per_block(self.key_range, self.rows)
 
     def blocks(self, global_rows: int) -> Iterator[tuple[slice, tuple[slice, ...]]]:
@@ -226,8 +226,8 @@ class BlockWindows:
     def add_bias_gradient(self, d_table: torch.Tensor, d_logits: torch.Tensor) -> None:
         """Add the gradient of the last block's logits, [B, h, r, m], to the gradient of the bias table.
 
-        Gradients of equivalent blocks are summed first, because scattering takes longer. `finish_bias_gradient`
-        scatters the last sum.
+        Gradients of equivalent blocks are summed before they are scattered, because scattering takes longer.
+        `finish_bias_gradient` scatters the last sum.
         """
         self.d_table, by_head = d_table, d_logits.sum(0)
         self.gradient = by_head if self.gradient is None else self.gradient.add_(by_head)
@@ -244,10 +244,10 @@ class BlockWindows:
 def should_compute_in_blocks(
     key_range: KeyRange, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
 ) -> bool:
-    """Return True if a call can be computed in blocks and is likely to be faster this way than with full attention.
+    """Return True if a call can be computed in blocks and this is likely to be faster than full attention.
 
-    The mask must be boolean and the same for all queries. If the text is shorter than twice the number of keys per
-    block, full attention with a mask is faster.
+    Blocks require a mask that is boolean and the same for all queries, or no mask. If the text is shorter than twice
+    the number of keys per block, full attention with a mask is faster.
     """
     length, key_length = query.shape[2], key.shape[2]
     if is_exporting() or query.shape[0] != key.shape[0] or length == 1:  # an exported graph must support every length
@@ -276,10 +276,10 @@ def key_range_to_mask_and_bias(
     Args:
         key_range: the key range of the attention module, a `KeyRange` or a `BlockPattern`.
         query, key: [b, h_k, n, d] and [b, k, m, d].
-        mask: as in `attention_with_weights`. Only its last m keys are used, because the cache may be shorter than the
+        mask: see `attention_with_weights`. Only its last m columns are used, because the cache may be shorter than the
             mask.
-        table: the bias table by distance (see `relative_bias`).
-        is_global: a mask [b, n] of encoder tokens that are global in addition to the first ones.
+        table: the bias table, which is indexed by distance (see `relative_bias`).
+        is_global: a mask [b, n] of additional global tokens in an encoder.
 
     Raises:
         ValueError: if an encoder has keys before its queries, such as PEFT prefixes, which would be outside most

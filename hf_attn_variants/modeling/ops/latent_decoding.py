@@ -1,4 +1,4 @@
-"""Attention from a few queries to a latent on a GPU, with Triton kernels that read the latent only once.
+"""Attention from a few queries to a latent on GPUs, with Triton kernels that read the latent only once.
 
 In the absorbed form of `latent_attention`, a decoding step reads one latent [b, 1, m, r], which serves as both the key
 and the value of all heads. The fused CUDA kernels in torch read it twice, and they are slow for r > 256. With a batch
@@ -8,14 +8,14 @@ this module, n is the number of query rows from all heads and beams. The attenti
     partial_kernel    a program reads a part of the keys for a block of rows, one block of keys at a time
     combine_kernel    combines the parts of a row, weighted by their sums of exponentials
 
-A block of keys stays in shared memory and is used in both products. The long side is the number of keys in the first
-product and the latent width in the second. The matrix units of Hopper GPUs read this side from shared memory. The
-short side is the small number of rows. The width is split into two powers of two, such as 768 = 512 + 256, because
-padding it to a single power of two would waste a quarter of the computation.
+A block of keys stays in shared memory and is used in both products. The long side of a product is the number of keys
+in the first product and the latent width in the second. The matrix units of Hopper GPUs read this side from shared
+memory. The short side is the small number of rows. The width is split into two powers of two, such as 768 = 512 + 256,
+because padding it to a single power of two would waste a quarter of the computation.
 
 The first call of each kind is preceded by a trial (see `backend_choice`), in which a small call must agree with the
-formula. The symbols are defined in `softmax_attention`; c is the number of keys per block and w is a width. Without
-Triton, the kernels are None.
+formula. The symbols are defined in `softmax_attention`. c is the number of keys per block, and w is a width. If Triton
+is not installed, the kernels are None.
 
 Sources: arXiv 2405.04434, section 2.1.2 (the absorbed form); arXiv 2205.14135 (sequential blocks of keys);
 "Flash-Decoding for long-context inference" (Stanford CRFM, 2023; parallel parts of the keys).
@@ -73,7 +73,7 @@ if triton is not None:
 
     @triton.jit
     def _mask_logits(logits, inside, at, offs_r, rows, stride_r, MASK: tl.constexpr, MASK_OF_ROWS: tl.constexpr):
-        """Return the logits [c, r], times log2(e), with minus infinity for keys that are not allowed."""
+        """Return the logits [c, r] times log2(e), with minus infinity for keys that are not allowed."""
         if MASK > 0:
             if MASK_OF_ROWS:
                 at += offs_r[None, :] * stride_r
@@ -217,11 +217,10 @@ def should_use_latent_kernels(query: Tensor, latent: Tensor, mask: Tensor | None
 
     This function never raises an error.
 
-
     Args:
         query: [b, 1, n, r].
         latent: c [b, 1, m, r].
-        mask: as in `attend_to_one_latent`.
+        mask: see `attend_to_one_latent`.
         dropout: the dropout probability.
     """
     if triton is None or dropout or is_exporting() or torch.jit.is_tracing() or not _is_measured(query.device):
@@ -236,7 +235,7 @@ def should_use_latent_kernels(query: Tensor, latent: Tensor, mask: Tensor | None
         return False
     if query.shape[2] > MOST_LATENT_ROWS or not LEAST_WIDTH <= latent.shape[-1] <= MOST_WIDTH:
         return False
-    # A compiled step usually runs in a CUDA graph, in which launches are free.
+    # A compiled step usually runs in a CUDA graph, in which launches take no additional time.
     return torch.compiler.is_compiling() or latent.numel() * latent.element_size() >= LEAST_BYTES
 
 
@@ -248,14 +247,14 @@ def _is_measured(device: torch.device) -> bool:
 
 
 def attend_to_one_latent(query: Tensor, latent: Tensor, mask: Tensor | None = None, *, scaling: float) -> Tensor:
-    """Attend to a latent that is both the key and the value for all rows. This function is not differentiable.
+    """Attend to a latent that serves as the key and the value for all rows. This function is not differentiable.
 
     Args:
         query: the rows of all heads and beams that read the same latent, [b, 1, n, r].
         latent: c [b, 1, m, r].
         mask: a boolean mask (True = attend) or an additive mask with four dimensions, broadcastable to [b, 1, n, m].
             The output is zero for rows without any allowed keys.
-        scaling: the factor of the dot products.
+        scaling: the factor by which the dot products are multiplied.
 
     Returns:
         The outputs [b, 1, n, r].
@@ -352,7 +351,7 @@ def run_latent_kernels(
 
 
 def _describe_latent_disagreement(kind: _LatentCallKind, launch: LaunchSettings) -> str | None:
-    """Return the reason if the kernels disagree with the formula in a small call of this kind, or None."""
+    """Return the reason if the kernels and the formula disagree in a small call of this kind, or None."""
     # The keys form one or two parts with several blocks each, and the last block is incomplete.
     length = 5 * launch.block - 3
     launch = launch._replace(programs=4 if kind.in_parts else 1)

@@ -51,14 +51,14 @@ def talking_heads_attention(
     key_range: KeyRange | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute talking-heads attention with memory that grows linearly with n and m. Differentiable once.
+    """Compute talking-heads attention with first-order gradients. Memory grows linearly with n and m.
 
     Args:
         query, key, value, mask, position_bias, scaling, is_causal, logits_proj, weights_proj: see
             `attention_with_weights`. Gradients are computed for the bias, but not for the mask.
-        dropout: the dropout probability of the mixed weights
-        key_range: the key range, or None for all keys. If a key range is passed, attention is computed in blocks, the
-            mask must be boolean, [b, 1, 1, m or more], and the bias is a table by distance (see `relative_bias`).
+        dropout: the dropout probability of the mixed weights.
+        key_range: the key range, or None for all keys. With a key range, attention is computed in blocks, the mask is
+            boolean, [b, 1, 1, m or more], and the bias is a table indexed by distance (see `relative_bias`).
         backend: "blocked", "triton" or "auto". "auto" selects the Triton kernels on a GPU if they support the inputs
             and agree with the blocked backend in a trial. Otherwise, it selects "blocked".
 
@@ -93,7 +93,7 @@ def talking_heads_attention(
         raise ValueError('`backend` must be "blocked" or "auto" for these inputs, got "triton".')
     learned = (query, key, value, position_bias, logits_proj, weights_proj)
     with_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
-    # tracing repeats the call without gradients and compares the outputs
+    # Tracing repeats the call without gradients and compares the outputs.
     with_backward = with_backward and not torch.jit.is_tracing()
     return _forward_op(*operands, backend, with_backward)[0]
 
@@ -106,7 +106,7 @@ def is_autocast_enabled(device: str) -> bool:
 def cast_to_common_dtype(*states: Tensor) -> list[Tensor]:
     """Cast query, key and value to the autocast dtype if autocast is enabled, and otherwise to the dtype of the value.
 
-    As in autocast, float64 tensors are not cast.
+    As in autocast itself, float64 tensors are not cast to the autocast dtype.
     """
     device = states[0].device.type
     if is_autocast_enabled(device):
@@ -188,7 +188,7 @@ def _compute_gradients(ctx: Any, d_output: Tensor, _: Tensor | None) -> tuple:
 
 
 def get_registered_op(name: str) -> Any:
-    """Return the operator with this name if this version of the code has already registered it, and otherwise None."""
+    """Return the operator with this name, or None if this version of the code has not registered it yet."""
     # Two copies of the same version contain identical code, so both can use the operator of the first copy.
     return getattr(getattr(torch.ops, NAMESPACE), name, None)
 

@@ -9,8 +9,8 @@ position 0 and the padding follows. The outputs are rolled back afterwards:
     rolled            a b c d . .      position i has the token of position (i + first) % n
     rolled back       . . a b c d      position i has the output of position (i - first) % n
 
-A row therefore has the same outputs in any batch. Instead of rolling rows, `BlockPattern`, which decoders also use,
-receives the position of the first token in each row.
+A row therefore has the same outputs in any batch. Rows are not rolled for `BlockPattern`, which decoders also use. It
+receives the position of the first token in each row instead.
 
 The symbols are defined in `softmax_attention`.
 """
@@ -32,8 +32,8 @@ __all__ = [
     "set_padding_rule",
 ]
 
-# How left-padded rows are handled: KEEP_ROWS if the attention does not depend on positions, ROLL_ROWS if the rows are
-# rolled, or BY_PATTERN if the pattern knows the first token of each row.
+# The rules for left-padded rows: KEEP_ROWS if attention does not depend on positions, ROLL_ROWS if the rows must be
+# rolled, and BY_PATTERN if the pattern receives the position of the first token in each row.
 KEEP_ROWS, ROLL_ROWS, BY_PATTERN = range(3)
 
 
@@ -51,10 +51,10 @@ def set_padding_rule(module: VariantAttention) -> None:
 
 
 class RowRoller:
-    """Moves the text in each row to the beginning of the row, and moves the left padding to its end.
+    """Moves the text in each row to the beginning of the row, and the left padding to its end.
 
     Args:
-        first: the position of the first token of each row, [b or 1].
+        first: the position of the first token in each row, [b or 1].
         length: n, the number of positions in a row.
     """
 
@@ -95,7 +95,7 @@ def get_row_roller(module: VariantAttention, mask: torch.Tensor | None, length: 
 
     Args:
         module: the attention module.
-        mask: as in `attention_with_weights`. A mask that differs between queries is not used to find padding.
+        mask: see `attention_with_weights`. A mask that differs between queries is not used to find padding.
         length: n, the number of queries and of keys.
     """
     if module.padding_rule != ROLL_ROWS or not is_boolean_key_mask(mask):
@@ -105,7 +105,7 @@ def get_row_roller(module: VariantAttention, mask: torch.Tensor | None, length: 
 
 
 def roll_padded_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an attention function, so that left-padded rows are rolled if the attention module depends on positions.
+    """Wrap an attention function so that it rolls left-padded rows if the attention module depends on positions.
 
     The wrapped function has the same signature as the attention functions in Transformers.
     """
@@ -127,7 +127,7 @@ def roll_padded_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
                 kwargs["key_range"] = module.key_range.for_padded_rows(attention_mask[..., -key_length:])
             else:
                 rows = get_row_roller(module, attention_mask[..., -key_length:], key_length)
-        # If an encoder has prefix keys, an error is raised later.
+        # If an encoder has prefix keys, a later function raises an error.
         if rows is None or attention_mask is None or query.shape[2] != key.shape[2]:
             return attend(module, query, key, value, attention_mask, *args, **kwargs)
         is_shared = value is key  # True for a latent
@@ -143,12 +143,12 @@ def roll_padded_rows(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_boolean_key_mask(mask: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    """Return True if there is a boolean mask that is the same for all queries, such as [b, 1, 1, m]."""
+    """Return True if a mask is boolean and the same for all queries, such as [b, 1, 1, m]."""
     return mask is not None and mask.dtype == torch.bool and (mask.shape[-2] == 1 or mask.stride(-2) == 0)
 
 
 def find_text_spans(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the position of the first token in each row, and the length of the span up to the last token, both [b].
+    """Return the position of the first token in each row, and the number of positions up to the last token, both [b].
 
     Args:
         real: a mask [b, m] that is True for tokens and False for padding. A row without any tokens is treated as a row

@@ -61,21 +61,21 @@ def attention_with_weights(
     """Compute multi-head, multi-query, grouped-query or talking-heads attention, and also return the weights.
 
     Args:
-        query: [b, h_k, n, d], or [b B, h_k, n, d] with B beams per sentence
-        key: [b, k, m, d]
-        value: [b, k, m, d_v], or [b, h_v, m, d_v] if each query head has its own key head
+        query: [b, h_k, n, d], or [b B, h_k, n, d] with B beams per sentence.
+        key: [b, k, m, d].
+        value: [b, k, m, d_v], or [b, h_v, m, d_v] if each query head has its own key head.
         mask: a boolean mask (True = attend) or an additive mask, broadcastable to [b, h, n, m]. If a query has no
             allowed keys, its weights are zero for a boolean mask, and for a mask with minus infinity if `is_causal` is
             False. They are uniform if the mask contains finite numbers, as Transformers masks do.
-        position_bias: a bias that is added to the logits of the softmax heads, broadcastable to [b, h, n, m]
-        scaling: the factor of the dot products
-        is_causal: if True, query i attends to keys 0..i
-        dropout: the probability that a weight is dropped
-        logits_proj: P_l [h_k, h], which mixes the heads before the softmax (arXiv 2003.02436, section 3)
-        weights_proj: P_w [h, h_v], which mixes the heads after the softmax
-        x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (arXiv 2003.02436, section 5)
-        x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v]
-        score: a function that computes the logits from queries and keys and replaces the dot product (`AdditiveScore`)
+        position_bias: a bias that is added to the logits of the softmax heads, broadcastable to [b, h, n, m].
+        scaling: the factor by which the dot products are multiplied.
+        is_causal: if True, query i only attends to keys 0 to i.
+        dropout: the probability that a weight is dropped.
+        logits_proj: P_l [h_k, h], which mixes the heads before the softmax (arXiv 2003.02436, section 3).
+        weights_proj: P_w [h, h_v], which mixes the heads after the softmax.
+        x2l, m2l: input-dependent terms of P_l, [b, n, h_k, h] and [b, m, h_k, h] (arXiv 2003.02436, section 5).
+        x2w, m2w: input-dependent terms of P_w, [b, n, h, h_v] and [b, m, h, h_v].
+        score: a function that computes the logits from queries and keys instead of the dot product (`AdditiveScore`).
 
     Returns:
         The outputs [b, n, h_v, d_v] and the weights that multiply the values, [b, h_v, n, m].
@@ -148,8 +148,8 @@ def fused_attention(
 ) -> torch.Tensor:
     """Compute multi-head, multi-query or grouped-query attention with the fused kernels in torch.
 
-    Keys and values are repeated only if the kernel does not support grouped heads. The function takes the same
-    arguments as `attention_with_weights`, except the talking-heads projections, and returns only the outputs.
+    Keys and values are only repeated if the kernel does not support grouped heads. Only the outputs [b, n, h, d_v] are
+    returned. See `attention_with_weights` for the arguments.
     """
     check_mask(mask)
     length, kv_heads, sentences = query.shape[2], key.shape[1], key.shape[0]

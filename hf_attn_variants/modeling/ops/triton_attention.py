@@ -1,4 +1,4 @@
-"""Talking-heads attention on GPUs. A Triton kernel mixes the heads, and cuBLAS computes the matrix products.
+"""Talking-heads attention on GPUs, in which a Triton kernel mixes the heads and cuBLAS computes the matrix products.
 
 The query rows are processed in chunks whose scores fit into a workspace of fixed size, so memory grows linearly with n
 and m:
@@ -22,8 +22,8 @@ twice (three times in the backward pass). Its h * rows * d outputs would have to
 about 32 rows if h * d = 1024. It would therefore read the keys and values n / 32 times. This module uses a workspace
 in memory instead.
 
-The symbols are defined in `softmax_attention`; c is the number of key positions per block. Without Triton, the kernels
-are None.
+The symbols are defined in `softmax_attention`. c is the number of key positions per block. If Triton is not installed,
+the kernels are None.
 
 Sources: arXiv 2003.02436, section 3 (the formula); arXiv 2205.14135 (gradient of the softmax from row statistics).
 """
@@ -123,7 +123,7 @@ if triton is not None:
 
     @triton.jit
     def _dropout_factors(seed, row, length, offs_c, head_base, dropout, PAD: tl.constexpr):
-        """Return the dropout factors [c, h_v], which are 1 / (1 - dropout) or 0 and are the same in both passes."""
+        """Return the dropout factors [c, h_v], 0 or 1 / (1 - dropout), which are the same in both passes."""
         position = (row * length + offs_c)[:, None].to(tl.int32) + tl.zeros([1, PAD], tl.int32)
         head = (head_base + tl.arange(0, PAD))[None, :].to(tl.int32) + tl.zeros_like(position)
         zero = tl.zeros_like(position)
@@ -229,7 +229,7 @@ if triton is not None:
         MASK_PER_HEAD: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, D_BIAS: tl.constexpr,
         PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """Replace scores by their gradients and d(weights) by the weights. Write contributions to dP_l and dP_w."""
+        """Replace scores and d(weights) with d(scores) and weights. Store contributions to dP_l and dP_w."""
         local_row, local_batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         row, batch = row0 + local_row, batch0 + local_batch
         offs_h, offs_j = tl.arange(0, PAD), tl.arange(0, PAD_OUT)
@@ -321,9 +321,9 @@ if triton is not None:
             _write(at, d_proj_out, HEADS_OUT, offs_j, HEADS_OUT, HEADS, PAD)
 
 
-# The size of each workspace. There is one for the scores, one for the weights and, if the bias needs a gradient, one
-# for d(logits). With 64 MiB, an H200 takes twice as long, because it waits for Python to launch the chunks. With 512
-# MiB, it is 5% faster than with 256 MiB.
+# The size of each workspace. There is one workspace for the scores, one for the weights and, if the bias needs a
+# gradient, one for d(logits). With 64 MiB, an H200 takes twice as long, because it waits for Python to launch the
+# chunks. With 512 MiB, it is 5% faster than with 256 MiB.
 WORKSPACE_BYTES = 256 * 2**20
 # Launch settings in half precision: block size for 16 padded heads, number of warps and number of stages. They were
 # the fastest on an H200 (benchmarks/gpu/kernel_settings.py). Three stages hide the latency of the loads. In the
@@ -385,7 +385,7 @@ def allows_tf32() -> bool:
 
 
 def _chunks(batches: int, rows: int, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
-    """Yield batch and query slices: whole sequences if they fit into the workspace, or else parts of a sequence."""
+    """Yield batch and query slices with whole sequences if they fit into the workspace, or parts of a sequence."""
     fitting = max(1, WORKSPACE_BYTES // bytes_per_row)
     if fitting >= rows:
         step = max(1, min(batches, fitting // rows))

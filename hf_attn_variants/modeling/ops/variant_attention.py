@@ -1,4 +1,4 @@
-"""Types and helper functions that all attention functions in this package share."""
+"""Types and helper functions that the attention functions in this package share."""
 
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class VariantAttention(nn.Module):
 
 
 def should_return_weights(module: VariantAttention, kwargs: dict[str, Any]) -> bool:
-    """Return True if the attention weights of `module` are requested by the call or by the configuration."""
+    """Return True if the call or the module's configuration requests the attention weights."""
     requested = kwargs.get("output_attentions")
     # This function and the next one read private fields. The public properties would add microseconds per layer and
     # step.
@@ -73,7 +73,7 @@ def should_return_weights(module: VariantAttention, kwargs: dict[str, Any]) -> b
 
 
 def get_attn_implementation(module: VariantAttention) -> str:
-    """Return the registered name of the attention implementation in the configuration of `module`."""
+    """Return the registered name of the attention implementation in the module's configuration."""
     return module.config._attn_implementation_internal
 
 
@@ -105,13 +105,13 @@ def check_mask(mask: torch.Tensor | None) -> None:
     """
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
-            "An attention mask of four dimensions must be boolean (True = attend) or floating-point "
-            f"numbers to add, got {mask.dtype}. Use `mask.bool()`."
+            "A four-dimensional attention mask must be boolean (True = attend) or contain floating-point "
+            f"numbers to add to the logits, got {mask.dtype}. Use `mask.bool()`."
         )
 
 
 def is_exporting() -> bool:
-    """Return True during torch.export."""
+    """Return True during `torch.export`."""
     # `torch.compiler.is_exporting` returns True in every compiled graph in torch 2.7 to 2.11, so this function reads
     # the underlying flag instead. torch 2.6 has neither.
     return getattr(torch.compiler, "_is_exporting_flag", False)

@@ -1,7 +1,7 @@
-"""The base class of kernels that replace the softmax, and functions for their tensors.
+"""The base class of kernels that replace the softmax, and functions that install and initialize their tensors.
 
-Each kernel is a class with its paper, field checks, tensors and formula. `kernel_table` lists the kernels. The symbols
-are defined in `softmax_attention`; F is the number of features per head.
+Each kernel is a class that contains its paper, field checks, tensors and formula. `kernel_table` lists the kernels.
+The symbols are defined in `softmax_attention`. F is the number of features per head.
 """
 
 import zlib
@@ -37,8 +37,7 @@ def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torc
     Args:
         count, size: the number of vectors and their size.
         seed: the seed of the generator.
-        are_orthogonal: True to make the vectors in each group of `size` vectors orthogonal (arXiv 2009.14794, section
-            2.4).
+        are_orthogonal: True to make each group of `size` vectors mutually orthogonal (arXiv 2009.14794, section 2.4).
     """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(count, size, generator=generator)
@@ -49,13 +48,13 @@ def draw_vectors(count: int, size: int, seed: int, are_orthogonal: bool) -> torc
 
 
 def draw_orthogonal_vectors(count: int, size: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw random unit vectors [count, size]. The vectors in each group of `size` vectors are orthogonal."""
+    """Draw random unit vectors [count, size]. Each group of `size` vectors is mutually orthogonal."""
     blocks = [torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for _ in range(-(-count // size))]
     return torch.cat([torch.empty(0, size), *blocks])[:count]
 
 
 class KernelTensor(NamedTuple):
-    """A tensor of a kernel, which an attention module has in addition to its projections."""
+    """A kernel tensor that an attention module stores in addition to its projections."""
 
     shape: tuple[int, ...]
     begin: Callable[[], torch.Tensor]  # returns the initial values in float32
@@ -68,15 +67,16 @@ class AttentionKernel(Mechanism, ABC):
     Args:
         features: the width of learned projections, or the number of random vectors or rows
             (`attention_kernel_features`).
-        is_causal: `True` if a query does not attend to later keys.
+        is_causal: True if a query does not attend to later keys.
         seed: the seed of the random numbers.
 
     Class attributes:
         features_per_dimension: the default number of features per head dimension, or None if the kernel has no such
             setting.
         learned, drawn: the names of the parameters and of the random buffers.
-        tensors_per_key_head: the names of the tensors with a part for each key head.
-        depends_on_positions: True if the outputs depend on token positions, so that left padding must be moved.
+        tensors_per_key_head: the names of the tensors that have one part per key head.
+        depends_on_positions: True if the outputs depend on token positions, so that left padding must be moved to the
+            end.
         needs_window: True if the kernel requires an `attention_window`.
     """
 
@@ -99,9 +99,9 @@ class AttentionKernel(Mechanism, ABC):
         Args:
             config: a variant configuration.
             prefix: the prefix of the field that selects the kernel.
-            head_dim: d, the size of the heads.
-            path: the path of the attention module inside the base model. Each attention module has its own random
-                numbers.
+            head_dim: d, the size of a query or key head.
+            path: the path of the attention module inside the base model, which is part of the seed, so that modules
+                have different random numbers.
             is_causal: True if queries do not attend to later keys.
             layer: the index of the layer.
         """
@@ -122,13 +122,13 @@ class AttentionKernel(Mechanism, ABC):
 
         Args:
             features: the number of features in the configuration, or None for the kernel's default.
-            head_dim: d.
+            head_dim: d, the size of a query or key head.
         """
         return bool(cls.drawn)
 
     @property
     def is_exported_as_weights(self) -> bool:
-        """True if exported graphs compute the weights, because graphs with chunks would have a fixed length."""
+        """True if exported graphs compute explicit weights, because a graph with chunks would have a fixed length."""
         return self.is_causal
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
@@ -149,18 +149,18 @@ class AttentionKernel(Mechanism, ABC):
         """Compute attention with memory and time that are linear in n and m.
 
         Args:
-            module: the object with this kernel's tensors: the attention module, or `AttentionTensors` during
-                conversion.
+            module: the object that contains this kernel's tensors, which is the attention module or, during
+                conversion, `AttentionTensors`.
             query: [b, h, n, d], or [b B, h, n, d] for B beams per row of keys.
             key, value: [b, k, m, d] and [b, k, m, d_v].
             read: a boolean mask [b or 1, 1, m, 1] of the keys to attend to, or None for all keys.
-            scaling: the factor of the dot products in a softmax.
+            scaling: the factor by which a softmax would multiply the dot products.
             state: the state that an earlier call returned for the previous keys (only for causal attention).
 
         Returns:
             The outputs [b, n, h, d_v], which are zero for queries without any keys, and the state after these keys, or
             None if the kernel has no state. If a cross-attention kernel returns a state, its method `attend_to_state`
-            computes the outputs for later queries (see `FeatureKernel`).
+            computes the outputs of later queries (see `FeatureKernel`).
         """
 
     @abstractmethod
@@ -176,7 +176,7 @@ class AttentionKernel(Mechanism, ABC):
 
     @abstractmethod
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the floating-point operations per key and key head, and per query and query head.
+        """Return the number of floating-point operations per key and key head, and per query and query head.
 
         Args:
             heads: the head counts of the attention module.
@@ -184,12 +184,12 @@ class AttentionKernel(Mechanism, ABC):
         """
 
     def num_state_values(self, heads: AttentionHeads) -> int:
-        """Return the number of values in a decoder's cache for this attention module, which is 0 without a state."""
+        """Return the number of values that a decoder's cache stores for this module (0 if the kernel has no state)."""
         return 0
 
 
 def install_kernel(module: VariantAttention, kernel: AttentionKernel | None) -> None:
-    """Set the kernel of an attention module and, if there is one, add its uninitialized tensors.
+    """Set the kernel of an attention module and add the kernel's uninitialized tensors, if there is a kernel.
 
     The module's head counts must already be set.
     """

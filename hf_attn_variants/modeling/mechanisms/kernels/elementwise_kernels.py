@@ -16,17 +16,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Elu(TokenwiseKernel):
-    """phi(x) = elu(x) + 1, F = d."""
+    """The ELU kernel, phi(x) = elu(x) + 1, with F = d features."""
 
     name = "elu"
     paper = ("Transformers are RNNs: linear attention", "2006.16236")
 
     def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
-        """Return phi(x)."""
+        """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         return nn.functional.elu(states) + 1
 
     def width(self, head_dim: int) -> int:
-        """Return d."""
+        """Return F, which is d."""
         return head_dim
 
     def count_map_flops(self, head_dim: int) -> int:
@@ -36,17 +36,20 @@ class Elu(TokenwiseKernel):
 
 @dataclass(frozen=True)
 class Relu(TokenwiseKernel):
-    """phi(x) = max(x, 0), F = d. The output is zero if a query and the keys have no positive features in common."""
+    """The ReLU kernel, phi(x) = max(x, 0), with F = d features.
+
+    The output is zero if a query and the keys have no positive features in common.
+    """
 
     name = "relu"
     paper = ("cosFormer: rethinking softmax in attention", "2202.08791")
 
     def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
-        """Return phi(x)."""
+        """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         return states.relu()
 
     def width(self, head_dim: int) -> int:
-        """Return d."""
+        """Return F, which is d."""
         return head_dim
 
     def count_map_flops(self, head_dim: int) -> int:

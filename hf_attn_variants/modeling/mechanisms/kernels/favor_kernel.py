@@ -15,9 +15,9 @@ __all__ = ["Favor"]
 
 @dataclass(frozen=True)
 class Favor(FeatureKernel):
-    """phi(x) = exp(w x - |x|^2 / 2), with orthogonal random vectors w.
+    """The FAVOR+ kernel, phi(x) = exp(w x - |x|^2 / 2), with orthogonal random vectors w.
 
-    The input x is multiplied by the square root of `scaling`.
+    The input x is first multiplied by the square root of `scaling`.
     """
 
     name = "favor"
@@ -31,14 +31,14 @@ class Favor(FeatureKernel):
         return {"kernel_vectors": KernelTensor(shape, partial(draw_vectors, *shape, self.seed, are_orthogonal=True))}
 
     def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return phi(q). Each row is divided by its largest value."""
+        """Return phi(q), with each row divided by its largest value."""
         logits = _logits(module, query, scaling)
         return (logits - logits.amax(-1, keepdim=True).detach()).exp()
 
     def key_features(
         self, module: Any, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return phi(k), divided by its largest value over all keys, and the logarithm of the divisor."""
+        """Return phi(k), divided by its largest value over all keys, and the logarithm of this divisor."""
         logits = _logits(module, key, scaling)
         logits = logits if read is None else logits.masked_fill(~read, -torch.inf)
         top = logits.detach().amax((-2, -1), keepdim=True)
@@ -46,7 +46,7 @@ class Favor(FeatureKernel):
         return (logits - top).exp(), top
 
     def width(self, head_dim: int) -> int:
-        """Return the number of vectors."""
+        """Return F, which is the number of random vectors."""
         return self.features
 
 

@@ -1,7 +1,7 @@
 """Linear attention, whose weights are products of query and key features.
 
-The features phi(q) and phi(k) have F dimensions per head. The weights, phi(q) phi(k)^T divided by their row sums, are
-never stored, because the sums over keys and values do not depend on the query:
+The features phi(q) and phi(k) have F dimensions per head. The weights are phi(q) phi(k)^T, divided by their row sums.
+They are never stored, because the sums over keys and values do not depend on the query:
 
     S = sum_j phi(k_j) [v_j, 1]^T    [F, d_v + 1], over all keys
     o_i = phi(q_i) S                 d_v weighted sums of values, and the sum of weights by which they are divided
@@ -47,7 +47,7 @@ def compute_causal_sums(
         features: phi(k) [b, k, n, F].
         values: [b, k, n, x].
         sums: the sums over earlier keys, [b, k, F, x], or None if there are no earlier keys.
-        rows: g.
+        rows: g, the number of query heads in a group.
 
     Returns:
         The outputs [b, k, g n, x] and the total sums [b, k, F, x].
@@ -67,7 +67,7 @@ def compute_causal_sums(
 
 
 class KernelState(NamedTuple):
-    """The cached state, with sums over keys and the logarithm of their divisor, if any."""
+    """The cached state, which contains sums over keys and, if they were divided, the logarithm of the divisor."""
 
     sums: torch.Tensor  # [b, k, F, d_v + 1]
     log_scale: torch.Tensor | None = None  # [b, k, 1, 1]
@@ -75,13 +75,13 @@ class KernelState(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureKernel(AttentionKernel):
-    """A kernel with a feature map for queries and one for keys."""
+    """The base class of kernels whose weights are products of query features and key features."""
 
     @abstractmethod
     def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return phi(q) [b, h, n, F] for queries [b, h, n, d]. See `attend` for the arguments.
 
-        The result may omit a factor that is the same for a whole row, because it cancels out in the normalization.
+        The result may omit a factor that is the same for a whole row, because the normalization cancels it.
         """
 
     @abstractmethod
@@ -99,7 +99,7 @@ class FeatureKernel(AttentionKernel):
         """Return F, the number of features for a head of size d."""
 
     def divisor(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the divisors of the outputs, computed from the sums of their weights."""
+        """Return the divisors of the outputs, given the sums of their weights."""
         return sums.masked_fill(sums == 0, 1)  # the outputs are zero for queries without keys
 
     def attend(
@@ -131,7 +131,7 @@ class FeatureKernel(AttentionKernel):
             return fold.unfold(self.normalize_outputs(output).to(value.dtype)), KernelState(sums, log_scale)
 
     def attend_to_state(self, module: Any, query: torch.Tensor, state: KernelState, scaling: float) -> torch.Tensor:
-        """Return the outputs [b, n, h, d_v] for queries that attend to all keys in a state.
+        """Return the outputs [b, n, h, d_v] of queries that attend to all keys in a state.
 
         See `attend` for the arguments.
         """
@@ -171,24 +171,23 @@ class FeatureKernel(AttentionKernel):
         read: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Return the weights before normalization. Subclasses may replace some of them."""
+        """Return the unnormalized weights [b, h, n, m]. Subclasses may replace those inside a window."""
         return weights
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations per key and per query.
+        """Return the number of floating-point operations per key and key head, and per query and query head.
 
-        For a key, they include its features and an update of the sums. For a query, they include its features and a
-        product with the sums.
+        They include computing the features and, for a key, updating the sums or, for a query, multiplying by the sums.
         """
         count = 2 * self.width(heads.head_dim) * (heads.value_dim + 1) + self.count_map_flops(heads.head_dim)
         return count, count
 
     def count_map_flops(self, head_dim: int) -> int:
-        """Return the operations of the feature map for one token and one head."""
+        """Return the number of floating-point operations of the feature map for one token and one head."""
         return 2 * self.features * head_dim
 
     def num_state_values(self, heads: AttentionHeads) -> int:
-        """Return the size of a state, which contains each key/value head's sums of values and weights."""
+        """Return the number of values in a state, which contains sums of values and weights per key/value head."""
         return heads.key * self.width(heads.head_dim) * (heads.value_dim + 1)
 
 
@@ -198,7 +197,7 @@ class TokenwiseKernel(FeatureKernel):
 
     @abstractmethod
     def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
-        """Return phi(x) [b, heads, n, F] for states [b, heads, n, d]. The role is "query" or "key"."""
+        """Return phi(x) [b, heads, n, F] for states x [b, heads, n, d] with the role "query" or "key"."""
 
     def query_features(self, module: Any, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return phi(q). See `FeatureKernel.query_features` for the arguments."""
@@ -215,7 +214,7 @@ class TokenwiseKernel(FeatureKernel):
 def _rescale_to_common_divisor(
     features: torch.Tensor, log_scale: torch.Tensor | None, state: KernelState
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Rescale features and earlier sums to the larger of their divisors, and return its logarithm too."""
+    """Rescale new features and earlier sums to the larger of their divisors, and also return its logarithm."""
     if log_scale is None or state.log_scale is None:
         return features, state.sums, None
     both = torch.maximum(log_scale, state.log_scale)

@@ -1,4 +1,4 @@
-"""Hedgehog, with learned features that approximate softmax weights (arXiv 2402.04347, section 4.1)."""
+"""Hedgehog, a kernel with learned features that approximate softmax weights (arXiv 2402.04347, section 4.1)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +12,16 @@ from .feature_kernel import TokenwiseKernel
 
 __all__ = ["Hedgehog"]
 
-# The initial feature maps are this factor times the identity, which is close to what a fit to a softmax gives.
+# The initial feature maps are the identity times this factor, which is close to the result of fitting a softmax.
 FIRST_MAP = 2.0
 
 
 @dataclass(frozen=True)
 class Hedgehog(TokenwiseKernel):
-    """phi(x) = softmax([x M, -x M]), with a matrix M [d, r] for each query head and each key head; F = 2 r."""
+    """The Hedgehog kernel, phi(x) = softmax([x M, -x M]), with F = 2 r features.
+
+    Each query head and each key head has its own matrix M [d, r].
+    """
 
     name = "hedgehog"
     paper = ("The Hedgehog & the Porcupine: softmax mimicry", "2402.04347")
@@ -28,7 +31,7 @@ class Hedgehog(TokenwiseKernel):
 
     @classmethod
     def uses_random_numbers(cls, features: int | None, head_dim: int) -> bool:
-        """Return True if the feature maps are wider than a head, because the additional columns are then random."""
+        """Return True if the feature maps are wider than a head, because the additional columns are random."""
         return (features or 0) > head_dim
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
@@ -44,10 +47,10 @@ class Hedgehog(TokenwiseKernel):
         return (FIRST_MAP * torch.cat([torch.eye(size), rows.T], dim=1)[:, :width]).expand(shape)
 
     def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
-        """Return phi(x)."""
+        """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         mapped = states @ getattr(module, f"{role}_kernel_proj").to(states.dtype)
         return torch.cat([mapped, -mapped], -1).softmax(-1)
 
     def width(self, head_dim: int) -> int:
-        """Return 2 r."""
+        """Return F, which is 2 r."""
         return 2 * self.features

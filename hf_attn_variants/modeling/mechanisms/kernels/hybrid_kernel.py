@@ -4,9 +4,10 @@ For query i, s_ij are the dot products, c_i is their maximum within the window, 
 
     w_ij = gamma exp(s_ij - c_i) in the window, phi(q_i) phi(k_j) elsewhere;  o_i = sum_j w_ij v_j / sum_j w_ij
 
-Weights are computed in blocks of C queries, for the C + before + after keys in any of their windows. Two running sums
-of phi(k) v^T cover the keys before and after these. Nothing is subtracted from a sum, and no tensor is as large as n x
-m. A decoder caches the sum over the keys before the next token's window, and the keys in that window.
+Explicit weights are computed for blocks of C queries and the C + before + after keys that are in any of their windows.
+Two running sums of phi(k) v^T cover the keys before and after this span. Nothing is subtracted from a sum, and no
+tensor is as large as n x m. A decoder caches the sum over the keys before the next token's window, and the keys in
+that window.
 
 The formula is implemented in `reference.linear.hybrid_attention`. The symbols are defined in `softmax_attention`.
 """
@@ -34,7 +35,7 @@ LEAST_BLOCK, MOST_BLOCK = 64, 128
 
 
 class HybridState(NamedTuple):
-    """The cached state of a decoder, with sums over the keys before the next window and the keys in that window."""
+    """The cached state of a decoder: sums over the keys before the next window, and the keys in that window."""
 
     sums: torch.Tensor  # [b, k, F, d_v + 1]
     keys: torch.Tensor  # [b, k, before, d]
@@ -58,7 +59,7 @@ class NearKeys(NamedTuple):
         read: torch.Tensor | None,
         state: HybridState | None,
     ) -> "NearKeys":
-        """Return the keys in a call, preceded by those in a state.
+        """Return the keys in a call, preceded by the keys in a state or by masked positions.
 
         Args:
             key_range: the key range of the window.
@@ -90,10 +91,10 @@ class NearKeys(NamedTuple):
 
 @dataclass(frozen=True)
 class Hybrid(Hedgehog):
-    """A softmax inside a window and Hedgehog features outside it.
+    """A kernel with a softmax inside a window and Hedgehog features outside it.
 
     Args:
-        window: w, the value of `attention_window`.
+        window: w, the window size in tokens (`attention_window`).
     """
 
     window: int
@@ -136,12 +137,12 @@ class Hybrid(Hedgehog):
 
     @property
     def key_range(self) -> KeyRange:
-        """The key range of the softmax."""
+        """The key range of the window in which the softmax is used."""
         return KeyRange.from_window(self.window, 1, 0, self.is_causal)
 
     @property
     def is_exported_as_weights(self) -> bool:
-        """Always True, because graphs with blocks would have a fixed length."""
+        """Always True, because a graph with blocks would have a fixed length."""
         return True
 
     def tensors(self, heads: AttentionHeads) -> dict[str, KernelTensor]:
@@ -163,7 +164,7 @@ class Hybrid(Hedgehog):
         scaling: float,
         state: Any = None,
     ) -> tuple[torch.Tensor, Any]:
-        """Attend with a window and sums.
+        """Compute attention from softmax weights inside the window and sums of key features outside it.
 
         See `AttentionKernel.attend` for the arguments. The state is a `HybridState`.
         """
@@ -191,17 +192,17 @@ class Hybrid(Hedgehog):
         read: torch.Tensor | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Replace the weights inside the window by softmax weights."""
+        """Replace the weights inside the window with softmax weights."""
         logits = (query.unflatten(1, (key.shape[1], -1)) @ key.mT[:, :, None]).flatten(1, 2) * scaling
         return hybrid_weights(logits, weights, read, module.window_log_factor.to(query.dtype), self.key_range)
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations for Hedgehog, plus a query's dot products and weighted sums in the window."""
+        """Return the operations of Hedgehog, plus a query's dot products and weighted sums in the window."""
         of_key, of_query = super().count_flops(heads, attended)
         return of_key, of_query + 2 * self.key_range.num_attended_keys(attended) * (heads.head_dim + heads.value_dim)
 
     def num_state_values(self, heads: AttentionHeads) -> int:
-        """Return the size of the state, which consists of the sums and of the keys and values in the next window."""
+        """Return the number of values in the state: the sums, and the keys and values in the next window."""
         of_window = heads.key * self.key_range.before * (heads.head_dim + heads.value_dim)
         return super().num_state_values(heads) + of_window
 
@@ -220,12 +221,12 @@ def attend_in_blocks_and_sums(
 
     Args:
         queries, query_features: q [b, k, g, n, d] and phi(q) [b, k, g, n, F].
-        near: the keys.
+        near: the keys and values.
         key_features: phi(k) for these keys, [b, k, before + n, F], which is zero for masked keys.
         log_factor: the logarithm of gamma, [k, g].
         sums: the sums over all earlier keys, [b, k, F, d_v + 1], if any.
         key_range: the key range of the window.
-        scaling: the factor of the dot products.
+        scaling: the factor by which the dot products are multiplied.
 
     Returns:
         [b, k, g, n, d_v + 1].
@@ -256,7 +257,7 @@ def attend_in_blocks_and_sums(
 
 
 def _create_window_masks(block: int, key_range: KeyRange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two masks [C, S] for the keys that a block reads: inside a query's window, and attended to outside it."""
+    """Return two masks [C, S] for a block's span: keys inside a query's window, and other keys that it attends to."""
     around = key_range.before + key_range.after
     distance = torch.arange(block + around, device=device) - torch.arange(block, device=device)[:, None]
     is_before, is_after = distance < 0, distance > around
@@ -278,10 +279,10 @@ def _sum_other_keys(
     around: int,
     is_causal: bool,
 ) -> torch.Tensor:
-    """Return the sums over the keys before each block's span and, unless causal, after it.
+    """Return the sums over the keys before each block's span and, unless attention is causal, after it.
 
-    A span starts at the first position in its block and is `around` positions longer than the block. The shape of the
-    sums is [b, k, N, F, d_v + 1].
+    A span starts at the first position in its block and is `around` positions longer than the block. The sums have the
+    shape [b, k, N, F, d_v + 1].
     """
     size = features.shape[2] - around
     before = _block_sums(features[:, :, :size], values[:, :, :size], block).cumsum(2)

@@ -1,4 +1,4 @@
-"""The table of attention kernels. It does not import torch, because the commands create flags from these names."""
+"""The table of attention kernels. It does not import torch, because the commands use these names in their flags."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ KERNELS = ("elu", "relu", "hedgehog", "favor", "rfa", "hybrid", "linformer")
 
 @cache
 def get_kernel_class(name: str) -> "type[AttentionKernel]":
-    """Return the class of a kernel."""
+    """Return the class of the kernel with this name."""
     from .elementwise_kernels import Elu, Relu
     from .favor_kernel import Favor
     from .hedgehog_kernel import Hedgehog
@@ -34,7 +34,7 @@ def get_kernel_class(name: str) -> "type[AttentionKernel]":
 
 
 def get_kernel_names(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[str, str]:
-    """Return the kernels in a configuration of this package or of Transformers: {field: kernel}."""
+    """Return the kernels in a configuration from this package or from Transformers: {field: kernel name}."""
     fields = [f"{prefix}attention_kernel" for prefix in prefixes]
     return {name: value for name in fields if (value := getattr(config, name, None)) is not None}
 
@@ -42,7 +42,7 @@ def get_kernel_names(config: Any, prefixes: tuple[str, ...] = PREFIXES) -> dict[
 def create_kernel(
     config: Any, prefix: str, head_dim: int, path: str, is_causal: bool, layer: int
 ) -> "AttentionKernel | None":
-    """Create the kernel of the attention module at a path, or return None for a softmax.
+    """Create the kernel of the attention module at a path, or return None if the module uses a softmax.
 
     See `AttentionKernel.from_config` for the arguments.
     """
@@ -60,5 +60,5 @@ def get_learned_parameter_names() -> tuple[str, ...]:
 
 
 def get_random_buffer_names() -> tuple[str, ...]:
-    """Return the names of all random kernel buffers. Checkpoints without a kernel do not contain them."""
+    """Return the names of all random buffers of kernels. Checkpoints without a kernel do not contain them."""
     return tuple(dict.fromkeys(name for kernel in KERNELS for name in get_kernel_class(kernel).drawn))

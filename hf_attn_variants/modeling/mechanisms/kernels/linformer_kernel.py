@@ -1,8 +1,9 @@
 """Linformer, which projects keys and values along the sequence to r rows before a softmax (arXiv 2006.04768).
 
-    o_i = softmax(q_i (E K)^T) E V,  E [r, n_max], shared by the keys and values of all heads of a layer
+    o_i = softmax(q_i (E K)^T) E V
 
-This is the "key-value sharing" variant in section 4 of the paper. A text with m tokens uses the first m columns of E.
+This is the "key-value sharing" variant in section 4 of the paper, in which the keys and values of all heads in a layer
+share the matrix E [r, n_max]. A text with m tokens uses the first m columns of E.
 Padding counts as zeros and therefore has no effect. Time and memory are proportional to n r. The formula is
 implemented in `reference.linear.linformer_attention`. The symbols are defined in `softmax_attention`.
 """
@@ -24,7 +25,7 @@ __all__ = ["Linformer", "attend_to_projected", "compute_projected_weights", "cre
 
 @dataclass(frozen=True)
 class Linformer(AttentionKernel):
-    """A softmax over r rows of projected keys and values.
+    """The Linformer kernel, a softmax over r rows of projected keys and values.
 
     Args:
         length: n_max, the maximum number of tokens.
@@ -52,7 +53,7 @@ class Linformer(AttentionKernel):
 
     @classmethod
     def check(cls, config: Any, field: str) -> None:
-        """Check that the kernel is used in an encoder with a maximum number of tokens.
+        """Check that the kernel is used in an encoder that has a maximum number of tokens.
 
         Raises:
             ValueError: if it is not, or if there are more rows than positions.
@@ -99,17 +100,17 @@ class Linformer(AttentionKernel):
     def weights(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
-        """Return the factors by which the values are multiplied. See `AttentionKernel.weights` for the arguments."""
+        """Return the weights of the values [b, h, n, m]. See `AttentionKernel.weights` for the arguments."""
         return compute_projected_weights(module.length_proj, query, key, read, scaling)
 
     def count_flops(self, heads: AttentionHeads, attended: int) -> tuple[int, int]:
-        """Return the operations per key (projection to the rows) and per query (attention to the rows)."""
+        """Return the operations per key (for the projection to rows) and per query (for attention to the rows)."""
         count = 2 * self.features * (heads.head_dim + heads.value_dim)
         return count, count
 
 
 def get_max_tokens(config: Any) -> int | None:
-    """Return the maximum number of tokens, or of audio positions, in an encoder, or None if there is no limit."""
+    """Return the maximum number of tokens or audio positions in an encoder, or None if there is no limit."""
     return getattr(config, "max_source_positions", getattr(config, "max_position_embeddings", None))
 
 
@@ -135,7 +136,7 @@ def attend_to_projected(
         query: [b, h, n, d].
         key, value: [b, k, m, d] and [b, k, m, d_v].
         read: a boolean mask [b or 1, 1, m, 1] that is False for padding, or None if there is no padding.
-        scaling: the factor of the dot products.
+        scaling: the factor by which the dot products are multiplied.
 
     Raises:
         ValueError: if there are more tokens than columns of E.
@@ -150,7 +151,7 @@ def attend_to_projected(
 def compute_projected_weights(
     length_proj: torch.Tensor, query: torch.Tensor, key: torch.Tensor, read: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Return the factors of the values, softmax(q (E K)^T) E, [b, h, n, m]. Rows do not necessarily sum to one.
+    """Return the weights of the values, softmax(q (E K)^T) E, [b, h, n, m]. Their rows do not necessarily sum to one.
 
     Takes the same arguments and raises the same errors as `attend_to_projected`.
     """

@@ -1,4 +1,4 @@
-"""Random feature attention, with sines and cosines of random projections (arXiv 2103.02143, section 3.1)."""
+"""Random feature attention, a kernel with sines and cosines of random projections (arXiv 2103.02143, section 3.1)."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +13,16 @@ from .feature_kernel import TokenwiseKernel
 
 __all__ = ["Rfa"]
 
-# The minimum for the sum of a query's weights, as in the authors' code. Estimates can be close to zero or negative.
+# The minimum of the sum of a query's weights, as in the authors' code. The estimated sum can be near zero or negative.
 LEAST_SUM = 1e-2
 
 
 @dataclass(frozen=True)
 class Rfa(TokenwiseKernel):
-    """phi(x) = [sin(w s x / |x|), cos(w s x / |x|)] / sqrt(D), with D random vectors w and scales s."""
+    """The RFA kernel, phi(x) = [sin(w s x / |x|), cos(w s x / |x|)] / sqrt(D).
+
+    It has D random vectors w and learned scales s.
+    """
 
     name = "rfa"
     paper = ("Random feature attention", "2103.02143")
@@ -37,16 +40,16 @@ class Rfa(TokenwiseKernel):
         }
 
     def compute_features(self, module: Any, states: torch.Tensor, role: str) -> torch.Tensor:
-        """Return phi(x)."""
+        """Return phi(x). See `TokenwiseKernel.compute_features` for the arguments."""
         heads, scale = states.shape[1], module.kernel_scale.to(states.dtype)
         scale = scale.repeat_interleave(heads // scale.shape[0], 0)[:, None]
         angles = nn.functional.normalize(states, dim=-1) * scale @ module.kernel_vectors.to(states.dtype).T
         return torch.cat([angles.sin(), angles.cos()], -1) * module.kernel_vectors.shape[0] ** -0.5
 
     def width(self, head_dim: int) -> int:
-        """Return 2 D."""
+        """Return F, which is 2 D."""
         return 2 * self.features
 
     def divisor(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sums, with a lower bound above zero."""
+        """Return the sums, limited from below by a positive minimum."""
         return sums.clamp_min(LEAST_SUM)

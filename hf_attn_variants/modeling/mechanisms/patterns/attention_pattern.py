@@ -1,6 +1,6 @@
 """The base class of attention patterns.
 
-Each pattern is a class with its paper, fields and checks, and with the keys that each query attends to.
+Each pattern is a class that contains its paper, fields and checks, and determines the keys that each query attends to.
 `pattern_table` lists the patterns. The symbols are defined in `softmax_attention`.
 """
 
@@ -29,7 +29,7 @@ class AttentionPattern(Mechanism, ABC):
 
     @classmethod
     def check(cls, config: Any, prefix: str) -> None:
-        """Check that a configuration meets the requirements of this pattern, other than those for its fields.
+        """Check that a configuration meets the requirements of this pattern, except those for individual fields.
 
         Args:
             config: a variant configuration.

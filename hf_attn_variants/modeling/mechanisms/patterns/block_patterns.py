@@ -39,7 +39,7 @@ __all__ = [
 
 
 class BlockPattern(NamedTuple):
-    """The keys that the queries in one attention module attend to, with the same interface as `KeyRange`.
+    """The pattern of one attention module, with the same interface as `KeyRange`.
 
     The queries are at the positions of the last keys.
     """
@@ -69,7 +69,7 @@ class BlockPattern(NamedTuple):
         return self.kind.depends_on_positions or self.global_tokens > 0
 
     def for_padded_rows(self, mask: torch.Tensor) -> "BlockPattern":
-        """Return the pattern for rows that may contain padding.
+        """Return the pattern for a call whose rows may contain padding.
 
         Args:
             mask: a boolean mask of the keys, [b, 1, 1 or n, m].
@@ -82,7 +82,7 @@ class BlockPattern(NamedTuple):
     def num_attended_keys(self, key_length: int) -> int:
         """Return approximately how many of `key_length` keys a query attends to.
 
-        Queries of global tokens, which attend to all keys, are not considered.
+        The result does not apply to global tokens, which attend to all keys.
         """
         near, far = self.kind.count_keys(self, key_length)
         read = -(-(near + far) // 2) if self.heads else near + far  # average over the heads
@@ -113,7 +113,7 @@ class BlockPattern(NamedTuple):
 
 
 class ScatteredPattern(AttentionPattern):
-    """A pattern with one or two parts, which are near keys and far keys.
+    """The base class of patterns that select near keys and, in some patterns, far keys.
 
     Class attributes:
         is_random: True if a part of the pattern is drawn at random.
@@ -154,11 +154,11 @@ class ScatteredPattern(AttentionPattern):
     @staticmethod
     @abstractmethod
     def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
-        """Return approximately how many of `key_length` keys a query attends to: near keys and far keys."""
+        """Return approximately how many near keys and how many far keys a query attends to."""
 
     @staticmethod
     def covers_all_keys(pattern: BlockPattern, key_length: int) -> bool:
-        """Return True if each of `key_length` positions attends to all of them (if causal, to all earlier ones)."""
+        """Return True if each of `key_length` positions attends to all positions (if causal, to all earlier ones)."""
         return key_length <= pattern.block
 
 
@@ -200,7 +200,7 @@ class DilatedBlocks(ScatteredPattern):
     def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys in the query's block at multiples of r from the query."""
+        """Return the keys in the query's block whose distance from the query is a multiple of r."""
         (step,) = pattern.sizes
         return (queries // pattern.block == keys // pattern.block) & (distance % step == 0), None
 
@@ -211,12 +211,12 @@ class DilatedBlocks(ScatteredPattern):
 
     @staticmethod
     def covers_all_keys(pattern: BlockPattern, key_length: int) -> bool:
-        """Return True if each position attends to all positions, which is only true for a single position."""
+        """Return True if each position attends to all positions, which only applies to a single position."""
         return key_length <= 1
 
 
 class Fixed(ScatteredPattern):
-    """A pattern with summary tokens, which are at the end of each block and to which all tokens attend.
+    """A pattern with blocks and with summary tokens at the end of each block, to which all tokens attend.
 
     With `split_attention_heads`, half of the heads attend to the blocks, and the other half to the summary tokens.
     """
@@ -262,12 +262,12 @@ class Strided(ScatteredPattern):
     def find_near_and_far_keys(
         pattern: BlockPattern, distance: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the keys within one stride of the query, and the keys at multiples of the stride."""
+        """Return the keys within one stride of the query, and those whose distance is a multiple of the stride."""
         return distance.abs() <= pattern.block, distance % pattern.block == 0
 
     @staticmethod
     def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
-        """Return the number of keys within one stride, and one key per stride."""
+        """Return the number of keys within one stride, and the number of strided keys (one per stride)."""
         return pattern.block * (1 if pattern.is_causal else 2) + 1, -(-key_length // pattern.block)
 
 
@@ -288,7 +288,7 @@ class RandomBlocks(ScatteredPattern):
 
     @classmethod
     def get_extra_sizes(cls, config: Any, prefix: str, layer: int) -> tuple[int, ...]:
-        """Return the number of random blocks and the seed."""
+        """Return the number of random blocks and the seed of the layer."""
         seed = _hash_number(_hash_number(getattr(config, f"{prefix}attention_seed")) + layer)
         return getattr(config, f"{prefix}num_random_blocks"), seed
 
@@ -298,7 +298,7 @@ class RandomBlocks(ScatteredPattern):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the keys in the query's block and its neighbors, and the keys in the random blocks.
 
-        See `ScatteredPattern.find_near_and_far_keys`.
+        See `ScatteredPattern.find_near_and_far_keys` for the arguments.
         """
         random, seed = pattern.sizes
         block = queries // pattern.block
@@ -320,7 +320,7 @@ class RandomBlocks(ScatteredPattern):
 
     @staticmethod
     def count_keys(pattern: BlockPattern, key_length: int) -> tuple[int, int]:
-        """Return the number of tokens in a block, in its neighbors and in the random blocks."""
+        """Return the total number of tokens in a block, its neighbors and the random blocks."""
         return ((2 if pattern.is_causal else 3) + pattern.sizes[0]) * pattern.block, 0
 
 
@@ -338,7 +338,7 @@ GATHERED_ROWS, FEWEST_KEYS = 128, 1024
 def should_gather_keys(pattern: Any, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Return True if a call has a scattered pattern and should be computed in blocks.
 
-    The mask must be boolean and the same for all queries.
+    This requires a mask that is boolean and the same for all queries, or no mask.
     """
     if not isinstance(pattern, BlockPattern) or torch.compiler.is_compiling() or is_exporting():
         return False
@@ -360,12 +360,12 @@ def attend_in_blocks(
     """Attend to the keys that a pattern selects, and return the outputs [b, n, h_v, d_v].
 
     Args:
-        attend: an attention function with the arguments query, key, value, mask and position bias. It may also return
-            the weights.
+        attend: an attention function that takes query, key, value, mask and position bias. It may also return the
+            weights.
         pattern: the pattern that selects the keys (`BlockPattern`).
         states: the queries [b, h_k, n, d], the keys [b, k, m, d] and the values.
         mask: a boolean mask of the keys, [b, 1, 1 or n, m or more], of which the last m keys are used.
-        table: the bias table by distance (see `relative_bias`).
+        table: the bias table, which is indexed by distance (see `relative_bias`).
     """
     query, key, value = states
     length, key_length = query.shape[2], key.shape[2]

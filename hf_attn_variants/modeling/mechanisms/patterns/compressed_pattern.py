@@ -1,7 +1,7 @@
-"""Memory-compressed attention, in which a strided convolution shortens keys and values (arXiv 1801.10198, 4.2.4).
+"""Memory-compressed attention, which shortens keys and values with a strided convolution (arXiv 1801.10198, 4.2.4).
 
 All queries attend to all n / s compressed keys. The convolution is as wide as its stride s, so that its inputs do not
-overlap. Each key/value head has its own convolution, which is initialized as the mean of s tokens, so that checkpoints
+overlap. Each key/value head has its own convolution. It is initialized as the mean of s tokens, so that checkpoints
 without these parameters can be loaded. The symbols are defined in `softmax_attention`.
 """
 
@@ -54,10 +54,10 @@ class MemoryCompression(nn.Module):
     """The convolutions for the keys and values of an attention module.
 
     Args:
-        key_heads, value_heads: k, and the number of value heads.
-        head_dim, value_dim: d and d_v.
-        stride: s.
-        like: a tensor with the dtype and device of the parameters.
+        key_heads, value_heads: the number of key heads k and the number of value heads.
+        head_dim, value_dim: the size d of a key head and the size d_v of a value head.
+        stride: s, the number of tokens per compressed key.
+        like: a tensor whose dtype and device are used for the parameters.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MemoryCompression(nn.Module):
         self.value_conv = nn.Parameter(torch.empty(value_heads, stride * value_dim, value_dim, **options))
 
     def init_projections(self) -> None:
-        """Initialize each convolution as a mean."""
+        """Initialize each convolution as the mean of its input tokens."""
         for conv in (self.key_conv, self.value_conv):
             mean = torch.eye(conv.shape[-1], dtype=conv.dtype, device=conv.device) / self.stride
             init.copy_(conv, mean.repeat(self.stride, 1).expand_as(conv))
@@ -118,7 +118,7 @@ class MemoryCompression(nn.Module):
 
 
 def create_compression(module: nn.Module, heads: Any, site: Any, config: Any) -> MemoryCompression | None:
-    """Create the compression of an attention module, or return None if the module has no compression."""
+    """Create the compression of an attention module, or return None if its keys are not compressed."""
     prefix = site.stack_prefix
     if site.is_cross_attention or getattr(config, f"{prefix}attention_pattern") != MemoryCompressed.name:
         return None
@@ -128,7 +128,7 @@ def create_compression(module: nn.Module, heads: Any, site: Any, config: Any) ->
 
 
 def compress_keys_and_values(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an attention function, so that keys and values are compressed first if the module has a compression."""
+    """Wrap an attention function so that it first compresses the keys and values if the module has a compression."""
 
     @wraps(attend)
     def forward(

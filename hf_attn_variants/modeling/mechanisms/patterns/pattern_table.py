@@ -1,4 +1,4 @@
-"""The table of attention patterns. It does not import torch, because the commands create flags from these names."""
+"""The table of attention patterns. It does not import torch, because the commands use these names in their flags."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ PATTERNS = (
 
 @cache
 def get_pattern_class(name: str) -> "type[AttentionPattern]":
-    """Return the class of a pattern."""
+    """Return the class of the pattern with this name."""
     from .block_patterns import DilatedBlocks, Fixed, LocalBlocks, RandomBlocks, Strided
     from .compressed_pattern import MemoryCompressed
     from .transient_global import TransientPattern
@@ -37,7 +37,7 @@ def has_pattern(config: Any, is_causal: bool | None = None) -> bool:
     """Return True if any attention module with this configuration has a pattern.
 
     Args:
-        config: a configuration of this package or of Transformers.
+        config: a configuration from this package or from Transformers.
         is_causal: True to consider only decoder self-attention, or None to consider all attention modules.
     """
     names = [f"{prefix}attention_pattern" for prefix in get_pattern_prefixes(config)]

@@ -7,7 +7,7 @@ belong to that block.
 
 Attention is computed for one block of queries at a time, and each block is recomputed in the backward pass. No tensor
 has n x n elements, but the logits of the summaries have n x n / l elements. The symbols are defined in
-`softmax_attention`; G is the number of summaries and l the number of tokens per block.
+`softmax_attention`. G is the number of summaries, and l is the number of tokens per block.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class TransientPattern(AttentionPattern):
-    """A pattern with nearby tokens and a summary of each block."""
+    """A pattern in which each token attends to nearby tokens and to a summary of each block."""
 
     name = "transient_global"
     paper = ("LongT5: transient global tokens", "2112.07916")
@@ -69,7 +69,7 @@ SUMMARY_ROWS = 128  # number of queries per block
 
 
 class SummarizingAttention(VariantAttention):
-    """The attributes of a T5 encoder attention module that are used here, for type checkers."""
+    """The attributes of a T5 encoder's attention module that this file uses. Only type checkers need this class."""
 
     k: nn.Linear
     v: nn.Linear
@@ -92,10 +92,10 @@ class _Summaries(NamedTuple):
 
 
 def add_summary_parameters(module: SummarizingAttention, config: Any, heads: int) -> None:
-    """Add the norm for summaries to an attention module of the T5 encoder.
+    """Add the layer norm for summaries to an attention module in the T5 encoder.
 
-    If the module computes the position bias, the bias for summaries is added as well. The names are the same as in
-    LongT5.
+    If the module computes the position bias, the bias for summaries is added as well. The parameters have the same
+    names as in LongT5.
 
     Args:
         module: the attention module.
@@ -127,12 +127,12 @@ def assign_tokens_to_blocks(real: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def compute_summary_bias(module: SummarizingAttention, length: int, device: torch.device) -> torch.Tensor:
-    """Return the bias table for summaries [1, h, 1, 2 G - 1], by distance in blocks from -(G - 1) to G - 1.
+    """Return the bias table for summaries [1, h, 1, 2 G - 1], for distances of -(G - 1) to G - 1 blocks.
 
     Args:
         module: the attention module that computes the bias.
         length: n, the length of the text.
-        device: the device of the inputs. Weights that are offloaded by Accelerate are on a different device between
+        device: the device of the inputs. If Accelerate offloads the weights, they are on a different device between
             calls.
     """
     count = length // module.key_range.block
@@ -161,7 +161,7 @@ def attend_with_summaries(
         tables: the bias table for tokens [1, h, 1, 2 n - 1], followed by the table for summaries (see
             `compute_summary_bias`).
         dropout: the dropout probability of the weights.
-        kwargs: further arguments of the call, such as `output_attentions`.
+        kwargs: additional arguments of the call, such as `output_attentions`.
 
     Returns:
         The outputs [b, n, h_v, d_v] and, if requested, the weights [b, h_v, n, G + n], which start with the summaries.

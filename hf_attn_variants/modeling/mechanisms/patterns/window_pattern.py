@@ -4,9 +4,9 @@ Each token attends to the tokens in a window around it. The first `num_global_to
 all tokens attend to them. As in Longformer, a `global_attention_mask` can select global tokens at any position.
 
 Blocked attention expects global tokens at the first positions. The queries, keys and values of the selected tokens are
-therefore copied to the front. The original keys are masked, and the original outputs are replaced by those of the
-copies. The distances between other tokens do not change. The symbols are defined in `softmax_attention`; G is the
-largest number of global tokens in a row.
+therefore copied to the front. The original keys are masked, and the original outputs are replaced with those of the
+copies. The distances between other tokens do not change. The symbols are defined in `softmax_attention`. G is the
+largest number of global tokens in any row.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class SlidingWindow(AttentionPattern):
-    """A window with one half on each side of a token. A causal window contains the token and the tokens before it."""
+    """A pattern with a window around each token. A causal window contains the token and the tokens before it."""
 
     name = "sliding_window"
     paper = ("Longformer: sliding windows and global tokens", "2004.05150")
@@ -62,7 +62,7 @@ def check_global_mask(module: VariantAttention, states: torch.Tensor, kwargs: di
     mask = kwargs.get(MASK)
     if mask is None:
         return
-    if module.key_range is None or module.key_range.is_causal:  # this attention has no global tokens, as in a decoder
+    if module.key_range is None or module.key_range.is_causal:  # such modules have no global tokens
         return
     if hasattr(module, "has_relative_attention_bias"):
         raise ValueError(
@@ -92,8 +92,7 @@ def attend_with_global_tokens_first(
     """Return the outputs [b, n, h_v, d_v] of windowed attention with global tokens at any position.
 
     Args:
-        attend: an attention function with the arguments query, key, value and mask, and the keyword argument
-            `key_range`.
+        attend: an attention function that takes query, key, value, mask and the keyword argument `key_range`.
         key_range: the key range of the attention module.
         states: the queries [b, h_k, n, d], the keys [b, k, n, d] and the values.
         mask: a boolean mask of the keys, [b, 1, 1 or n, n], or None.
