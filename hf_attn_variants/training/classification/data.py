@@ -59,9 +59,7 @@ MAX_CLASSES = 200
 MAX_SHOWN_NAMES = 8
 # The values in a list that indicates for each class whether the row belongs to that class.
 INDICATORS = frozenset({"0", "1", "0.0", "1.0", "false", "true"})
-INDICATOR_ADVICE = (
-    "The label {!r:.80} seems to contain one indicator per class. Provide a list of label names instead."
-)
+INDICATOR_ADVICE = "The label {!r:.80} seems to contain one indicator per class. Provide label names instead."
 NO_LABEL = (
     "The row has no label. If rows can have several labels or none, set --label_separator or provide a JSON list of "
     "labels for each row."

@@ -591,7 +591,7 @@ class OutputSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class HubSettings(Settings):
-    """Settings for pushing the trained model to the Hub. They only apply to the commands, not to `fine_tune`."""
+    """Settings for pushing the trained model to the Hub. They do not apply to functions such as `fine_tune`."""
 
     title: ClassVar[str] = "hub"
 

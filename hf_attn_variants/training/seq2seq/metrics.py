@@ -69,7 +69,7 @@ def log_bleu_tokenizer(name: str, is_user_choice: bool) -> None:
 
 
 def is_mostly_ascii(texts: Iterable[str]) -> bool:
-    """Return whether at least 90% of the letters are a to z. The tokenizer in rouge_score is made for such texts."""
+    """Return whether at least 90% of the letters are a to z, for which the rouge_score tokenizer is suitable."""
     counts = _count_scripts(texts)
     return counts["ASCII"] >= (1 - MIN_OTHER_SHARE) * sum(counts.values())
 
