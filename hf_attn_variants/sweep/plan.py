@@ -19,23 +19,24 @@ from ..files import read_file
 CONVERT, MODEL = "convert", "model_name_or_path"
 KEYS = ("title", "command", "launch", "seeds", "metrics", "flags", CONVERT, "variants", "references", "grid")
 VARIABLE = re.compile(r"\$\{(\w+)\}")
-Flags = dict[str, Any]  # training flags; "convert" holds the flags of the preceding conversion, or None
+# Training flags. "convert" maps to the flags of the preceding conversion, or to None if there is no conversion.
+Flags = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The content of a sweep file.
+    """The parsed content of a sweep file.
 
     Attributes:
         title: the title of the table and the plot.
         command: the training command.
         launch: the words that precede the training command, such as `accelerate launch`.
-        seeds: the seeds of the runs of each variant.
+        seeds: the seeds with which each variant is trained.
         metrics: the metrics in the table and the plot. If empty, the command's default metrics are used.
         base: the flags that all runs share.
-        variants: the additional flags of each variant, by variant name.
-        references: variants that are not combined with the grid.
-        grid: the values of each axis, with the flags that each value sets.
+        variants: maps the name of each variant to its additional flags.
+        references: variants that are not combined with the grid, in the same format as `variants`.
+        grid: maps each axis to its values, and each value to the flags that it sets.
     """
 
     title: str
@@ -54,7 +55,7 @@ def read_sweep(path: Path, overrides: Mapping[str, str], commands: Collection[st
 
     Args:
         path: the file.
-        overrides: the values of variables, which take precedence over those in the file.
+        overrides: variable values that take precedence over those in the file.
         commands: the names of the training commands.
 
     Raises:
@@ -70,7 +71,7 @@ def read_sweep(path: Path, overrides: Mapping[str, str], commands: Collection[st
 
 
 def merge_flags(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Flags:
-    """Return `lower` updated with `upper`. Objects are merged field by field, and other values are replaced."""
+    """Return `lower` updated with `upper`. Nested dictionaries are merged key by key. Other values are replaced."""
     merged = dict(lower)
     for name, value in upper.items():
         lower_value = merged.get(name)
@@ -81,7 +82,7 @@ def merge_flags(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Flags:
 
 
 def _load_yaml(text: bytes) -> dict[str, Any]:
-    """Parse YAML. Unlike PyYAML, raise an error if a key occurs twice in the same object."""
+    """Parse YAML text into a dictionary. Unlike PyYAML, raise an error if a key occurs twice in the same mapping."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -100,7 +101,7 @@ def _load_yaml(text: bytes) -> dict[str, Any]:
 
 
 def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """Return the variables in the file, updated with the values from --set."""
+    """Return the variables from the file, updated with the values from --set."""
     known = _check_object(stored, "`variables`")
     if unknown := [name for name in overrides if name not in known]:
         raise ValueError(f"--set must name variables from the file ({', '.join(known)}), got {unknown[0]}.")
@@ -111,7 +112,10 @@ def _merge_variables(stored: Any, overrides: Mapping[str, str]) -> dict[str, Any
 
 
 def _fill_variables(value: Any, variables: Mapping[str, Any]) -> Any:
-    """Return a value with all `${NAME}` replaced. A single variable keeps the type of its value."""
+    """Replace each `${NAME}` in a value with the value of that variable, also in nested lists and dictionaries.
+
+    Text that consists of a single `${NAME}` is replaced by the variable's value without converting it to text.
+    """
     if isinstance(value, dict):
         return {key: _fill_variables(inner, variables) for key, inner in value.items()}
     if isinstance(value, list):
@@ -148,7 +152,7 @@ def _parse_sweep(content: dict[str, Any], commands: Collection[str], name: str) 
 
 
 def _parse_axis(axis: str, values: Any) -> dict[Any, Flags]:
-    """Return the flags that each value of a grid axis sets. Listed values set the flag that the axis names."""
+    """Return the flags that each value of a grid axis sets. If the values are a list, the axis name is the flag."""
     if isinstance(values, dict):
         return {_parse_value(value): flags for value, flags in _parse_named_flags(values, f"`grid`, `{axis}`").items()}
     points = [_parse_value(value) for value in _as_list(values)]
@@ -175,14 +179,14 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _parse_value(value: Any) -> Any:
-    """Parse a number or a boolean, or return the text itself. YAML would read 1e-3 as text."""
+    """Parse text as a number or a boolean if possible, because YAML reads 1e-3 as text. Return other values as is."""
     try:
         return number if isinstance(number := json.loads(value), int | float) else value
     except (TypeError, ValueError):
         return value
 
 
-# The subfolders of a run, for the converted checkpoint and for the training output.
+# The subfolders of a run that contain the converted checkpoint and the training output.
 CONVERTED, TRAINED = "converted", "trained"
 RESERVED_FLAGS = (
     "output_dir",
@@ -199,7 +203,7 @@ class SweepRun:
     Attributes:
         contestant: the name shared by the runs with different seeds.
         variant: the name of the variant. Empty if the file only has a grid.
-        point: the value on each axis of the grid. Empty for a reference.
+        point: maps each grid axis to the value used in this run. Empty for a reference.
         seed: the seed for both commands.
         launch: the words that precede the training command.
         train: the words of the training command, without the output folder.
@@ -216,7 +220,7 @@ class SweepRun:
 
     @property
     def name(self) -> str:
-        """The name of the run, composed of the contestant and the seed."""
+        """The name of the run, which consists of the contestant and the seed."""
         return f"{self.contestant}, seed {self.seed}"
 
     @property
@@ -226,7 +230,7 @@ class SweepRun:
         return Path("runs") / name / f"seed-{self.seed}"
 
     def commands(self, folder: Path) -> list[list[str]]:
-        """Return the command lines of the run, with the conversion (if there is one) before the training."""
+        """Return the command lines of the run: the conversion, if there is one, followed by training."""
         command, *flags = self.train
         output = ["--output_dir", str(folder / TRAINED)]
         if self.convert is None:
@@ -236,10 +240,12 @@ class SweepRun:
 
 
 def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list[SweepRun]:
-    """Return the runs of a sweep, ordered by seed, so that all variants can be compared before the sweep is finished.
+    """Plan the runs of a sweep.
+
+    The runs are ordered by seed, so that all variants can be compared before the sweep is finished.
 
     Args:
-        sweep: the content of the file.
+        sweep: the content of the sweep file.
         command_module: a function that returns the module of a command, with `make_parser` and `parse_args`.
 
     Raises:
@@ -253,7 +259,7 @@ def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list
         try:
             if convert is not None and flags.get(MODEL) is not None:
                 raise ValueError(
-                    f"`{MODEL}` must be set under `{CONVERT}` because the converted model is the one that is trained."
+                    f"`{MODEL}` must be set under `{CONVERT}` because the sweep trains the converted model."
                 )
             train = _build_command(sweep.command, flags, seed, command_module)
             words = None if convert is None else _build_command(CONVERT, convert, seed, command_module)
@@ -271,12 +277,16 @@ def plan_runs(sweep: Sweep, command_module: Callable[[str], ModuleType]) -> list
 
 
 def get_axis_name(axis: str) -> str:
-    """Return the display name of a grid axis, which is its flag without the command prefix."""
+    """Return the display name of a grid axis, which is the axis name without the "convert." prefix."""
     return axis.removeprefix(f"{CONVERT}.")
 
 
 def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]]:
-    """Yield the variant, point, flags and conversion flags for each grid point of each variant, and each reference."""
+    """Yield each combination of a variant and a grid point, followed by each reference.
+
+    Yields:
+        The variant's name, the grid point, the training flags, and the conversion flags (None without a conversion).
+    """
     points = [dict(zip(sweep.grid, values, strict=True)) for values in itertools.product(*sweep.grid.values())]
     for parts, multipliers in ((sweep.variants, points), (sweep.references, [{}])):
         for (variant, flags), point in itertools.product(parts.items(), multipliers):
@@ -289,7 +299,7 @@ def _iterate_contestants(sweep: Sweep) -> Iterator[tuple[str, dict[str, Any], di
 def _build_command(
     command: str, flags: dict[str, Any], seed: int, command_module: Callable[[str], ModuleType]
 ) -> list[str]:
-    """Return the words of a command, including its flags. Omit flags whose value is None."""
+    """Return the command line as a list of words, without the flags whose value is None."""
     options, words = command_module(command).make_parser()._option_string_actions, [command]
     for name, value in flags.items():
         if name in RESERVED_FLAGS:
@@ -311,13 +321,13 @@ def _build_command(
 
 
 def _expand_paths(name: str, value: Any) -> list[str]:
-    """Return a value as text. For a file pattern, return the matching files, as a shell does."""
+    """Return a flag's value as text. For a flag that ends in `_file`, expand file patterns as a shell does."""
     text = json.dumps(value) if isinstance(value, dict | list) else str(value)
     return (name.endswith("_file") and sorted(glob.glob(os.path.expanduser(text)))) or [text]
 
 
 def _check_command(line: list[str], module: ModuleType) -> None:
-    """Raise ValueError if the parser of a command rejects a command line."""
+    """Raise `ValueError` if the command's parser rejects the command line."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):

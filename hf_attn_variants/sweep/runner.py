@@ -1,4 +1,4 @@
-"""Executes the runs of a sweep and reports the results as JSON, as a table and as a plot."""
+"""Executes the runs of a sweep, and reports the results as JSON, as a Markdown table and as a plot."""
 
 import json
 import math
@@ -19,26 +19,26 @@ from ..files import CONFIG_NAME, RESULTS_NAME, atomic_write, load_json, make_fol
 from ..training.engine.checkpoints import FolderInUseError, list_checkpoints, lock_folder
 from .plan import CONVERTED, TRAINED, Sweep, SweepRun, get_axis_name
 
-# Files in the folder of a run, with the commands and results and with the output of the commands.
+# The files in a run's folder that contain the commands with their results, and the output of the commands.
 RECORD_NAME, LOG_NAME = "run.json", "output.log"
 
 
 class RunFolder:
-    """A run and its folder, which may contain results from an earlier call."""
+    """A sweep run and its folder, which may contain results from an earlier execution of the sweep."""
 
     def __init__(self, run: SweepRun, sweep_dir: Path):
         self.run, self.path = run, sweep_dir / run.folder
         self.record: dict[str, Any] = {"launch": run.launch, "train": run.train, "convert": run.convert}
         self.results: dict[str, Any] | None = None
-        self.failure: str | None = None  # why the run failed in this call
+        self.failure: str | None = None  # the reason why the run failed in this process
         self.read()
 
     def read(self) -> None:
-        """Read the stored results, which another call may have written.
+        """Read the stored results, which another process may have written.
 
         Raises:
-            ValueError: if the folder contains a different run.
-            OSError: if the file cannot be read.
+            ValueError: if the folder contains a run with different commands.
+            OSError: if the file with the results cannot be read.
         """
         stored = load_json(self.path / RECORD_NAME) if (self.path / RECORD_NAME).is_file() else self.record
         if changed := [name for name, words in self.record.items() if stored[name] != words]:
@@ -55,12 +55,14 @@ class RunFolder:
         return self.run.convert is not None and (self.path / CONVERTED / CONFIG_NAME).is_file()
 
     def execute(self) -> None:
-        """Run the unfinished commands, unless another call of the sweep is running them.
+        """Run the unfinished commands, unless another process is running them.
+
+        If the process is interrupted during training, the training command saves a checkpoint before it exits.
 
         Raises:
-            KeyboardInterrupt: after Ctrl-C. The running training has saved a checkpoint.
-            TerminatedError: after SIGTERM. The running training has saved a checkpoint.
-            OSError: if a program is not installed, or the results cannot be written.
+            KeyboardInterrupt: if the process is interrupted with Ctrl-C.
+            TerminatedError: if the process receives SIGTERM.
+            OSError: if a program is not installed, or if the results cannot be written.
         """
         make_folders(self.path)
         old_handler = signal.signal(signal.SIGTERM, _terminate)
@@ -85,7 +87,7 @@ class RunFolder:
         atomic_write(self.path / RECORD_NAME, json.dumps({**self.record, "results": self.results}, indent=2) + "\n")
 
     def _list_unfinished_commands(self) -> list[list[str]]:
-        """Return the unfinished commands. Training resumes from its last checkpoint, if there is one."""
+        """Return the commands that are not finished. Training resumes from its last checkpoint, if there is one."""
         *conversion, training = self.run.commands(self.path)
         for leftover in self.path.glob(f".{CONVERTED}.partial-*"):  # left behind by a killed conversion
             shutil.rmtree(leftover)
@@ -109,23 +111,24 @@ def _run_command(words: list[str], log: Path) -> int:
         process = subprocess.Popen(words, stdout=output, stderr=output, **options)
         try:
             return process.wait()
-        except BaseException:  # after Ctrl-C or SIGTERM, the training saves a checkpoint before it exits
+        except BaseException:  # after SIGTERM, the training command saves a checkpoint before it exits
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             raise
 
 
 def _terminate(number: int, frame: Any) -> None:
-    raise TerminatedError("Stopped by SIGTERM. Repeat the command to continue.")
+    raise TerminatedError("Stopped by SIGTERM. Run the same command again to continue.")
 
 
 def _read_last_error(log: Path) -> str:
-    """Return the line of the log that states why the last command failed."""
+    """Return the last error message of the last command in the log, or else the last line of the log."""
     lines = log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2].split("\n")
     return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-2]).removeprefix("error: ")
 
 
-# The metrics to show for each training command if the file names none and the runs report them.
+# The metrics to show for each training command if the sweep file does not list any. Metrics that no run reports are
+# omitted.
 DEFAULT_METRICS = {
     "classify": ["eval_f1_macro", "eval_accuracy", "eval_rmse", "eval_pearson"],
     "glue": ["eval_accuracy", "eval_f1", "eval_matthews_correlation", "eval_pearson", "eval_spearmanr"],
@@ -140,7 +143,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "bla
 
 
 def collect_results(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any]:
-    """Return the results of a sweep as JSON values, with the contestants in file order."""
+    """Return the results of a sweep as a dictionary of JSON values. The contestants are in the order of the runs."""
     grouped: dict[str, list[RunFolder]] = {}
     for folder in folders:
         grouped.setdefault(folder.run.contestant, []).append(folder)
@@ -168,7 +171,7 @@ def collect_results(sweep: Sweep, folders: Sequence[RunFolder]) -> dict[str, Any
 
 
 def format_markdown(results: dict[str, Any]) -> str:
-    """Return a Markdown table of means (with ranges if there are several seeds), followed by warnings."""
+    """Format the results as a Markdown table of means, with ranges if the seeds differ, followed by warnings."""
     metrics, contestants = results["metrics"], results["contestants"]
     rows = [["variant", *(name.removeprefix("eval_") for name in metrics), "parameters", "training, s", "runs"]]
     rows.append(["---"] * len(rows[0]))
@@ -183,7 +186,7 @@ def format_markdown(results: dict[str, Any]) -> str:
 
 
 def _iterate_warnings(results: dict[str, Any]) -> Iterator[str]:
-    """Yield warnings about missing metrics and about models that need more training."""
+    """Yield warnings about metrics that no run reports and about models that need more training."""
     contestants, reported = results["contestants"], _list_reported_metrics(results["contestants"])
     if reported and (missing := [name for name in results["metrics"] if name not in reported]):
         yield f"No run reports {', '.join(missing)}. The available metrics are {', '.join(reported)}."
@@ -200,7 +203,7 @@ def plot_sweep(results: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure  # imported here because the import takes half a second
 
     count, curve = len(results["metrics"]), results["curve"]
-    # A dollar sign would start a formula.
+    # Matplotlib would interpret a dollar sign as the start of a formula.
     names = [contestant["name"].replace("$", r"\$") for contestant in results["contestants"]]
     figure = Figure(figsize=((5.2 if curve else max(4.0, 0.5 * len(names))) * count + 0.8, 4.4), layout="constrained")
     figure.suptitle(results["title"].replace("$", r"\$"))
@@ -231,7 +234,7 @@ def plot_sweep(results: dict[str, Any]) -> Any:
 
 
 def _compute_spreads(runs: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Return the mean and range of each numeric result and, if there are several values, the standard deviation."""
+    """Compute the mean and range of each numeric result, and the standard deviation if there are several values."""
     spreads = {}
     for name in dict.fromkeys(name for results in runs for name in results):
         values = [results[name] for results in runs if _is_number(results.get(name))]

@@ -1,7 +1,7 @@
 # ruff: noqa: F401 (`__all__` is hidden from type checkers and ruff)
-"""Fine-tuning, uptraining and pretraining. Each consists of a settings dataclass and a task or function that uses it.
+"""Fine-tuning, uptraining and pretraining. Each has a settings dataclass, and a task class or function that uses it.
 
-Names are imported on first use, so that the settings can be imported without torch and Transformers.
+Names are imported on first use, so that the settings can be imported without importing torch and Transformers.
 
 Example:
     ```python

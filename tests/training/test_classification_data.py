@@ -105,7 +105,7 @@ def test_ambiguous_labels_raise_an_error(cells, message):
 )
 def test_indicator_lists_are_not_label_names(load, two, flags):
     rows = "".join(f'{{"text": "a", "label": {label}}}\n' for label in two)
-    with pytest.raises(ValueError, match=r"row 1.*seems to indicate"):
+    with pytest.raises(ValueError, match=r"row 1.*seems to contain"):
         load({"train.jsonl": rows, "dev.jsonl": rows}, *flags)
 
 
@@ -140,7 +140,7 @@ def test_label_cell_is_parsed(value, separator, expected):
     [
         ("a;;b", ";", ".*'a', '', 'b'"),
         ("a;b;a", ";", ".*'a' twice"),
-        ([1, 0, 0], None, r".*\['1', '0', '0'\] seems to indicate"),
+        ([1, 0, 0], None, r".*\['1', '0', '0'\] seems to contain"),
         ([True, True], None, ".* Provide label names"),
         ([0.0, 0.0, 1.0], None, ".* Provide label names"),
         (["1", "1", "2"], None, ".*'1' twice"),

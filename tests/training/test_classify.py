@@ -270,7 +270,7 @@ def test_finished_model_keeps_its_problem_type(run, sorts, caplog):
     assert given["threshold"] == 0.6
     assert "trained with" not in caplog.text
     run(None, dev, "--num_train_epochs", 0, "--max_length", 12, model=out, out="shorter")
-    printed = "truncated at 12 tokens, but the model was trained with --max_length 24"
+    printed = "truncated to 12 tokens, but the model was trained with --max_length 24"
     assert printed in caplog.text
 
 

@@ -524,7 +524,7 @@ def test_targets_are_checked_like_those_of_seq2seq(run, t5, tmp_path, monkeypatc
 def test_held_out_text_without_masked_tokens_raises_an_error(run, tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingLoop, "_step", None)
     (tmp_path / "short.txt").write_text("dog\n")
-    with pytest.raises(ValueError, match="count towards the loss"):
+    with pytest.raises(ValueError, match="contribute to the loss"):
         run("mlm", "--validation_file", tmp_path / "short.txt", "--mlm_probability", 0.01, teacher=None)
 
 

@@ -1,4 +1,4 @@
-"""Settings for classification and regression on the user's own tables."""
+"""Settings for classification and regression on user-provided tables."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,9 +16,9 @@ from ..engine.settings import (
 # The problem types in Transformers.
 SINGLE_LABEL, MULTI_LABEL, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 PROBLEM_TYPES = (SINGLE_LABEL, MULTI_LABEL, REGRESSION)
-# With several labels per row, labels with a probability above this threshold are predicted.
+# In multi-label classification, labels with a probability above this threshold are predicted.
 DEFAULT_THRESHOLD = 0.5
-# The dev metrics of each problem type, in addition to the loss. The first one selects the best weights by default.
+# The dev metrics for each problem type, in addition to the loss. The first metric selects the best weights by default.
 METRICS_BY_PROBLEM: dict[str, tuple[str, ...]] = {
     SINGLE_LABEL: ("accuracy", "f1_macro", "f1_micro", "matthews_correlation", "roc_auc"),
     MULTI_LABEL: ("f1_micro", "f1_macro", "accuracy", "roc_auc"),
@@ -27,13 +27,13 @@ METRICS_BY_PROBLEM: dict[str, tuple[str, ...]] = {
 
 
 def _parse_class_weights(text: str) -> Any:
-    """Parse the value of --class_weights."""
+    """Parse the value of --class_weights, which is JSON if it starts with "{" and text otherwise."""
     return parse_json_flag(text) if text.lstrip().startswith("{") else text
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationSettings(TableSettings):
-    """Settings for the text and label columns and the interpretation of the labels.
+    """Settings for classification and regression on tables, such as the columns and the problem type.
 
     Example:
         ```python
@@ -97,14 +97,14 @@ class ClassificationSettings(TableSettings):
     )
 
     def check(self) -> None:
-        """Also check the settings that are specific to this task."""
+        """Check the settings, including those that are specific to this task."""
         super().check()
         self._check_labels()
         known = dict.fromkeys(name for kind in PROBLEM_TYPES for name in METRICS_BY_PROBLEM[kind])
         check_metric(self.metric_for_best_model, ("loss", *METRICS_BY_PROBLEM.get(self.problem_type or "", known)))
 
     def _check_labels(self) -> None:
-        """Check the label settings."""
+        """Check `text_columns`, `labels` and `class_weights`."""
         columns, names, weights = self.text_columns, self.labels, self.class_weights
         if columns is not None and not (len(columns) in (1, 2) and len({*columns}) == len(columns)):
             raise ValueError(
@@ -116,9 +116,8 @@ class ClassificationSettings(TableSettings):
         is_mapping = isinstance(weights, dict) and weights and all(map(_is_valid_weight, weights.values()))
         if weights not in (None, "balanced") and not is_mapping:
             raise ValueError(
-                f"--class_weights must be `balanced` or a mapping from labels to numbers above 0, got {weights!r}. An "
-                "example is "
-                '{"spam": 3}.'
+                f"--class_weights must be `balanced` or a mapping from labels to numbers above 0, such as "
+                f'{{"spam": 3}}, got {weights!r}.'
             )
 
 

@@ -1,4 +1,4 @@
-"""Reads texts and labels from tables and `datasets` sources, and interprets the columns and labels."""
+"""Reads texts and labels from tables and from the `datasets` library, and interprets the columns and labels."""
 
 import hashlib
 import json
@@ -30,13 +30,13 @@ from ..engine.tables import (
 )
 from . import DEFAULT_THRESHOLD, MULTI_LABEL, REGRESSION, SINGLE_LABEL, ClassificationSettings
 
-# A label as text, a tuple of several labels, or None if the row has no label.
+# The label of a row as text, a tuple of several labels, or None if the row has no label.
 Cell = str | tuple[str, ...] | None
 # Maps the index of a row, counted from 0, to its description (file, row and column) in error messages.
 RowDescriber = Callable[[int], str]
 
 DIGITS = re.compile(r"[+-]?[0-9]+")
-# A whole number as Python formats it. "01" is treated as a code, and so is a number with more digits.
+# A whole number as Python formats it. "01" and numbers with more than 18 digits are treated as codes.
 WHOLE = re.compile(r"0|-?[1-9][0-9]{0,17}")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # A number with a decimal comma, such as 2,5. The text may also contain the two labels 2 and 5.
@@ -50,16 +50,16 @@ NUMBER_ADVICE = (
     "For regression, write numbers with digits and a decimal point, such as 1234.5, and set --problem_type "
     "regression. If they are class names, set --problem_type single_label_classification."
 )
-# With at least this many rows, labels are not classes if this share of the rows has a unique label.
+# If there are at least this many rows and the number of distinct labels exceeds this share of the rows, the labels do
+# not represent classes.
 MIN_COUNTED_ROWS, MAX_UNIQUE_SHARE = 10, 0.9
-# More distinct labels than this may be texts, ids or a scale. They are classes only if --problem_type is set.
+# If there are more distinct labels than this, they may be texts, ids or values on a scale. They are treated as classes
+# only if --problem_type is set.
 MAX_CLASSES = 200
 MAX_SHOWN_NAMES = 8
-# The values in a list that indicates for each class whether the row belongs to it.
+# The values in a list that indicates for each class whether the row belongs to that class.
 INDICATORS = frozenset({"0", "1", "0.0", "1.0", "false", "true"})
-INDICATOR_ADVICE = (
-    "The label {!r:.80} seems to indicate for each class whether the row belongs to it. Provide label names instead."
-)
+INDICATOR_ADVICE = "The label {!r:.80} seems to contain one indicator per class. Provide label names instead."
 NO_LABEL = (
     "The row has no label. If rows can have several labels or none, set --label_separator or provide a JSON list of "
     "labels for each row."
@@ -67,16 +67,17 @@ NO_LABEL = (
 
 
 def read_cell(value: Any, separator: str | None, place: str) -> Cell:
-    """Return the label or labels of a row as text, without surrounding whitespace.
+    """Return the label or labels in a table cell as text, without surrounding whitespace.
 
     Args:
-        value: The cell, which is text or, in JSON and `datasets`, a number, a boolean, a list of these, or None.
-        separator: The separator between labels in a text. A space matches any whitespace. If None, the text is a
+        value: The content of the cell, which is text. In JSON and `datasets`, it can also be a number, a boolean, a
+            list of these values, or None.
+        separator: The separator between the labels in a text. A space matches any whitespace. If None, the text is a
             single label.
-        place: The description of the cell (file, row and column) for error messages.
+        place: The location of the cell (file, row and column) for error messages.
 
     Raises:
-        ValueError: If the cell has another type, or if a list contains an empty or repeated label.
+        ValueError: If the content has another type, or if a list contains an empty or repeated label.
     """
     if value is None:
         return None
@@ -99,7 +100,7 @@ def _to_label_text(value: Any, place: str) -> str:
 
 
 def _check_label_list(labels: list[str], place: str) -> tuple[str, ...]:
-    """Return the labels of a row as a tuple, and check that none is empty or repeated."""
+    """Check that no label in a row is empty or repeated, and return the labels as a tuple."""
     if "" in labels:
         raise ValueError(f"{place}: Labels must not be empty, got {labels!r:.200}.")
     if repeated := [label for label, count in Counter(labels).items() if count > 1]:
@@ -112,12 +113,12 @@ def _check_label_list(labels: list[str], place: str) -> tuple[str, ...]:
 def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str:
     """Infer the problem type from the form of the training labels.
 
-    Lists mean several labels per row. Whole numbers and words are classes. If some numbers have a decimal point, the
-    problem is regression.
+    Lists indicate multi-label classification. Whole numbers and words are classes. If some numbers have a decimal
+    point, the problem is regression.
 
     Raises:
         ValueError: If a row has no label, if the labels have different forms, or if their meaning is ambiguous. The
-            message names the rows.
+            message names an affected row.
     """
     kinds = {type(cell): i for i, cell in reversed(list(enumerate(cells)))}
     if type(None) in kinds:
@@ -161,7 +162,7 @@ def infer_problem_type(cells: Sequence[Cell], describe_row: RowDescriber) -> str
 def _check_label_format(
     words: Sequence[str], numbers: Sequence[str], firsts: Mapping[str, int], describe_row: RowDescriber
 ) -> None:
-    """Check that words and numbers are not mixed and that words are not formatted numbers."""
+    """Check that the labels do not mix words and numbers, and that the words are not formatted numbers."""
     amounts = [text for text in words if is_formatted_number(text) and not COMMA_NUMBER.fullmatch(text)]
     commas = [text for text in words if COMMA_NUMBER.fullmatch(text)]
     if amounts and len(amounts) + len(numbers) + len(commas) > len(firsts) // 2:
@@ -171,7 +172,7 @@ def _check_label_format(
     if words and numbers:
         word, number = firsts[words[0]], firsts[numbers[0]]
         raise ValueError(
-            f"{describe_row(word)}: The label {words[0]!r} is a word, but the label {numbers[0]!r} of "
+            f"{describe_row(word)}: The label {words[0]!r} is a word, but the label {numbers[0]!r} in "
             f"{describe_row(number)} is a number. Correct one of them, or set --problem_type {SINGLE_LABEL} if both "
             "are class names."
         )
@@ -193,7 +194,8 @@ def is_formatted_number(text: str) -> bool:
 def has_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
     """Return whether nearly every row has a unique label. Such labels are ids, texts or values on a scale.
 
-    For few rows, this only holds for numbers that are not class numbers (0 to n - 1, or 1 to n).
+    If there are fewer than `MIN_COUNTED_ROWS` rows, return True only if all labels are distinct whole numbers that are
+    too far apart to be class ids (0 to n - 1, or 1 to n).
     """
     if len(cells) >= MIN_COUNTED_ROWS:
         return len(labels) > MAX_UNIQUE_SHARE * len(cells)
@@ -205,9 +207,12 @@ def has_unique_labels(cells: Sequence[Cell], labels: Collection[str]) -> bool:
 def check_no_indicators(cells: Sequence[Cell], describe_row: RowDescriber) -> None:
     """Check that lists of labels contain names instead of one indicator per class.
 
+    Only lists of two labels are checked. Longer lists of indicators contain a repeated value, for which `read_cell`
+    raises an error.
+
     Raises:
-        ValueError: If each row has the same two indicators in some order, such as [1, 0] and [0, 1]. As names, they
-            would give both rows both labels. Longer lists repeat an indicator, for which `read_cell` raises an error.
+        ValueError: If all rows contain the same two indicators in any order, such as [1, 0] and [0, 1]. If they were
+            read as names, every row would have both labels.
     """
     rows = [cell for cell in cells if isinstance(cell, tuple)]
     indicates = all(len(row) == 2 and INDICATORS.issuperset(map(str.lower, row)) for row in rows)
@@ -230,7 +235,7 @@ class LabelScheme:
     """Converts labels to numbers.
 
     Attributes:
-        problem_type: The problem type in Transformers.
+        problem_type: The problem type, as in Transformers.
         names: The classes in the order of their ids. Empty for regression.
     """
 
@@ -238,17 +243,21 @@ class LabelScheme:
     names: tuple[str, ...]
 
     def encode(self, cells: Sequence[Cell], describe_row: RowDescriber) -> list[Any]:
-        """Return one class id per row, one number per row, or one 0.0 or 1.0 per class and row.
+        """Convert the labels of all rows to numbers.
+
+        Returns:
+            For each row, a class id, a number (for regression), or a list with 0.0 or 1.0 for each class (for
+            multi-label classification).
 
         Raises:
-            ValueError: If a row has no label, a label of another kind, or an unknown class. The message names the
+            ValueError: If a row has no label, a label of the wrong type, or an unknown class. The message names the
                 first such row.
         """
         ids = {name: i for i, name in enumerate(self.names)}
         return [self._encode_cell(cell, ids, i, describe_row) for i, cell in enumerate(cells)]
 
     def _encode_cell(self, cell: Cell, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> Any:
-        """Convert a label to a number or a list of numbers."""
+        """Convert the label or labels of row `number` to a number or a list of numbers."""
         if self.problem_type == MULTI_LABEL and isinstance(cell, tuple):
             labels = {self._get_class_id(label, ids, number, describe_row) for label in cell}
             return [float(i in labels) for i in range(len(ids))]
@@ -272,7 +281,7 @@ class LabelScheme:
         return value
 
     def _get_class_id(self, name: str, ids: Mapping[str, int], number: int, describe_row: RowDescriber) -> int:
-        """Return the id of a class."""
+        """Return the id of a class, or raise `ValueError` if the class is unknown."""
         if name not in ids:
             raise ValueError(
                 f"{describe_row(number)}: The label must be one of {format_names(self.names)}, got {name!r:.80}. "
@@ -282,13 +291,18 @@ class LabelScheme:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """List the first names and the number of remaining names, for a message."""
+    """Format the first names and the number of remaining names for a message."""
     more = f" and {len(names) - MAX_SHOWN_NAMES} more" if len(names) > MAX_SHOWN_NAMES else ""
     return ", ".join(repr(name)[:40] for name in names[:MAX_SHOWN_NAMES]) + more
 
 
 def count_by_class(scheme: LabelScheme, values: Sequence[Any]) -> list[int]:
-    """Return the number of rows in each class."""
+    """Count the rows in each class.
+
+    Args:
+        scheme: The classes.
+        values: The encoded labels, as returned by `LabelScheme.encode`.
+    """
     if scheme.problem_type == MULTI_LABEL:
         return [int(sum(column)) for column in zip(*values, strict=True)]
     counts = Counter(values)
@@ -306,13 +320,13 @@ def compute_class_weights(
         values: The labels of the training rows, as numbers.
 
     Returns:
-        The weights. With one label per row, "balanced" results in rows / (classes * rows of the class), as in
-        scikit-learn. With several labels per row, it results in the weight of positive examples, which is rows without
-        the label / rows with the label.
+        The weights in the order of the class names. With one label per row, "balanced" sets the weight of a class to
+        num_rows / (num_classes * num_rows_in_class), as in scikit-learn. With several labels per row, "balanced" sets
+        the weight of a label's positive examples to num_rows_without_label / num_rows_with_label.
 
     Raises:
-        ValueError: If a name is not a class, or if "balanced" cannot be computed because no row or every row has a
-            label.
+        ValueError: If a name is not a class, or if the balanced weights are undefined because a label occurs in no row
+            or, with several labels per row, in every row.
     """
     if setting is None or scheme.problem_type == REGRESSION:
         return None
@@ -337,8 +351,8 @@ def compute_class_weights(
 
 logger = logging.getLogger(__name__)
 
-# Common names of columns that contain pairs of texts, single texts, and labels. Names in earlier rows of LABELS take
-# precedence over names in later rows.
+# Common names of columns that contain pairs of texts, single texts, and labels. Names in the first tuple of
+# LABEL_COLUMNS take precedence over those in the second.
 PAIR_COLUMNS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),
@@ -356,12 +370,12 @@ LABEL_COLUMNS = (
 
 
 def find_text_columns(record: dict[str, Any], place: str, label_column: str | None = None) -> tuple[str, ...]:
-    """Find one text column, or two for pairs, by common names, ignoring case.
+    """Find the text column, or the two columns of a text pair, by their common names, ignoring case.
 
     Args:
-        record: The row.
+        record: The row, which maps column names to values.
         place: The description of the row in error messages, such as "t.csv, row 1".
-        label_column: The label column, which is excluded.
+        label_column: The label column, which cannot be a text column.
 
     Raises:
         ValueError: If no column matches or the choice is ambiguous. The message lists the columns.
@@ -383,16 +397,17 @@ def find_text_columns(record: dict[str, Any], place: str, label_column: str | No
 def find_label_column(
     record: dict[str, Any], place: str, text_columns: Sequence[str], needed: bool = True
 ) -> str | None:
-    """Find the label column by common names, ignoring case.
+    """Find the label column by its common names, ignoring case.
 
     Args:
-        record: The row.
+        record: The row, which maps column names to values.
         place: The description of the row in error messages.
-        text_columns: The text columns, which are excluded.
+        text_columns: The text columns, which cannot be the label column.
         needed: Whether to raise an error instead of returning None if no column matches.
 
     Raises:
-        ValueError: For the same reasons as in `find_text_columns`.
+        ValueError: If the choice is ambiguous, or if no column matches and `needed` is True. The message lists the
+            columns.
     """
     columns = _map_lowercase_names(record, *text_columns)
     for names in LABEL_COLUMNS:
@@ -412,7 +427,7 @@ def find_label_column(
 
 
 def _map_lowercase_names(record: dict[str, Any], *excluded: str | None) -> dict[str, str]:
-    """Map lowercase names to column names. If two columns differ only in case, keep the lowercase one."""
+    """Map lowercase names to column names. If two column names differ only in case, use the lowercase name."""
     names = [str(name) for name in record if name not in excluded]
     lowered = [name.strip().lower() for name in names]
     return {low: name for low, name in zip(lowered, names, strict=True) if lowered.count(low) == 1 or name == low}
@@ -429,8 +444,9 @@ class ClassificationSplit:
 
     Attributes:
         name: The name of the split on the Hub: "train", "validation_matched", "test", ...
-        data: The columns `text1`, `text2` (only for pairs), `label` (if there are labels) and `index`, which is the
-            row number (for GLUE, the number in the submission). Rows from user tables also have `file` and `line`.
+        data: A dataset with the columns `text1`, `text2` (only for pairs), `label` (if there are labels) and `index`,
+            which is the row number (for GLUE, the number in the submission). Datasets from user-provided tables also
+            have the columns `file` and `line`.
     """
 
     name: str
@@ -444,7 +460,7 @@ class ClassificationSplit:
         return self if count is None else replace(self, data=self.data.take(min(count, len(self.data))))
 
     def describe_row(self, number: int) -> str:
-        """Describe the origin of a row, counted from 0, for messages."""
+        """Describe the location of a row for messages. The number of the row is counted from 0."""
         names = [name for name in ("file", "line", "index") if name in self.data.column_names]
         row = self.data.select_columns(names)[number]
         return describe_row_location(row.get("file", self.name), row.get("line"), row.get("index", number))
@@ -453,14 +469,14 @@ class ClassificationSplit:
 def make_rows(columns: dict[str, list]) -> Dataset:
     """Create an in-memory dataset from columns of equal length.
 
-    `Dataset.from_dict` does not set a fingerprint, so `datasets` would hash the table with dill. This fails if pyarrow
-    is installed in a folder that is not named site-packages.
+    `Dataset.from_dict` is not used because it does not set a fingerprint, so `datasets` would hash the table with
+    dill. This fails if pyarrow is installed in a folder that is not named site-packages.
     """
     return Dataset(InMemoryTable.from_pydict(columns), fingerprint=uuid.uuid4().hex)
 
 
 def hash_rows(split: ClassificationSplit, chunk: int = 10_000) -> str:
-    """Return a short, order-dependent hash of the texts and labels in a split."""
+    """Return a short hash of the texts and labels in a split, which depends on the order of the rows."""
     columns = [name for name in ("text1", "text2", "label") if name in split.data.column_names]
     data = split.data.select_columns(columns)
     digest = hashlib.blake2b(digest_size=8)
@@ -474,7 +490,8 @@ def tokenize_split(split: ClassificationSplit, tokenizer: PreTrainedTokenizerBas
     """Tokenize a split, truncating the longer text of a pair first. Padding is added later for each batch.
 
     Returns:
-        The tokenizer outputs as columns (lists of integers), `label` if there are labels, and `length` in tokens.
+        A dataset with the tokenizer outputs as columns (lists of integers), the column `label` if there are labels,
+        and the column `length` (in tokens).
     """
     pair = "text2" in split.data.column_names
 
@@ -485,7 +502,7 @@ def tokenize_split(split: ClassificationSplit, tokenizer: PreTrainedTokenizerBas
         return encoded
 
     unused = [name for name in split.data.column_names if name != "label"]
-    # With a longer name, the progress bar would not fit into 80 columns.
+    # With the full name of the split, the progress bar would not fit into 80 columns.
     description = f"{split.name.replace('validation', 'dev')} tokens"
     data = split.data.map(encode, batched=True, remove_columns=unused, desc=description)
     if full := sum(length == max_length for length in data["length"]):
@@ -499,12 +516,12 @@ class ClassificationData:
     """The splits of a run and the meaning of their labels.
 
     Attributes:
-        splits: Maps "train", "validation" and "test" to the splits that exist.
-        scheme: The meaning of the labels.
-        text_columns: One column, or two for pairs.
-        label_column: The column that contains the labels, or None if the run only predicts unlabeled texts.
-        label_separator: The separator between several labels in a row, if there is one.
-        threshold: With several labels per row, labels with a probability above this threshold are predicted.
+        splits: Maps "train", "validation" and "test" to the splits. Splits that do not exist are omitted.
+        scheme: The label scheme, which contains the problem type and the class names.
+        text_columns: The name of the text column, or two names for pairs.
+        label_column: The column that contains the labels, or None if the run only predicts labels for unlabeled texts.
+        label_separator: The separator between several labels in a row, or None if each cell is a single label.
+        threshold: In multi-label classification, labels with a probability above this threshold are predicted.
     """
 
     splits: dict[str, ClassificationSplit]
@@ -517,15 +534,15 @@ class ClassificationData:
 
 @dataclass
 class LabelRows:
-    """The rows of a split in the form in which they were read.
+    """The rows of a split before their labels are converted to numbers.
 
     Attributes:
         label_column: The column that contains the labels, or None if there are no labels.
         texts: One list of texts per text column.
-        cells: The labels of each row.
-        files: The file of each row.
-        lines: The line of each row in its file, if known.
-        numbers: The number of each row.
+        cells: The label or labels of each row as text.
+        files: The file that contains each row.
+        lines: The line of each row in its file, or None if the line is unknown.
+        numbers: The number of each row in its file.
     """
 
     label_column: str | None
@@ -541,7 +558,7 @@ class LabelRows:
         return f"{location}, column {self.label_column!r}"
 
     def split(self, name: str, values: list[Any] | None) -> ClassificationSplit:
-        """Create a split from the rows with these labels, or without labels if `values` is None."""
+        """Create a split from the rows with the encoded labels `values`, or without labels if `values` is None."""
         columns: dict[str, list] = {f"text{i + 1}": column for i, column in enumerate(self.texts)}
         columns |= {"index": self.numbers, "file": self.files, "line": self.lines}
         return ClassificationSplit(name, make_rows(columns | ({} if values is None else {"label": values})))
@@ -550,7 +567,7 @@ class LabelRows:
 def _read_rows(
     name: str, source: SplitRows, text_columns: Sequence[str], label_column: str | None, separator: str | None
 ) -> LabelRows:
-    """Read all rows of a split. Rows with a blank text are kept, with a warning.
+    """Read all rows of a split. Rows with a blank text are kept, and a warning is logged.
 
     Raises:
         OSError, ValueError: See `load_classification_data`.
@@ -585,8 +602,8 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
 
     Raises:
         OSError: If a file or a Hub dataset cannot be read.
-        ValueError: If a file has invalid content or lacks a column, or if there are labels of different kinds. The
-            message names the file, the row and the column.
+        ValueError: If a file has invalid content or lacks a column, or if the labels have different types. The message
+            names the file, the row and the column.
     """
     sources = read_splits(settings)
     first = next(iter(sources.values())).first
@@ -612,7 +629,7 @@ def load_classification_data(settings: ClassificationSettings, config: PreTraine
 
 
 def _encode_labels(name: str, rows: LabelRows, scheme: LabelScheme) -> list[Any] | None:
-    """Convert the labels of a split to numbers. Returns None for test rows without known labels."""
+    """Convert the labels of a split to numbers, or return None if the split is a test split without known labels."""
     if rows.label_column is None or (name == "test" and _is_unlabeled(rows.cells, scheme)):
         logger.info("%s: There are no labels, so the rows are predicted but not scored.", name)
         return None
@@ -622,12 +639,12 @@ def _encode_labels(name: str, rows: LabelRows, scheme: LabelScheme) -> list[Any]
 def _resolve_columns(
     first: tuple[str, SplitRows], settings: ClassificationSettings, absent_label_column: str | None
 ) -> tuple[tuple[str, ...], str | None]:
-    """Return the text columns and the label column.
+    """Return the text columns and the label column, from the settings or from common column names.
 
     Args:
         first: The name and the rows of the first split.
         settings: The settings of the run.
-        absent_label_column: The label column that the model was trained on, if the rows lack it.
+        absent_label_column: The label column that the model was trained on if the rows lack this column, or None.
     """
     name, source = first
     record = source.first
@@ -639,7 +656,7 @@ def _resolve_columns(
 
 
 def _is_unlabeled(cells: Sequence[Cell], scheme: LabelScheme) -> bool:
-    """Return whether the labels of a test split are unknown (all empty, or all -1 as on the Hub)."""
+    """Return whether the labels of a test split are unknown: all empty, or all -1 as in datasets on the Hub."""
     distinct = set(cells)
     return distinct <= {None, ()} or (
         len(distinct) == 1 and distinct <= UNKNOWN_LABELS and not distinct & {*scheme.names}
@@ -681,7 +698,7 @@ def _infer_checkpoint_scheme(
                 f"{model_name} must have a single output for regression, got {len(names)}. Set another --problem_type."
             )
         return LabelScheme(kind, ())
-    if all(name == f"LABEL_{i}" for i, name in enumerate(names)):  # the default names in Transformers
+    if all(name == f"LABEL_{i}" for i, name in enumerate(names)):  # the default class names in Transformers
         numbers = tuple(map(str, range(len(names))))
         names = tuple(class_names or ()) if len(class_names or ()) == len(names) else numbers
     if settings.labels is not None and len(settings.labels) != len(names):

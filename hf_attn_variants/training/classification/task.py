@@ -84,7 +84,7 @@ class Predictions:
     Attributes:
         probabilities: The probabilities [rows, labels] in double precision. With one label per row, the probabilities
             in a row add up to 1. With several labels per row, each label has an independent probability. For
-            regression, these are the predicted numbers [rows, 1].
+            regression, the array contains the predicted numbers [rows, 1] instead.
         chosen: The predicted class ids [rows], indicators (0 or 1) for each label [rows, labels], or numbers [rows].
     """
 
@@ -104,12 +104,12 @@ def compute_classification_metrics(
 ) -> dict[str, float]:
     """Compute the metrics in `METRICS_BY_PROBLEM`. Metrics that are undefined for these rows are NaN.
 
-    F1 is computed with scikit-learn. Its macro average covers the classes that are true or predicted in some row. With
-    several labels per row, accuracy is the share of rows with exactly the correct labels. ROC AUC is the mean of the
-    one-vs-rest areas over the classes that some rows have and other rows lack.
+    F1 is computed with scikit-learn. Its macro average covers the classes that are true or predicted in at least one
+    row. With several labels per row, accuracy is the share of rows for which all labels are predicted correctly. ROC
+    AUC is the mean of the one-vs-rest areas, excluding classes to which no row or every row belongs.
 
     Args:
-        scheme: The meaning of the labels.
+        scheme: The label scheme.
         predicted: The predictions.
         labels: The labels of the rows, as returned by `LabelScheme.encode`.
     """
@@ -139,14 +139,16 @@ def compute_classification_metrics(
 
 
 def compute_metric_details(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> dict[str, Any]:
-    """Compute the results that complement the metrics of `compute_classification_metrics`.
+    """Compute the details that complement the metrics from `compute_classification_metrics`.
 
     Returns:
-        "per_class" maps each name to "precision", "recall", "f1", "roc_auc", the number of rows in the class
-        ("support") and the number of rows predicted to be in the class ("predicted"). Undefined values are NaN.
-        "confusion_matrix", which requires one label per row, contains one list per true class with the number of rows
-        per predicted class, in the order of the names. "undefined" maps a metric to the reason why it is undefined, or
-        to the classes that it excludes. For regression, only "undefined" may be present.
+        A dictionary with the following keys. For regression, it can only contain "undefined".
+
+        - "per_class" maps each class name to "precision", "recall", "f1", "roc_auc", the number of rows in the class
+          ("support") and the number of rows predicted to be in the class ("predicted"). Undefined values are NaN.
+        - "confusion_matrix" (only with one label per row) contains one list per true class, with the number of rows
+          per predicted class. The classes are in the order of their ids.
+        - "undefined" (only if a metric is undefined or excludes classes) maps the metric to the reason.
     """
     if scheme.problem_type == REGRESSION:
         columns = {"labels": labels, "predictions": predicted.chosen}
@@ -181,8 +183,8 @@ def _to_sklearn_classes(
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Return the true classes, the predicted classes and the class ids in scikit-learn's format.
 
-    If there is only one possible label [rows, 1], two classes are passed to scikit-learn, without (0) and with (1) the
-    label.
+    A multi-label problem with a single label [rows, 1] is converted to binary classification [rows]: class 1 if the
+    row has the label, and class 0 otherwise.
     """
     if scheme.problem_type == MULTI_LABEL and len(scheme.names) == 1:
         return labels[:, 0], predicted.chosen[:, 0], [1]
@@ -190,7 +192,7 @@ def _to_sklearn_classes(
 
 
 def _explain_undefined_areas(without: Sequence[str], rows: int, classes: int, per_class: dict[str, Any]) -> str:
-    """Explain why the ROC AUC is undefined for some classes."""
+    """Describe why the ROC AUC is undefined for the classes in `without`."""
     everywhere = [name for name in without if per_class[name]["support"] == rows]
     nowhere = [name for name in without if per_class[name]["support"] == 0]
     parts = [f"all {rows} rows have {format_names(everywhere)}"] if everywhere else []
@@ -201,7 +203,7 @@ def _explain_undefined_areas(without: Sequence[str], rows: int, classes: int, pe
 
 
 def _compute_roc_areas(scheme: LabelScheme, predicted: Predictions, labels: np.ndarray) -> list[float]:
-    """Return the one-vs-rest ROC AUC of each class, or NaN if all rows or no row have the class."""
+    """Return the one-vs-rest ROC AUC for each class, or NaN if all rows or no rows belong to the class."""
     ids = range(len(scheme.names))
     truths = [labels[:, i] if labels.ndim == 2 else labels == i for i in ids]
     return [
@@ -215,13 +217,13 @@ def _divide(part: int, whole: int) -> float:
     return part / whole if whole else math.nan
 
 
-# The maximum numbers of classes for which cells contain numbers, and for which the matrix is plotted at all.
+# The maximum number of classes for which the cells contain numbers, and for which the matrix is plotted.
 MAX_NUMBERED_CLASSES, MAX_DRAWN_CLASSES = 40, 200
 MAX_NAME_LENGTH = 24
 
 
 def plot_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path, title: str) -> None:
-    """Plot a confusion matrix. The shade of a cell shows its share of the rows in the true class.
+    """Plot a confusion matrix, in which the shade of a cell shows its share of the rows in the true class.
 
     If plotting fails, a warning is logged.
 
@@ -242,7 +244,7 @@ def plot_confusion_matrix(matrix: Sequence[Sequence[int]], names: Sequence[str],
 
 
 def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figure":
-    """Return the figure that `plot_confusion_matrix` saves."""
+    """Create the figure that `plot_confusion_matrix` saves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -269,7 +271,7 @@ def _make_figure(matrix: np.ndarray, names: Sequence[str], title: str) -> "Figur
             if number:
                 color = "white" if number > 0.5 * totals[row, 0] else "black"
                 fontsize = min(8.0, 8.0 * 4 / digits)  # four digits fit in a cell
-                # Otherwise, the layout engine would measure every text, which is slow.
+                # With in_layout=True, the layout engine would measure each text, which is slow.
                 options: Any = {"ha": "center", "va": "center", "in_layout": False}
                 axes.text(column, row, str(number), color=color, fontsize=fontsize, **options)
     figure.colorbar(image, ax=axes, fraction=0.04, pad=0.02, label="share of the true class")
@@ -285,7 +287,7 @@ def shorten_class_name(name: str) -> str:
 
 
 def make_classification_objective(weights: Tensor | None = None) -> Objective:
-    """Create the objective for a classifier or regressor, which depends on the type of the labels.
+    """Create the training objective for a classifier or regressor. The loss depends on the type of the labels.
 
     For class ids [b], the loss is the cross-entropy, multiplied by the weight of the class. For numbers [b], it is the
     squared error. For indicators [b, L] (0 or 1 per label), it is the mean of the binary cross-entropies over the
@@ -301,7 +303,7 @@ def make_classification_objective(weights: Tensor | None = None) -> Objective:
 
 
 def compute_loss_sum(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the summed loss of `make_classification_objective` for logits [b, L]."""
+    """Compute the loss from `make_classification_objective` for logits [b, L], summed over the batch."""
     weights = None if weights is None else weights.to(logits.device)
     if labels.dim() == 2:
         losses = functional.binary_cross_entropy_with_logits(
@@ -328,12 +330,12 @@ def to_model_labels(labels: np.ndarray, label_map: LabelMap) -> np.ndarray:
 
 @dataclass
 class EvalSet:
-    """A tokenized split to evaluate or to predict.
+    """A tokenized split for evaluation or prediction.
 
     Attributes:
-        split: The rows.
-        batches: The batches, and the order of the rows in them.
-        labels: The labels in the task's order, or None if they are unknown.
+        split: The split before tokenization.
+        batches: The batches, and the order of the rows in the batches.
+        labels: The labels, with classes in the order of the task, or None if the labels are unknown.
     """
 
     split: ClassificationSplit
@@ -346,17 +348,17 @@ NO_TRAINING_ROWS = ClassificationSplit("train", make_rows({}))
 
 
 class SequenceClassification(FineTuningTask[SettingsT]):
-    """Fine-tuning of a classifier or regressor on texts or pairs of texts.
+    """Base class for fine-tuning a classifier or regressor on texts or text pairs.
 
     The `__init__` method of a subclass must call `fit_tokenizer` and set the attributes below.
 
     Attributes:
         labels: The class names in the order of their ids, or None for regression.
-        problem_type: The problem type of Transformers.
+        problem_type: The problem type, as in Transformers.
         train: The training rows. Empty if the run only evaluates.
-        dev_splits: The splits to evaluate. The first one selects the best weights.
-        weights: One weight per label, in the order of `labels`. `load_model` reorders them to match the outputs
-            (`output_weights`).
+        dev_splits: The splits to evaluate. The first split is used to select the best weights.
+        weights: One loss weight per label in the order of `labels`, or None. `load_model` stores the weights in the
+            order of the model's outputs as `output_weights`.
     """
 
     labels: Sequence[str] | None
@@ -372,10 +374,10 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         self.tokenizer = load_tokenizer(settings, self.config)
 
     def fit_tokenizer(self, pair: bool) -> None:
-        """Adapt the tokenizer to the model, and check the maximum length of texts or pairs of texts.
+        """Adapt the tokenizer to the model, and check the maximum length of the texts or text pairs.
 
         Raises:
-            ValueError: If the tokenizer or the length is not valid for the model.
+            ValueError: If the tokenizer or the maximum length is not valid for the model.
         """
         configure_token_types(self.tokenizer, self.config)
         configure_end_tokens(self.tokenizer, self.config, pair)
@@ -405,10 +407,10 @@ class SequenceClassification(FineTuningTask[SettingsT]):
 
     @abstractmethod
     def score(self, eval_set: EvalSet, logits: np.ndarray) -> dict[str, float]:
-        """Compute the metrics of a split from its logits [rows, labels], in the order of the model's outputs."""
+        """Compute the metrics of a split from the model's logits [rows, labels]."""
 
     def evaluate(self) -> dict[str, float]:
-        """Return the metrics of every dev split. Metric names of the second split (MNLI mismatched) end in `_mm`."""
+        """Compute the metrics of all dev splits. Metrics of a second split (MNLI mismatched) have the suffix `_mm`."""
         metrics: dict[str, float] = {}
         for i, eval_set in enumerate(self.dev_sets):
             logits = self.predict_logits(eval_set)
@@ -420,7 +422,7 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         return metrics
 
     def predict_logits(self, eval_set: EvalSet) -> np.ndarray:
-        """Return the logits [rows, labels] of a split in single precision and row order."""
+        """Compute the logits [rows, labels] for a split in single precision, with the rows in their original order."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
             return (compute_logits(self.model, batch).float(),)
@@ -445,7 +447,7 @@ class SequenceClassification(FineTuningTask[SettingsT]):
         return EvalSet(split, batches, data["label"][:] if "label" in unused else None)
 
     def _tokenize(self, split: ClassificationSplit) -> Dataset:
-        """Tokenize a split on the main process first, so that the other processes can read its cache."""
+        """Tokenize a split, first on the main process, so that the other processes can read the cached result."""
         with self.accelerator.main_process_first():
             data = tokenize_split(split, self.tokenizer, self.settings.max_length)
         if self.config.is_encoder_decoder:
@@ -455,8 +457,8 @@ class SequenceClassification(FineTuningTask[SettingsT]):
     def _check_end_token_counts(self, split: ClassificationSplit, data: Dataset) -> None:
         """Check that all rows have the same number of end-of-sequence tokens.
 
-        In Transformers, the classification heads of encoder-decoders read the last end-of-sequence token and require
-        the same number of these tokens in all rows of a batch.
+        In Transformers, the classification heads of encoder-decoder models read the output at the last end-of-sequence
+        token. They require the same number of these tokens in all rows of a batch.
         """
         texts = ("a", "a") if "text2" in split.data.column_names else ("a",)
         end, expected = self.config.eos_token_id, self.tokenizer(*texts)["input_ids"].count(self.config.eos_token_id)
@@ -480,11 +482,11 @@ class SequenceClassification(FineTuningTask[SettingsT]):
 
 
 class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
-    """Fine-tuning on tables with a label, several labels or a number in each row.
+    """Fine-tuning for classification or regression on tables with a label, several labels or a number in each row.
 
-    The results contain `eval_<metric>` for the dev rows and the metrics in `METRICS_BY_PROBLEM`, and `eval_per_class`,
-    `eval_confusion_matrix` and `eval_undefined` (see `compute_metric_details`). If the test rows have labels, the
-    names of their results start with `test_`.
+    The results for the dev rows contain `eval_<metric>` for each metric in `METRICS_BY_PROBLEM`, as well as
+    `eval_per_class`, `eval_confusion_matrix` and `eval_undefined` (see `compute_metric_details`). If the test rows
+    have labels, the results also contain the same values with the prefix `test_`.
 
     Example:
         ```python
@@ -516,7 +518,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         self.main_metric, self.shown_metrics = self.metric_names[0], self.metric_names
 
     def _select_training_split(self) -> ClassificationSplit:
-        """Return the training rows after applying --shuffle_train_dataset and --max_train_samples."""
+        """Select the training rows according to --shuffle_train_dataset and --max_train_samples."""
         split = self.data.splits.get("train", NO_TRAINING_ROWS)
         if len(split) and self.settings.shuffle_train_dataset:
             order = torch.randperm(len(split), generator=torch.Generator().manual_seed(self.settings.seed))
@@ -533,7 +535,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         return compute_classification_metrics(self.scheme, self.dev_predictions, np.asarray(eval_set.labels))
 
     def _to_predictions(self, logits: np.ndarray) -> Predictions:
-        """Convert logits [rows, labels] in the order of the model's outputs to predictions."""
+        """Convert the model's logits [rows, labels] to predictions."""
         return Predictions(self.scheme, logits[:, list(self.label_map.to_model)], self.data.threshold)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -598,9 +600,10 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         plot_confusion_matrix(matrix, self.scheme.names, Path(self.settings.output_dir) / name, title)
 
     def _format_predictions(self, rows: EvalSet, predicted: Predictions) -> str:
-        """Return the content of a JSONL file with predictions.
+        """Format predictions as the content of a JSONL file.
 
-        Each line contains the row number, the label (if known), the prediction, the probabilities and the texts.
+        Each line contains the row number, the label (if known), the prediction, the probabilities (except for
+        regression) and the texts. If there are several files, it also contains the file name.
         """
         files, numbers = rows.split.data["file"][:], rows.split.data["index"][:]
         columns = self.data.text_columns
@@ -621,7 +624,7 @@ class ClassificationFineTuning(SequenceClassification[ClassificationSettings]):
         return "\n".join(lines) + "\n"
 
     def _to_label_names(self, value: Any) -> Any:
-        """Convert a label to its name, a list of names, or a number."""
+        """Convert an encoded label to its name, to a list of names (with several labels per row), or to a number."""
         names = self.scheme.names
         if self.problem_type == REGRESSION:
             return float(f"{value:.7g}")  # the digits that single precision can represent

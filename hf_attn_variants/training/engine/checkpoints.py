@@ -1,4 +1,4 @@
-"""Saves and restores checkpoints exactly, locks the output folder, and handles the signals that stop a run."""
+"""Saves and restores training checkpoints, locks the output folder, and handles the signals that stop a run."""
 
 import json
 import logging
@@ -28,13 +28,13 @@ from ...files import BEST_MODEL_FILE, LOG_FILE, STATE_FILE, describe_write_error
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A terminal sends Ctrl-C to every process, and a launcher forwards it. A second signal within this time is a
-# duplicate.
+# A terminal sends Ctrl-C to every process, and a launcher also forwards it to its processes. A second signal within
+# this time is treated as a duplicate.
 CTRL_C_REPEAT_SECONDS = 1.0
 
 
 class StopSignals:
-    """Records SIGTERM and Ctrl-C in `number`, so that the training loop can stop at a suitable moment."""
+    """Records SIGTERM and Ctrl-C in `number`, so that the training loop can stop after the current step."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -43,11 +43,11 @@ class StopSignals:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record the signals while the block runs. A second Ctrl-C raises KeyboardInterrupt.
+        """Record the signals while the `with` block runs. A second Ctrl-C raises `KeyboardInterrupt`.
 
-        This only works on the main thread. On other threads, nothing is recorded.
+        Signals are only recorded if this is called on the main thread.
         """
-        if threading.current_thread() is not threading.main_thread():  # Python only allows handlers there
+        if threading.current_thread() is not threading.main_thread():  # Python allows no handlers there
             yield
             return
         # Leave Ctrl-C unchanged if it is ignored or if the user has installed a handler.
@@ -61,14 +61,14 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """Handle a signal by recording it."""
-        if os.getpid() != self._process:  # a dataloader worker, which is stopped by its parent
+        """Record a signal, or raise `KeyboardInterrupt` for a second Ctrl-C."""
+        if os.getpid() != self._process:  # a dataloader worker, which its parent process stops
             return
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._interrupted is None:
                 self._interrupted = now
-                if is_first_process():  # os.write because the interrupted code may hold the lock of stderr
+                if is_first_process():  # `os.write` is used because the interrupted code may hold stderr's lock
                     message = (
                         b"\nCtrl-C: Finishing the step and saving a checkpoint. Press again to stop immediately.\n"
                     )
@@ -78,7 +78,8 @@ class StopSignals:
         self.number = number
 
 
-# Must exceed the time in which the data workers of a killed run notice that it ended, and release its folder's lock.
+# This must exceed the time that the data workers of a killed run need to notice that the run ended, because they hold
+# the lock on the folder until then.
 WAIT_SECONDS = 12.0
 PAUSE_SECONDS = 0.2
 
@@ -92,14 +93,15 @@ def lock_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool
     """Lock an output folder for this process. The operating system releases the lock when the process ends.
 
     Args:
-        folder: The folder, which must exist. Nothing is written to it.
-        wait_seconds: How long to wait for another process to release the lock. Defaults to `WAIT_SECONDS`.
+        folder: The folder, which must exist. No file is written to it.
+        wait_seconds: The number of seconds to wait for another process to release the lock. Defaults to
+            `WAIT_SECONDS`.
 
     Yields:
-        True if another process held the lock before. If so, the contents of the folder may have changed.
+        True if another process held the lock at first, so that the contents of the folder may have changed.
 
     Raises:
-        FolderInUseError: If another process still holds the lock after this time.
+        FolderInUseError: If another process still holds the lock after `wait_seconds`.
     """
     try:
         import fcntl
@@ -139,25 +141,26 @@ def lock_folder(folder: str, wait_seconds: float | None = None) -> Iterator[bool
         os.close(descriptor)
 
 
-# Tied weights are saved once and tied again when they are loaded, so Accelerate's warning at each save is not useful.
+# Tied weights are saved once and tied again when they are loaded, so Accelerate's warning about them is not useful.
 logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass
 class TrainState:
-    """The progress of a run, except for the parts that Accelerate saves."""
+    """The progress of a training run, except for the parts that Accelerate saves."""
 
-    step: int = 0  # optimizer steps done
+    step: int = 0  # the number of completed optimizer steps
     epoch: int = 0  # epoch of the next batch, counted from 0
-    batch_in_epoch: int = 0  # batches of this epoch that each process has used
-    position: list[int] | None = None  # "position" of the last batch, if it has one, from which the data continues
-    # Totals over all processes: training examples, their tokens, and the training FLOPs (see `loop.TrainingCost`).
+    batch_in_epoch: int = 0  # the number of batches of this epoch that each process has used
+    position: list[int] | None = None  # the "position" in the last batch, if any, from which a resumed run continues
+    # Totals over all processes: the training examples, their tokens, and the training FLOPs (see `loop.TrainingCost`).
     examples: int = 0
     tokens: int = 0
     flops: int = 0
     loss_total: float = 0.0  # the sum of the mean losses of all steps
-    # Loss and steps since the last log record; `tokens` and `train_seconds` at that record.
+    # The sum of the losses and the number of steps since the last log record, and the values of `tokens` and
+    # `train_seconds` at that record.
     window_loss: float = 0.0
     window_steps: int = 0
     window_tokens: int = 0
@@ -165,12 +168,12 @@ class TrainState:
     lr: float = 0.0  # learning rate of the last step
     best_metric: float | None = None
     best_step: int | None = None
-    bad_evaluations: int = 0  # evaluations since the best one
-    finished: bool = False  # whether early stopping ended the training
-    train_seconds: float = 0.0  # time in training steps, without evaluations and checkpoints
-    # Settings and data on which the final weights depend.
+    bad_evaluations: int = 0  # the number of evaluations since the best evaluation
+    finished: bool = False  # whether early stopping ended the run
+    train_seconds: float = 0.0  # the time spent in training steps, without evaluations and checkpoints
+    # The settings and data that determine the final weights.
     fingerprint: dict[str, Any] = field(default_factory=dict)
-    # Hardware and software that affect the rounding of sums. If they differ, the run resumes with a warning.
+    # The hardware and software that affect the rounding of sums. If they differ, the run resumes with a warning.
     environment: dict[str, Any] = field(default_factory=dict)
 
 
@@ -186,30 +189,30 @@ def _collect_environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
+    """List the complete checkpoints of a run, sorted by step."""
     folders = [path for path in Path(output_dir).glob("checkpoint-*") if NAME_PATTERN.fullmatch(path.name)]
     complete = [path for path in folders if (path / STATE_FILE).is_file()]
     return sorted(complete, key=_get_step)
 
 
 def describe_last_checkpoint(output_dir: str | Path) -> str:
-    """Return a sentence that names the last complete checkpoint for a message, or "" if no checkpoint exists."""
+    """Return a sentence for messages that names the last complete checkpoint, or "" if there is no checkpoint."""
     checkpoints = list_checkpoints(output_dir)
     return f" The last good checkpoint is {checkpoints[-1]}." if checkpoints else ""
 
 
 def _get_step(checkpoint: Path) -> int:
-    """Return the step in the name of a checkpoint."""
+    """Return the step from the folder name of a checkpoint."""
     match: Any = NAME_PATTERN.fullmatch(checkpoint.name)  # `list_checkpoints` has checked the name
     return int(match[1])
 
 
 def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
-    """Return the path of the checkpoint selected by `--resume_from_checkpoint`.
+    """Return the path of the checkpoint that `--resume_from_checkpoint` selects.
 
     Args:
-        resume_from: The value of the flag, a folder or "latest".
-        output_dir: The output folder of the run, for "latest".
+        resume_from: The value of the flag, which is a folder or "latest".
+        output_dir: The output folder of the run, which is searched if `resume_from` is "latest".
 
     Raises:
         ValueError: If the checkpoint does not exist or is incomplete.
@@ -234,17 +237,18 @@ def find_checkpoint(resume_from: str, output_dir: str | Path) -> Path:
 def save_checkpoint(
     accelerator: Accelerator, state: TrainState, output_dir: str | Path, save_total_limit: int | None = None
 ) -> Path:
-    """Save the model, optimizer, schedule, random states, position, log and best weights as `checkpoint-<step>`.
+    """Save the model, optimizer, schedule, random states, progress, log and best weights as `checkpoint-<step>`.
 
-    This is called on every process. Everything is written to a temporary folder, flushed to disk and renamed. If the
-    run is killed or the disk is full, earlier checkpoints are left unchanged.
+    This function must be called on every process. All files are written to a temporary folder and flushed to disk
+    before the folder is renamed. If the run is killed or the disk is full, earlier checkpoints are left unchanged.
 
     Args:
         accelerator: The accelerator of the run.
         state: The progress of the run.
         output_dir: The output folder of the run.
-        save_total_limit: The number of checkpoints to keep. Checkpoints from later steps, which are left over if a run
-            resumed from an earlier checkpoint, are deleted first. The oldest checkpoints are deleted next.
+        save_total_limit: The maximum number of checkpoints to keep, or None to keep all. Checkpoints from later steps
+            (which are left over if the run resumed from an earlier checkpoint) are deleted first, followed by the
+            oldest checkpoints.
 
     Raises:
         OSError: If the checkpoint could not be written. No incomplete checkpoint is left behind.
@@ -261,7 +265,7 @@ def save_checkpoint(
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             _finish_checkpoint(state, output_dir, temporary, target)
-    except Exception as error:  # a full disk causes an OSError, a RuntimeError or a SafetensorError
+    except Exception as error:  # a full disk can cause an OSError, a RuntimeError or a SafetensorError
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(
             f"The checkpoint {target} could not be written {describe_write_error(error)}."
@@ -302,7 +306,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 def _flush(path: Path) -> None:
     """Flush a file or folder to disk."""
-    # Otherwise, the rename could reach the disk before the data, and a power failure would leave an empty checkpoint.
+    # Without this, the new name could reach the disk before the data, and a power failure could leave an empty
+    # checkpoint.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -322,9 +327,10 @@ def _remove_checkpoint(folder: Path) -> None:
 def load_checkpoint(
     accelerator: Accelerator, path: Path, output_dir: str | Path, fingerprint: dict[str, Any]
 ) -> TrainState:
-    """Restore everything that `save_checkpoint` saved, with the random states last. Called on every process.
+    """Restore the state that `save_checkpoint` saved. This function must be called on every process.
 
-    The log and the best weights in the output folder are reset to those of the checkpoint.
+    The random states are restored last. The log and the best weights in the output folder are replaced by those in the
+    checkpoint.
 
     Args:
         accelerator: The accelerator with the prepared model, optimizer and schedule.
@@ -336,8 +342,8 @@ def load_checkpoint(
         The progress of the run.
 
     Raises:
-        ValueError: If a setting or the training data differs from the checkpoint, the weights do not fit the model, or
-            a file is damaged. The message contains the old and the new values.
+        ValueError: If a setting or the training data has changed (the message contains the old and the new values), if
+            the weights do not match the model, or if a file is damaged.
     """
     state = TrainState(**load_json(path / STATE_FILE))
     if changes := _describe_changes(state.fingerprint, fingerprint):
@@ -349,7 +355,7 @@ def load_checkpoint(
         for leftover in Path(output_dir).glob(".tmp-*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         for name in (LOG_FILE, BEST_MODEL_FILE):
-            # The resumed run repeats what the interrupted run wrote after the checkpoint.
+            # The resumed run recreates what the interrupted run wrote after the checkpoint.
             (Path(output_dir) / name).unlink(missing_ok=True)
             if (path / name).is_file():
                 shutil.copyfile(path / name, Path(output_dir) / f".tmp-{name}")
@@ -368,7 +374,7 @@ def load_checkpoint(
     return state
 
 
-# Settings that older checkpoints do not record, with the values that those runs used.
+# Settings that older checkpoints do not contain, with the values that were used in those runs.
 UNRECORDED_SETTINGS = {"objective": "mlm", "keep_whitespace": False}
 
 
@@ -379,7 +385,7 @@ def _describe_changes(saved: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _check_random_state(path: Path, device: torch.device) -> None:
-    """Check that Accelerate restored the random states, because it does not raise an error if it could not."""
+    """Check that Accelerate restored the random states, because it does not raise an error if this fails."""
     try:
         states = load(path)
         restored = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
@@ -396,10 +402,10 @@ def _check_random_state(path: Path, device: torch.device) -> None:
 
 
 def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: str | Path) -> None:
-    """Save the best weights so far, replacing earlier ones. Called on every process.
+    """Save the current weights as the best weights so far. This function must be called on every process.
 
     Raises:
-        OSError: If they could not be written. No incomplete file is left behind, and the message names the last
+        OSError: If the weights could not be written. No incomplete file is left behind, and the message names the last
             complete checkpoint.
     """
     weights = accelerator.get_state_dict(model)
@@ -419,7 +425,10 @@ def save_best_weights(accelerator: Accelerator, model: nn.Module, output_dir: st
 
 
 def load_weights(accelerator: Accelerator, model: nn.Module, path: Path) -> None:
-    """Load weights from a safetensors file into a prepared model, which may be sharded. Called on every process."""
+    """Load weights from a safetensors file into a prepared model, which may be sharded.
+
+    This function must be called on every process.
+    """
     if not accelerator.is_fsdp2:
         load_model(accelerator.unwrap_model(model), str(path))
         return

@@ -1,6 +1,6 @@
 """Dataloaders whose order depends only on the seed and the epoch, and collators for texts and text pairs.
 
-A run can resume at any point of an epoch. In shapes, b is the number of rows, n and m are lengths in tokens, and V is
+A run can resume at any point in an epoch. In shapes, b is the number of rows, n and m are lengths in tokens, and V is
 the vocabulary size.
 """
 
@@ -31,7 +31,7 @@ class Rows(Protocol):
         """Return the number of examples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return the example with this index."""
+        """Return the example at an index."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class TrainingBatches:
     """The training batches of a run.
 
     Attributes:
-        loader: Yields the batches. It is prepared by Accelerate.
-        start_epoch: Called at the start of each epoch with the epoch number.
+        loader: Yields the batches. It is already prepared by Accelerate.
+        start_epoch: A function that is called with the epoch number at the start of each epoch.
         count: The number of batches per process and epoch, or None for a stream of unknown length.
         examples: The number of examples per epoch, or None for a stream.
-        seek: Continues in the middle of an epoch (see `TrainingLoop`). If None, the batches already used are read
-            again and skipped.
+        seek: A function that moves to a position in the middle of an epoch (see `TrainingLoop`). If None, batches that
+            have already been used are read again and skipped.
     """
 
     loader: Any
@@ -54,18 +54,18 @@ class TrainingBatches:
     seek: Callable[[int, list[int]], None] | None = None
 
 
-# A prepared dataloader, and the index of the row at each position.
+# A prepared dataloader, and the row indices in the order of the dataloader.
 EvalBatches = tuple[DataLoader, Sequence[int]]
 # The label of tokens that do not contribute to the loss, as in PyTorch's cross-entropy.
 IGNORED_LABEL = -100
 
 
 class EpochSampler(Sampler[int]):
-    """Shuffles example indices by seed and epoch, optionally in batches of examples of similar length.
+    """Shuffles example indices by seed and epoch, optionally in batches of examples with similar lengths.
 
-    The sampler has no random state. After `start_epoch(n)`, each iteration yields the n-th order. The method is not
-    called `set_epoch` because Accelerate calls a method of that name with its own count, which starts at 0 again in a
-    resumed run.
+    The sampler has no random state. After `start_epoch(n)`, every iteration yields the order for epoch n. The method
+    is not called `set_epoch` because Accelerate calls a method with that name and its own epoch count, which restarts
+    at 0 in a resumed run.
 
     Args:
         length: The number of examples.
@@ -95,7 +95,7 @@ class EpochSampler(Sampler[int]):
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        # Not seed + epoch because seed 1 would then produce the same orders as seed 0, shifted by one epoch.
+        # `seed + epoch` is not used because seed 1 would then produce the orders of seed 0, shifted by one epoch.
         seed = int(torch.randint(2**62, (self.epoch + 1,), generator=torch.Generator().manual_seed(self.seed))[-1])
         generator = torch.Generator().manual_seed(seed)
         if self.group_lengths is None:
@@ -104,10 +104,10 @@ class EpochSampler(Sampler[int]):
         return iter(self._shuffle_batches(indices, generator))
 
     def _shuffle_batches(self, indices: list[int], generator: torch.Generator) -> list[int]:
-        """Shuffle the batches of indices that are grouped by length."""
-        # Lengths decrease within each group of fifty batches. Without shuffling, the model would see long and short
-        # texts in turn and forget one while learning the other. The longest batch stays first, so that the run fails
-        # immediately if memory is insufficient. An incomplete batch stays last.
+        """Shuffle the batches, each of which contains indices of examples with similar lengths."""
+        # Lengths decrease within each group of fifty batches. Without shuffling, the model would alternate between
+        # long and short texts and forget one kind while it learns the other. The batch with the longest texts stays
+        # first, so that the run fails immediately if memory is insufficient. An incomplete batch stays last.
         size = self.batch_size
         batches = [indices[start : start + size] for start in range(0, len(indices), size)]
         shuffled = torch.randperm(max(len(indices) // size - 1, 0), generator=generator) + 1
@@ -123,9 +123,9 @@ def create_train_dataloader(
     seed: int,
     num_workers: int = 0,
 ) -> DataLoader:
-    """Create a training dataloader that does not use the global random state, so that dropout resumes exactly.
+    """Create a training dataloader that does not use the global random state, so that dropout is reproducible.
 
-    `collate` must depend only on the examples because batches are prepared before the step that uses them.
+    The output of `collate` must depend only on the examples, because batches are prepared before they are used.
     """
     return _make_dataloader(data, seed, num_workers, batch_size=batch_size, sampler=sampler, collate_fn=collate)
 
@@ -143,18 +143,19 @@ def prepare_train_dataloader(
         settings: The settings of the run.
         accelerator: The accelerator of the run.
         rows: The training examples.
-        collate: Combines a list of examples into a batch.
-        lengths: Returns the length of each example. It is only called if `group_by_length` is set.
+        collate: A function that combines a list of examples into a batch.
+        lengths: A function that returns the length of each example. It is only called if `group_by_length` is set.
 
     Returns:
-        The dataloader, which is an empty list if a run only evaluates and has no rows, and its sampler.
+        The dataloader and its sampler. If there are no rows, which is allowed if a run only evaluates, the dataloader
+        is an empty list.
     """
     batch_size, seed = settings.per_device_train_batch_size, settings.seed
     group_lengths = lengths() if settings.group_by_length else None
     sampler = EpochSampler(max(len(rows), 1), seed, group_lengths, batch_size * accelerator.num_processes)
     if not len(rows):
         return [], sampler
-    data: Any = rows  # PyTorch accepts any object with these two methods
+    data: Any = rows  # PyTorch accepts any object with the two methods of `Rows`
     loader = create_train_dataloader(data, sampler, batch_size, collate, seed, settings.dataloader_num_workers)
     return accelerator.prepare(loader), sampler
 
@@ -162,10 +163,10 @@ def prepare_train_dataloader(
 def create_stream_dataloader(
     accelerator: Accelerator, stream: IterableDataset, seed: int, num_workers: int = 0
 ) -> DataLoader:
-    """Create and prepare a dataloader for a stream of batches in which each process has its own batches.
+    """Create and prepare a dataloader for a stream that yields different batches on each process.
 
-    `num_workers` must be 0 or 1. Accelerate's own preparation is not used because it would read only on the main
-    process, fill the last batch with rows from the first one, and use the random state of dropout.
+    `num_workers` must be 0 or 1. `Accelerator.prepare` is not used because it would read the stream only on the main
+    process, fill the last batch with rows from the first batch, and use the global random state.
     """
     return prepare_data_loader(
         _make_dataloader(stream, seed, num_workers, batch_size=None),
@@ -181,16 +182,16 @@ def create_stream_dataloader(
 def create_eval_dataloader(
     data: Dataset, batch_size: int, collate: Callable[[list], Any], num_workers: int = 0
 ) -> DataLoader:
-    """Create a dataloader that keeps the order of the data and does not use the global random state."""
+    """Create a dataloader that preserves the order of the data and does not use the global random state."""
     return _make_dataloader(data, 0, num_workers, batch_size=batch_size, collate_fn=collate)
 
 
 def restore_row_order(outputs: Tensor, order: Sequence[int]) -> np.ndarray:
-    """Reorder outputs for the rows of `FineTuningTask.make_eval_batches` to the original row order.
+    """Restore the original row order of model outputs for batches from `FineTuningTask.make_eval_batches`.
 
     Args:
-        outputs: The outputs [rows, ...] in dataloader order.
-        order: The row indices in dataloader order.
+        outputs: The outputs [rows, ...] in the order of the dataloader.
+        order: The row indices in the order of the dataloader.
     """
     restored = np.empty(outputs.shape, dtype=outputs.numpy().dtype)
     restored[list(order)] = outputs.numpy()
@@ -204,7 +205,7 @@ def _make_dataloader(data: Dataset, seed: int, num_workers: int, **options: Any)
         data,
         num_workers=num_workers,
         worker_init_fn=_ignore_stop_signals,
-        # Without a separate generator, each new iterator would draw a seed from the random state of dropout.
+        # Without a separate generator, each new iterator would draw a seed from the global random state.
         generator=torch.Generator().manual_seed(seed),
         pin_memory=on_gpu and torch.cuda.is_available(),  # do not initialize CUDA for a run on the CPU
         **options,
@@ -213,7 +214,8 @@ def _make_dataloader(data: Dataset, seed: int, num_workers: int, **options: Any)
 
 def _ignore_stop_signals(worker: int) -> None:
     """Ignore SIGTERM and Ctrl-C in a dataloader worker."""
-    # All processes of a job receive these signals, but the loop needs its workers until a checkpoint is saved.
+    # All processes of a job receive these signals, but the training loop needs its workers until it has saved a
+    # checkpoint.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -221,19 +223,22 @@ def _ignore_stop_signals(worker: int) -> None:
 # The cumulative shares of the chosen tokens that are replaced by the mask token and by a random token. The other
 # chosen tokens are left unchanged, as in BERT.
 MASKED_SHARE, RANDOM_BOUND = 0.8, 0.9
-# Keys that separate the random generators for different purposes. A generator is seeded with the seed of the run, one
-# of these keys and the position of the block. The text stream uses keys 0 and 1, and span corruption uses key 4.
+# These keys ensure that random choices for different purposes are independent. Each generator is seeded with the seed
+# of the run, one of the keys and the position of the block. The text stream uses keys 0 and 1, and span corruption
+# uses key 4.
 MASKING_KEY, PAIRING_KEY = 2, 5
-# The share of pairs that are changed. The second segment comes from another text (nsp), or both are swapped (sop).
+# The share of pairs that are changed: the second segment is replaced by one from another text (nsp), or the segments
+# are swapped (sop).
 CHANGED_SHARE = 0.5
 UNCHANGED, CHANGED = 0, 1
 
 
 def find_word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return a boolean array [V] that marks the vocabulary tokens that start a word.
+    """Return a boolean array [V] that is True for vocabulary tokens that start a word.
 
-    WordPiece marks the other tokens ("##"). SentencePiece ("▁") and byte-level BPE ("Ġ") mark the tokens that start a
-    word. With these two, tokens without a letter or digit also count as words, as in the original ALBERT code.
+    WordPiece marks tokens that continue a word ("##"). SentencePiece ("▁") and byte-level BPE ("Ġ") mark tokens that
+    start a word. With SentencePiece and BPE, tokens without a letter or digit also count as word starts, as in the
+    original ALBERT code.
 
     Raises:
         ValueError: If the vocabulary contains none of these marks.
@@ -248,21 +253,22 @@ def find_word_starts(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 class MaskedLMPreparer:
-    """Prepares masked examples of a fixed length from blocks of tokens.
+    """Prepares examples for masked language modeling from blocks of tokens.
 
-    An example consists of [CLS] block [SEP]. With a sentence task, the block is split in two, and the example consists
-    of [CLS] segment [SEP] segment [SEP].
+    An example has the form [CLS] block [SEP]. With a sentence task, the block is split into two segments, and the
+    example has the form [CLS] segment [SEP] segment [SEP].
 
     Args:
         tokenizer: A tokenizer with [CLS], [SEP], [MASK] and padding tokens.
-        length: The length n of an example, including special tokens.
-        probability: The probability that a token is chosen, or a word if `whole_words` is true.
+        length: The length n of an example in tokens, including special tokens and padding.
+        probability: The probability that a token (or a word, if `whole_words` is True) is chosen for prediction.
         seed: The random seed.
         whole_words: Whether to choose whole words.
         sentence_task: "nsp" (next sentence prediction), "sop" (sentence order prediction) or None.
 
     Raises:
-        ValueError: If the tokenizer lacks one of these tokens or does not mark word starts.
+        ValueError: If the tokenizer lacks one of these tokens, or if `whole_words` is True and it does not mark word
+            starts.
     """
 
     def __init__(
@@ -304,12 +310,13 @@ class MaskedLMPreparer:
         Args:
             block: The token ids.
             key: The epoch and the block number within the epoch. Together with the seed, they determine the masks.
-            other: Another block for a changed "nsp" pair. If None, the pair is left unchanged.
+            other: Another block, from which the second segment of a changed "nsp" pair is taken. If None, "nsp" pairs
+                are left unchanged.
 
         Returns:
-            "input_ids", "attention_mask" and "labels" (-100 for tokens that are not predicted), each [n]. With a
-            sentence task also "token_type_ids" [n] and "sentence_labels" [], which is 1 if the pair was changed, and
-            -100 if the block is too short for a pair.
+            A dictionary with "input_ids", "attention_mask" and "labels" (-100 for tokens that are not predicted), each
+            [n]. With a sentence task, it also contains "token_type_ids" [n] and "sentence_labels" [], which is 1 if
+            the pair was changed, 0 if it was not, and -100 if the block is too short for a pair.
         """
         segments, sentence_label = [block], None
         if self.sentence_task is not None:
@@ -327,7 +334,7 @@ class MaskedLMPreparer:
         return example
 
     def _pair(self, block: np.ndarray, key: tuple[int, ...], other: np.ndarray | None) -> tuple[list[np.ndarray], int]:
-        """Split a block into two segments, change half the pairs, and return the segments and the sentence label."""
+        """Split a block into two segments, change half of the pairs, and return the segments and the label."""
         if len(block) < 2:
             return [block, block[:0]], IGNORED_LABEL
         generator = np.random.default_rng((self.seed, PAIRING_KEY, *key))
@@ -340,16 +347,17 @@ class MaskedLMPreparer:
         return [first, other[: len(second)]], CHANGED
 
     def mask(self, ids: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Choose tokens and mask them as in BERT (arXiv:1810.04805).
+        """Choose tokens to predict and mask them as in BERT (arXiv:1810.04805).
 
-        80% of the chosen tokens become the mask token, 10% become a random token, and 10% are left unchanged.
+        80% of the chosen tokens are replaced by the mask token, 10% are replaced by a random token, and 10% are left
+        unchanged.
 
         Args:
             ids: The token ids [n].
             generator: The random generator.
 
         Returns:
-            The inputs [n] and the labels [n].
+            The masked token ids [n] and the labels [n], which are -100 for tokens that were not chosen.
         """
         maskable = ~self.special[ids]
         draws = generator.random(len(ids))
@@ -364,7 +372,7 @@ class MaskedLMPreparer:
         return inputs, np.where(chosen, ids, IGNORED_LABEL)
 
 
-# The key (epoch, index), which determines all random choices for a row together with the seed of the run.
+# The epoch and the index of a row. Together with the seed of the run, they determine all random choices for the row.
 RowKey = tuple[int, int]
 Row = str | tuple[str, ...]
 Collator = Callable[[list[tuple[Any, RowKey]]], dict[str, Tensor]]
@@ -393,17 +401,17 @@ class TextRows(Dataset):
         return self.texts[index], (self.epoch, index)
 
     def lengths(self) -> list[int]:
-        """Return the number of characters in each row (the sum for a pair), to group rows by length."""
+        """Return the number of characters in each row, by which rows can be grouped. For pairs, this is the sum."""
         return [sum(map(len, row)) if isinstance(row, tuple) else len(row) for row in self.texts]
 
     def sort_longest_first(self) -> "TextRows":
-        """Return the rows sorted from longest to shortest, which reduces padding and reveals memory errors early."""
+        """Return a dataset sorted from longest to shortest, which reduces padding and reveals memory errors early."""
         by_length = sorted(zip(self.lengths(), self.texts, strict=True), key=lambda row: -row[0])
         return TextRows([text for _, text in by_length])
 
 
 def hash_texts(texts: list[Any]) -> str:
-    """Return a hash of all rows, which lets a resumed run check that they have not changed."""
+    """Return a hash of all texts or text pairs, with which a resumed run checks that the data has not changed."""
     digest = hashlib.sha256()
     for row in texts:
         for text in row if isinstance(row, tuple) else (row,):
@@ -414,7 +422,7 @@ def hash_texts(texts: list[Any]) -> str:
 def make_text_collator(
     tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None
 ) -> Collator:
-    """Create a function that tokenizes rows of `TextRows` (texts or pairs) into a batch of inputs [b, n]."""
+    """Create a collator that tokenizes rows of `TextRows` (texts or pairs) into a batch of model inputs [b, n]."""
 
     def collate(rows: list[tuple[Row, RowKey]]) -> dict[str, Tensor]:
         return _tokenize(tokenizer, [text for text, _ in rows], max_length, pad_to_multiple_of)
@@ -425,17 +433,17 @@ def make_text_collator(
 def make_masked_text_collator(
     tokenizer: PreTrainedTokenizerBase, max_length: int, pad_to_multiple_of: int | None, probability: float, seed: int
 ) -> Collator:
-    """Create a function that tokenizes and masks rows of `TextRows` for masked language modeling.
+    """Create a collator that tokenizes and masks rows of `TextRows` for masked language modeling.
 
-    The batch also contains "labels" [b, n].
+    In addition to the model inputs, the batches contain "labels" [b, n].
 
     Args:
         tokenizer: The tokenizer.
         max_length: The maximum number of tokens per row.
         pad_to_multiple_of: If set, batches are padded to a multiple of this number of tokens.
         probability: The probability that a token is predicted.
-        seed: The random seed. Together with the key of a row, it determines the masks, so that a resumed run repeats
-            them.
+        seed: The random seed. Together with the key of a row, it determines the row's masks, so that a resumed run
+            reproduces them.
 
     Raises:
         ValueError: If the tokenizer lacks a special token that masking requires.
@@ -462,10 +470,10 @@ def make_pair_collator(
     decoder_start_token_id: int,
     source_prefix: str = "",
 ) -> Collator:
-    """Create a function that tokenizes (source, target) rows into a batch for teacher forcing.
+    """Create a collator that tokenizes (source, target) pairs into a batch for teacher forcing.
 
-    The batch contains the inputs for the sources [b, m], "labels" [b, n] and "decoder_input_ids" [b, n], which are the
-    labels shifted to the right by one token.
+    The batch contains the tokenized sources [b, m], "labels" [b, n] and "decoder_input_ids" [b, n], which are the
+    target tokens shifted to the right by one position.
     """
 
     def collate(rows: list[tuple[tuple[str, str], RowKey]]) -> dict[str, Tensor]:
@@ -487,7 +495,7 @@ def _tokenize(
     pad_to_multiple_of: int | None,
     argument: str = "text",
 ) -> dict[str, Tensor]:
-    """Return the model inputs for the given texts. If a pair is too long, its longer text is truncated."""
+    """Tokenize texts or text pairs into padded tensors. If a pair is too long, its longer text is truncated."""
     columns = {argument: texts}
     if isinstance(texts[0], tuple):
         columns = dict(zip(("text", "text_pair"), (list(column) for column in zip(*texts, strict=True)), strict=True))

@@ -1,4 +1,4 @@
-"""The fine-tuning procedure shared by all tasks, which supply the task-specific parts."""
+"""The fine-tuning procedure shared by all tasks, and the base class for the task-specific parts."""
 
 import time
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ __all__ = ["FineTuningTask", "fine_tune", "list_shown_metrics"]
 
 
 def _check_finite(parts: Sequence[Tensor], name: str) -> None:
-    """Check that no row has an output that is NaN or plus infinity."""
+    """Raise `NonFiniteLossError` if the outputs [rows, ...] contain NaN or plus infinity."""
     bad_parts = [part.isnan() | part.isposinf() for part in parts]
     rows = torch.stack([part.flatten(1).any(1) if part.dim() > 1 else part for part in bad_parts]).any(0)
     if bad := int(rows.sum()):
@@ -51,27 +51,37 @@ SettingsT = TypeVar("SettingsT", bound=TrainingSettings)
 
 
 class FineTuningTask(ABC, Generic[SettingsT]):
-    """The base class for the task-specific parts of a fine-tuning run.
+    """Base class for the task-specific parts of a fine-tuning run.
 
-    `__init__` loads the configuration, the tokenizer and the data, so that errors in them are reported first.
-    `fine_tune` then calls `load_model` (which may set `rows`), `training_batches` and `total_steps`, followed by
-    `prepare_evaluation`, `objective` and the fingerprint methods. The hooks before and after training come next, and
-    the methods for results and predictions come last.
+    `__init__` loads the configuration, the tokenizer and the data, so that errors in them are reported before the
+    model is loaded. `fine_tune` then calls the methods in this order: `load_model` (which may set `rows`),
+    `training_batches`, `total_steps`, `prepare_evaluation`, `objective`, the fingerprint methods, `before_training`,
+    `after_training`, and finally the methods for results and predictions.
 
     Attributes:
         settings: The settings of the run.
         accelerator: The accelerator of the run.
-        model: The prepared model. `fine_tune` sets it before `prepare_evaluation`.
-        metrics: The dev metrics of the last evaluation, without the "eval_" prefix.
-        eval_seconds: The duration of the last evaluation.
+        model: The prepared model. `fine_tune` sets it before it calls `prepare_evaluation`.
+        metrics: The dev metrics from the last evaluation, without the "eval_" prefix.
+        eval_seconds: The duration of the last evaluation in seconds.
         tokenizer: The tokenizer, which is saved with the model.
-        rows: The training examples by index, empty if the run only evaluates. Tasks that override `training_batches`
-            do not need them.
-        collate: Combines a list of rows into a batch, which is a dictionary of tensors.
-        main_metric: The dev metric that selects the best weights if the settings do not name one.
-        shown_metrics: The dev metrics that are plotted and printed, if the results contain them.
+        rows: The training examples by index. Empty if the run only evaluates, and not required if the task overrides
+            `training_batches`.
+        collate: A function that combines a list of rows into a batch, which is a dictionary of tensors.
+        main_metric: The dev metric that selects the best weights if the settings do not specify a metric.
+        shown_metrics: The dev metrics to plot and print if the results contain them.
         unit: The plural noun for examples in the results.
         name: The name of the task in plot titles and printed scores.
+
+    Example:
+        ```python
+        class WeightedFineTuning(ClassificationFineTuning):
+            def objective(self):
+                return make_classification_objective(weights=torch.tensor([1.0, 3.0]))
+
+
+        results = fine_tune(WeightedFineTuning, settings)
+        ```
     """
 
     model: nn.Module
@@ -99,7 +109,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def prepare_evaluation(self) -> bool:
-        """Prepare the dev data, and return whether there is any."""
+        """Prepare the dev data, and return whether the run has dev data."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
@@ -115,7 +125,8 @@ class FineTuningTask(ABC, Generic[SettingsT]):
     def make_eval_batches(self, rows: Rows, lengths: Sequence[int]) -> EvalBatches:
         """Create batches for evaluation or prediction, with the longest rows first.
 
-        This order reduces padding and reveals a lack of memory immediately."""
+        This order reduces padding, and causes the run to fail immediately if memory is insufficient.
+        """
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         data: Any = rows
         batch_size, workers = self.settings.per_device_eval_batch_size, self.settings.dataloader_num_workers
@@ -126,19 +137,20 @@ class FineTuningTask(ABC, Generic[SettingsT]):
     def run_model_on_rows(
         self, batches: EvalBatches, outputs: Callable[[dict[str, Tensor]], tuple[Tensor, ...]], name: str
     ) -> list[np.ndarray]:
-        """Run the model on all rows of `make_eval_batches`.
+        """Run the model on all rows of the batches from `make_eval_batches`.
 
         Args:
             batches: The batches and the order of their rows.
-            outputs: Maps a batch to tensors [b, ...]. All dimensions except b must be the same for all batches.
-            name: The name of the data, for the progress bar.
+            outputs: A function that maps a batch to one or more tensors [b, ...]. All dimensions except b must be the
+                same for all batches.
+            name: The name of the data in the progress bar and in messages.
 
         Returns:
-            One array per tensor, with all rows in their original order.
+            One array [rows, ...] per tensor, with the rows in their original order.
 
         Raises:
             NonFiniteLossError: If an output is NaN or plus infinity. Without this check, the first class or word would
-                be treated as the answer and scored. Minus infinity is allowed because it marks excluded choices.
+                be scored as the prediction. Minus infinity is allowed because it marks excluded choices.
         """
         self.model.eval()
         loader, order = batches
@@ -155,23 +167,23 @@ class FineTuningTask(ABC, Generic[SettingsT]):
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Return values that identify the training data."""
+        """Return values that identify the training data, which must not change when a run resumes."""
 
     @abstractmethod
     def dev_fingerprint(self) -> dict[str, Any]:
-        """Return values that identify the dev data and the way it is scored."""
+        """Return values that identify the dev data and the way in which it is scored."""
 
     def summary(self, results: dict[str, Any]) -> str:
-        """Return the text to print at the end of the run, before "N steps in ..."."""
+        """Return the text that is printed at the end of the run, before "N steps in ..."."""
         scores = [f"{name} {results[f'eval_{name}']:.4f}" for name in list_shown_metrics(self, results)]
         return f"{self.name} dev ({results['eval_samples']} rows): {', '.join(scores)}; "
 
     def lengths(self) -> Sequence[int]:
-        """Return the length of each training row, for `group_by_length`."""
+        """Return the length of each training row, which is used if `group_by_length` is set."""
         return [len(self.rows[index]["input_ids"]) for index in range(len(self.rows))]
 
     def start_epoch(self, epoch: int) -> None:
-        """Prepare for the epoch that is about to start. Does nothing by default."""
+        """Prepare for the epoch that is about to start. By default, this does nothing."""
 
     def training_batches(self) -> TrainingBatches:
         """Return the training batches, which are created from `rows` by default."""
@@ -199,14 +211,14 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         )
 
     def loop_options(self, total_steps: int) -> dict[str, Any]:
-        """Return values for `LoopSettings` that differ from the settings of the run."""
+        """Return the fields of `LoopSettings` that should differ from the settings of the run."""
         return {}
 
     def before_training(self, loop: TrainingLoop) -> None:
-        """Run before the first training step, once everything is loaded. This is not called if the run resumes."""
+        """Run task-specific code before the first training step. This is not called if the run resumes."""
 
     def after_training(self, loop: TrainingLoop, model: nn.Module) -> nn.Module:
-        """Return the trained model in the form in which it should be saved."""
+        """Return the model to save, which is the trained model by default."""
         return model
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
@@ -214,7 +226,7 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         save_model(self.accelerator, model, self.tokenizer, self.settings, history)
 
     def last_evaluation(self, loop: TrainingLoop) -> None:
-        """Evaluate the final weights, unless the last evaluation has already done so."""
+        """Evaluate the final weights, unless they were used in the last evaluation."""
         if not loop.has_current_scores():
             self.run_evaluation()
 
@@ -227,14 +239,14 @@ class FineTuningTask(ABC, Generic[SettingsT]):
         return {}
 
     def predictions(self) -> dict[str, str]:
-        """Return the contents of the dev prediction files by file name, without `PREDICTIONS_PREFIX`."""
+        """Return the dev predictions, as a dictionary from file names (without `PREDICTIONS_PREFIX`) to contents."""
         return {}
 
     def predict(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Make predictions for the test data.
 
         Returns:
-            The results for the test data, and the contents of the prediction files in the format of `predictions`.
+            The results for the test data, and the prediction files in the same format as in `predictions`.
         """
         return {}, {}
 
@@ -252,9 +264,9 @@ def fine_tune(task: type[FineTuningTask[SettingsT]], settings: SettingsT) -> dic
         results.
 
     Raises:
-        ValueError, OSError: If a setting, the data or the checkpoint is invalid. Most errors are raised before
-            training.
-        NonFiniteLossError: If training diverged.
+        ValueError, OSError: If a setting, the data or the checkpoint is invalid. Most of these errors are raised
+            before training starts.
+        NonFiniteLossError: If the loss, the gradients or the model's outputs are NaN or infinite.
 
     Example:
         ```python
@@ -269,23 +281,23 @@ def fine_tune(task: type[FineTuningTask[SettingsT]], settings: SettingsT) -> dic
 
 
 def list_shown_metrics(task: FineTuningTask, results: dict[str, Any]) -> list[str]:
-    """Return the names of the dev metrics that are plotted and printed."""
+    """List the names of the dev metrics to plot and print, without the "eval_" prefix."""
     return [name for name in task.shown_metrics if f"eval_{name}" in results]
 
 
 def _run_task(task: FineTuningTask) -> dict[str, Any]:
-    """Run all stages of a task and return the results."""
+    """Train, evaluate and save the model of a task, and return the results."""
     settings, accelerator = task.settings, task.accelerator
     set_seed(settings.seed)
     model: nn.Module = task.load_model()
-    set_seed(settings.seed, device_specific=True)  # so that each process draws its own dropout
+    set_seed(settings.seed, device_specific=True)  # so that each process uses different dropout masks
     batches = task.training_batches()
     total_steps = task.total_steps(batches.count)
     model, optimizer, scheduler = prepare_training(settings, accelerator, model, total_steps)
     task.model = model
     has_dev = task.prepare_evaluation()
     objective = task.objective()
-    if batches.examples is None:  # the last batches of a stream may contain padding rows
+    if batches.examples is None:  # because the last batches of a stream may contain padding rows
         objective = replace(objective, examples=lambda batch: int(batch["examples"]))
     loop = TrainingLoop(
         accelerator,
@@ -319,7 +331,7 @@ def _run_task(task: FineTuningTask) -> dict[str, Any]:
         results |= {**task.dev_results(), "eval_runtime": round(task.eval_seconds, 3)}
     results |= {**trained, **task.results(), "seed": settings.seed}
     _write_outputs(task, results, task.predictions() if has_dev else {})
-    test_results, files = task.predict()  # the dev scores are already written in case this fails
+    test_results, files = task.predict()  # the dev scores have already been written in case this fails
     results |= test_results
     if test_results or files:
         _write_outputs(task, results, files)

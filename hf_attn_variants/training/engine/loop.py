@@ -1,6 +1,6 @@
-"""The training loop for all commands, which also measures throughput and model FLOPs utilization.
+"""The training loop that all commands share, which also measures throughput and model FLOPs utilization.
 
-Accelerate distributes the work, and the task's objective computes the loss. Model FLOPs utilization is defined in
+Accelerate distributes the training, and the task's objective computes the loss. Model FLOPs utilization is defined in
 arXiv 2204.02311, appendix B.
 """
 
@@ -45,24 +45,25 @@ class TrainingCost:
     """Counts the tokens in a batch and the FLOPs required to train on it.
 
     Args:
-        model: The model to train, without wrappers. If this package does not support its architecture, the FLOPs are
-            0.
+        model: The model to train, without wrappers. If this package does not support its architecture, the reported
+            FLOPs are 0.
         head_on_items_only: Whether the layers after the base model process only the counted items (such as masked
             tokens) instead of all tokens.
 
     Attributes:
-        flops_per_token: The FLOPs of a forward pass per token of the encoder and of the decoder, as returned by
+        flops_per_token: The forward FLOPs per token in the encoder and in the decoder, as returned by
             `_compute_flops_per_token`.
-        passes: The FLOPs of a training step, as a multiple of the FLOPs of a forward pass.
-        head: The FLOPs of the head per counted item, if `head_on_items_only` is set.
+        passes: The ratio of the FLOPs in a training step to the FLOPs in a forward pass.
+        head: The forward FLOPs in the head per counted item. 0 unless `head_on_items_only` is set.
     """
 
     def __init__(self, model: nn.Module, head_on_items_only: bool = False):
         config = getattr(model, "config", None)
         self.is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self.flops_per_token = _compute_flops_per_token(model, config)
-        # Computing the gradients of the activations costs as much as a forward pass. For the trained layers, the
-        # gradients of the weights cost the same again. A frozen head counts as if gradients passed through it.
+        # Computing the gradients of the activations costs as much as a forward pass. Computing the weight gradients of
+        # the trained layers costs as much as a forward pass through these layers. A frozen head is counted as if
+        # gradients passed through it.
         self.passes = 2 + _compute_trained_share(model, config)
         self.head = 0
         if head_on_items_only and self.flops_per_token:
@@ -73,12 +74,12 @@ class TrainingCost:
             self.flops_per_token[part] = per_token - self.head, per_attended
 
     def count(self, batch: dict[str, Tensor], items: int) -> tuple[int, int]:
-        """Return the number of tokens in a batch without padding, and the FLOPs of a training step on it.
+        """Return the number of tokens in a batch (without padding) and the FLOPs required to train on the batch.
 
         Args:
-            batch: Contains "input_ids" or "attention_mask", [b, n], or [b, c, n] with c choices. For decoders, it also
-                contains "labels" [b, t], which are negative at padding.
-            items: The number of items that the objective counts.
+            batch: A batch with "input_ids" or "attention_mask", whose shape is [b, n], or [b, c, n] with c choices.
+                For encoder-decoder models, it also contains "labels" [b, t], which are negative for padding.
+            items: The number of items in the batch that the objective counts.
         """
         lengths = _count_tokens(batch)
         if not lengths:
@@ -96,12 +97,12 @@ class TrainingCost:
 
 
 def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[int, tuple[int, int]]]:
-    """Return the FLOPs of a forward pass for the encoder and the decoder.
+    """Compute the forward FLOPs per token in the encoder and the decoder.
 
     Returns:
-        A dictionary with the keys "encoder" and "decoder" for the parts that the model has. Each value consists of the
-        FLOPs per token without attention scores, and a pair with the FLOPs per token and key in the self-attention and
-        the cross-attention. The dictionary is empty if the architecture is not supported.
+        A dictionary with the keys "encoder" and "decoder", as far as the model has these parts. Each value consists of
+        the FLOPs per token without attention scores, and a pair with the FLOPs per token and key in self-attention and
+        in cross-attention. The dictionary is empty if this package does not support the architecture.
     """
     from ...inspection.costs import flops_per_token, variant_config
 
@@ -120,7 +121,7 @@ def _compute_flops_per_token(model: nn.Module, config: Any) -> dict[str, tuple[i
 
 
 def _find_head_layers(model: Any) -> list[nn.Linear]:
-    """Return the linear layers after the base model that process every token."""
+    """Find the linear layers outside the base model that process every token."""
     from ...inspection.costs import runs_once_per_sequence
 
     base = {id(module) for module in model.base_model.modules()}
@@ -129,17 +130,17 @@ def _find_head_layers(model: Any) -> list[nn.Linear]:
 
 
 def _find_variant_class(model: nn.Module) -> type[AttnVariantModelMixin]:
-    """Return this package's class for a model from this package or from Transformers.
+    """Return the class in this package that corresponds to a model from this package or from Transformers.
 
     Raises:
-        ValueError: If this package has no such class.
+        ValueError: If this package has no corresponding class.
     """
     # FSDP2 adds this prefix to the class name of a sharded model.
     return variant_model_class(type(model).__name__.removeprefix("FSDP"))
 
 
 def _compute_trained_share(model: nn.Module, config: Any) -> float:
-    """Return the share of the linear-layer FLOPs that comes from layers with trained weights."""
+    """Compute the share of the linear-layer FLOPs that is spent in layers with trainable weights."""
     try:
         module_runs = _find_variant_class(model).count_module_runs
     except ValueError:
@@ -155,7 +156,7 @@ def _compute_trained_share(model: nn.Module, config: Any) -> float:
 
 
 def _count_tokens(batch: dict[str, Tensor]) -> list[int]:
-    """Return the number of tokens of each sequence in a batch."""
+    """Return the number of tokens in each sequence of a batch, without padding if there is an attention mask."""
     if "attention_mask" in batch:
         return batch["attention_mask"].sum(-1).flatten().tolist()
     ids = batch.get("input_ids")
@@ -169,13 +170,13 @@ def compute_utilization(
 
     Args:
         accelerator: The accelerator of the run.
-        flops: The training FLOPs on all processes.
-        seconds: The training time.
-        peak_tflops: The peak TFLOPS of a device, if known.
+        flops: The total training FLOPs on all processes.
+        seconds: The training time in seconds.
+        peak_tflops: The peak performance of a single device in TFLOPS, or None if it is unknown.
 
     Returns:
-        "train_tflops_per_second" over all processes and, if `peak_tflops` is set, "train_mfu" and "peak_tflops". The
-        dictionary is empty if no FLOPs were counted.
+        A dictionary with "train_tflops_per_second" (summed over all processes) and, if `peak_tflops` is set,
+        "train_mfu" and "peak_tflops". The dictionary is empty if no FLOPs were counted.
     """
     if not (flops and seconds):
         return {}
@@ -186,12 +187,12 @@ def compute_utilization(
     return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
 
-# If gradients are not finite at a lower fp16 loss scale than this, the scale is not the cause.
+# If gradients are not finite although the fp16 loss scale is lower than this, the loss scale is not the cause.
 MIN_LOSS_SCALE = 1.0
 
 
 class TrainingLoop:
-    """Trains a prepared model. `run()` must be called once on every process.
+    """Trains a prepared model. `run` must be called once on every process.
 
     Args:
         accelerator: The accelerator. It must be created with `gradient_accumulation_steps=1` (because the loop
@@ -201,14 +202,16 @@ class TrainingLoop:
         scheduler: The learning-rate schedule, measured in optimizer steps.
         dataloader: The training batches, which are dictionaries of tensors.
         objective: The training objective.
-        settings: The number of training steps, and the intervals for logging, evaluating and saving.
-        evaluate: Returns the dev metrics without a prefix ("accuracy", "loss", ...). If None, the model is not
-            evaluated.
-        start_epoch: Called with the epoch number before the first batch of each epoch, for example to update the
-            sampler.
-        seek: Lets a resumed run continue in the middle of an epoch. It is called with the number of batches already
-            used and the "position" of the last one, which is an integer tensor in the batch. It must set up the data
-            so that the next batch follows. If None, the dataloader reads the used batches again and skips them.
+        settings: The settings of the loop, such as the number of training steps and the intervals for logging,
+            evaluating and saving.
+        evaluate: A function that returns the dev metrics without a prefix ("accuracy", "loss", ...). If None, the
+            model is not evaluated.
+        start_epoch: A function that is called with the epoch number before the first batch of each epoch, for example
+            to update the sampler.
+        seek: A function that lets a resumed run continue in the middle of an epoch. It is called with the number of
+            batches already used and the "position" of the last batch (an integer tensor in the batch), and must ensure
+            that the dataloader continues with the next batch. If None, the batches already used are read again and
+            skipped.
 
     Example:
         ```python
@@ -248,17 +251,18 @@ class TrainingLoop:
             **settings.fingerprint,
         }
         self.log = RunLog(accelerator, settings.output_dir)
-        # Step, loss, gradient norm and batches of the last step. Reading the loss on a GPU waits for the step to
-        # finish, so it is deferred.
+        # The number, loss, gradient norm and batches of the last step. Reading the loss from a GPU would wait for the
+        # step to finish, so it is deferred.
         self._pending: tuple[int, Tensor, Tensor, list[dict[str, Tensor]]] | None = None
         self._lr = 0.0
         self._position: Tensor | None = None
         self._signals = StopSignals()
-        # True if any process wants to stop. All processes learn this when they exchange counts in the next step.
+        # True if any process should stop. The processes exchange this information with the counts of the next step.
         self._stopping = False
         self._deadline = math.inf
         self._saved_step: int | None = None
-        # The last step after which this process evaluated the weights. 0 means before training.
+        # The last step after which this process evaluated the weights. The value is 0 for an evaluation before
+        # training.
         self.evaluated_step: int | None = None
         try:
             self._has_length = len(dataloader) > 0
@@ -266,17 +270,18 @@ class TrainingLoop:
             self._has_length = False
 
     def run(self) -> TrainState:
-        """Train until the last step, early stopping or `max_train_minutes`, and then load the best weights, if saved.
+        """Train the model, and load the best weights at the end if they were saved.
 
-        If the time limit is reached or SIGTERM or Ctrl-C is received, the loop finishes the step, evaluates if an
-        evaluation is due, and saves a checkpoint. A second Ctrl-C stops immediately.
+        Training ends after the last step, with early stopping, or after `max_train_minutes`. If the time limit is
+        reached or if SIGTERM or Ctrl-C is received, the loop finishes the current step, evaluates the model if an
+        evaluation is due, and saves a checkpoint. A second Ctrl-C stops the run immediately.
 
         Returns:
-            The final state.
+            The final progress of the run.
 
         Raises:
             NonFiniteLossError: If the loss or the gradient norm became NaN or infinite. The batches of the failed step
-                are saved in the output folder, next to the earlier checkpoints.
+                are saved in the output folder.
             TerminatedError: If the process received SIGTERM. `session.open_session` adds instructions for resuming.
             KeyboardInterrupt: If Ctrl-C was pressed. `session.open_session` adds instructions for resuming.
             ValueError, OSError: If a checkpoint cannot be read or written.
@@ -313,13 +318,13 @@ class TrainingLoop:
         return state
 
     def has_current_scores(self) -> bool:
-        """Return whether the last evaluation used the final weights, which are the last or the best ones."""
+        """Return whether the last evaluation used the final weights, which are either the last or the best weights."""
         best = self.state.best_step if self.settings.keep_best else None
         return self.evaluated_step == (self.state.step if best is None else best)
 
     def _raise_if_signaled(self) -> None:
-        """Save a checkpoint and raise an error on all processes if one of them received a stop signal."""
-        # The signal may have arrived after the processes exchanged counts in the last step.
+        """Save a checkpoint and raise an error on all processes if any process received a stop signal."""
+        # The signal may have been received after the processes exchanged counts in the last step.
         counts = [int(self._signals.number == number) for number in STOP_SIGNALS]
         counts = self.accelerator.reduce(torch.tensor(counts, device=self.accelerator.device), "sum").tolist()
         if not any(counts):
@@ -348,7 +353,7 @@ class TrainingLoop:
             log_is_due = state.step % self.settings.logging_steps == 0
             is_last_step = state.step >= settings.total_steps
             if log_is_due or is_last_step or self._evaluation_is_due(is_last) or self._checkpoint_is_due(is_last):
-                self._check_last_loss()  # waits for the step, so that its time is included
+                self._check_last_loss()  # waits for the step to finish, so that its full time is measured
             state.train_seconds += time.perf_counter() - clock
             if log_is_due:
                 self._log_progress()
@@ -370,11 +375,11 @@ class TrainingLoop:
         return skip_first_batches(self.dataloader, done) if done else self.dataloader
 
     def _step(self, group: list[dict[str, Tensor]]) -> None:
-        """Run one optimizer step with the mean loss over all items of all batches on all processes."""
+        """Run one optimizer step on the mean loss over all items in the batches of all processes."""
         accelerator, state = self.accelerator, self.state
         local_items = [self.objective.count(batch) for batch in group]
         examples = [self.objective.examples(batch) for batch in group]
-        # A batch without examples only keeps the processes synchronized.
+        # A batch without examples only serves to keep the processes synchronized.
         costs = [
             self.cost.count(batch, count) if used else (0, 0)
             for batch, count, used in zip(group, local_items, examples, strict=True)
@@ -389,7 +394,7 @@ class TrainingLoop:
             device=accelerator.device,
         )
         items, examples, tokens, flops, stopping = accelerator.reduce(counts, "sum").tolist()
-        # The exchange has already waited for the previous step, so reading its loss takes no extra time.
+        # `reduce` has already waited for the previous step, so reading the loss of that step takes no extra time.
         self._check_last_loss()
         self._stopping = stopping > 0
         state.examples += examples
@@ -397,8 +402,8 @@ class TrainingLoop:
         state.flops += flops
         loss_sum = torch.zeros((), device=accelerator.device)
         for i, batch in enumerate(group):
-            # Only the last backward pass exchanges gradients. DDP averages them over the processes, and the factor
-            # below turns the average into a sum.
+            # Gradients are exchanged only in the last backward pass. DDP averages them over the processes, and the
+            # factor `num_processes` turns the average into a sum.
             with accelerator.no_sync(self.model) if i < len(group) - 1 else nullcontext():
                 loss = self.objective.loss_sum(self.model, batch)
                 accelerator.backward(loss * (accelerator.num_processes / max(items, 1)))
@@ -407,8 +412,8 @@ class TrainingLoop:
         norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
         self._lr = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
-        # The fp16 loss scaler can skip a step. Fused AdamW does so inside its kernel, where it cannot be observed, so
-        # the schedule also counts skipped steps.
+        # The fp16 loss scaler can skip a step. Fused AdamW skips the step inside its kernel, which cannot be observed.
+        # In this case, the schedule also counts the skipped step.
         if not accelerator.optimizer_step_was_skipped:
             self.scheduler.step()
         self.optimizer.zero_grad()
@@ -417,12 +422,12 @@ class TrainingLoop:
         self._pending = state.step, accelerator.reduce(loss_sum, "sum") / max(items, 1), norm, group
 
     def _check_last_loss(self) -> None:
-        """Add the loss of the previous step to the sums, or stop the run if it is not finite."""
+        """Add the loss of the last step to the totals, or raise `NonFiniteLossError` if it is not finite."""
         if self._pending is None:
             return
         (step, loss, norm, group), self._pending = self._pending, None
         value, norm_value = float(loss), float(norm)
-        # With fp16, the loss scaler uses infinite gradients to find its scale, and skips these steps.
+        # With fp16, gradients can be infinite until the loss scaler has found its scale. These steps are skipped.
         bad = "loss" if not math.isfinite(value) else "gradient norm" if not math.isfinite(norm_value) else None
         if bad == "loss" or (bad and not self._can_lower_loss_scale()):
             bad_value = value if bad == "loss" else norm_value
@@ -437,19 +442,19 @@ class TrainingLoop:
         self.state.window_steps += 1
 
     def _can_lower_loss_scale(self) -> bool:
-        """Return whether there is a loss scaler whose scale can still be lowered."""
+        """Return whether fp16 training uses a loss scale that can still be lowered."""
         scaler = self.accelerator.scaler
         return scaler is not None and scaler.get_scale() >= MIN_LOSS_SCALE
 
     def _log_progress(self) -> None:
-        """Log the mean loss and the throughput since the last record."""
+        """Log the mean loss and the throughput since the last log record."""
         state = self.state
         self._check_last_loss()
         self.log.write(
             {
                 "step": state.step,
                 "loss": state.window_loss / state.window_steps,
-                "lr": float(self._lr),  # Adafactor's own learning rate is a tensor
+                "lr": float(self._lr),  # a tensor if Adafactor computes the learning rate
                 "epoch": round(self.count_epochs_done(), 4),
                 "time": round(state.train_seconds, 3),
                 "tokens_per_second": _compute_rate(
@@ -465,13 +470,14 @@ class TrainingLoop:
 
         Args:
             samples: The number of training examples.
-            unit: The plural noun for examples in the keys.
+            unit: The plural noun for examples in the keys of the results.
 
         Returns:
-            "train_loss" (the mean over all steps), "epoch", "steps", "train_samples", "train_runtime" (the seconds
-            spent in training steps, without evaluations and checkpoints), "train_<unit>_per_second", "train_tokens"
-            (without padding, but including decoder targets), "train_tokens_per_second", "train_tflops_per_second",
-            "train_mfu" and "peak_tflops" (see `compute_utilization`), "best_step" and "num_parameters".
+            A dictionary with "train_loss" (the mean over all steps), "epoch", "steps", "train_samples",
+            "train_runtime" (the seconds spent in training steps, without evaluations and checkpoints),
+            "train_<unit>_per_second", "train_tokens" (without padding, but including decoder targets),
+            "train_tokens_per_second", "train_tflops_per_second", "train_mfu" and "peak_tflops" (see
+            `compute_utilization`), "best_step" and "num_parameters".
         """
         state = self.state
         return {
@@ -489,7 +495,7 @@ class TrainingLoop:
         }
 
     def count_epochs_done(self) -> float:
-        """Return the number of finished epochs, including the fraction of the current one if its length is known."""
+        """Return the number of finished epochs, plus the fraction of the current epoch if its length is known."""
         return self.state.epoch + (self.state.batch_in_epoch / len(self.dataloader) if self._has_length else 0.0)
 
     def _is_due(self, interval: int | str | None, epoch_ended: bool) -> bool:
@@ -499,12 +505,12 @@ class TrainingLoop:
         return interval == "epoch" and epoch_ended
 
     def _evaluation_is_due(self, epoch_ended: bool) -> bool:
-        """Return whether to evaluate now: at the end of each interval and after the last step."""
+        """Return whether to evaluate now, which is at the end of each interval and after the last step."""
         last = self.state.step >= self.settings.total_steps
         return self.evaluate is not None and (self._is_due(self.settings.eval_steps or "epoch", epoch_ended) or last)
 
     def _checkpoint_is_due(self, epoch_ended: bool) -> bool:
-        """Return whether to save a checkpoint now: at the end of each interval and before stopping."""
+        """Return whether to save a checkpoint now, which is at the end of each interval and before the run stops."""
         return self._is_due(self.settings.checkpointing_steps, epoch_ended) or self._stopping
 
     def _maybe_evaluate(self, epoch_ended: bool) -> None:
@@ -532,7 +538,7 @@ class TrainingLoop:
         self._save_if_best(metrics[name])
 
     def _save_if_best(self, value: float) -> None:
-        """Save the weights if the metric is the best so far. Otherwise, count towards early stopping."""
+        """Save the weights if the metric is the best so far. Otherwise, check whether to stop early."""
         settings, state = self.settings, self.state
         sign = 1 if settings.greater_is_better else -1
         if not math.isnan(value) and (state.best_metric is None or sign * value > sign * state.best_metric):
@@ -549,7 +555,7 @@ class TrainingLoop:
             self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        """Save a checkpoint with the loss and the data position of the last step."""
+        """Save a checkpoint, including the loss and the data position of the last step."""
         self._check_last_loss()
         if self._position is not None:
             self.state.position = self._position.tolist()
@@ -564,7 +570,7 @@ def _compute_rate(amount: float, seconds: float) -> float | None:
 
 
 def _group_batches(batches: Iterable[dict], size: int) -> Iterator[tuple[list[dict], bool]]:
-    """Yield lists of `size` batches (the last one may be shorter), each with a flag that marks the last list."""
+    """Yield lists of `size` batches, each with a flag that is True for the last list, which may be shorter."""
     iterator = iter(batches)
     group = list(itertools.islice(iterator, size))
     while group:

@@ -1,4 +1,4 @@
-"""Loads or builds the model to train and its tokenizer, and selects the trainable parameters."""
+"""Loads or creates the model to train and its tokenizer, and selects the trainable parameters."""
 
 import json
 import logging
@@ -36,22 +36,22 @@ from ...registration import FORMER_NAMES, PREFIX, max_input_length, variant_conf
 from .settings import ModelSettings, NewModelSettings, OutputSettings, TrainingSettings, collect_variant_fields
 
 logger = logging.getLogger(__name__)
-# The number of rows that are tokenized to count truncated rows.
+# The number of rows that are tokenized to estimate how many rows are truncated.
 COUNTED_ROWS = 10_000
 
 
 def load_tokenizer(
     settings: ModelSettings, config: PreTrainedConfig | None, words: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `--tokenizer_name` or of the checkpoint.
+    """Load the tokenizer from `--tokenizer_name` or from the checkpoint.
 
-    It pads and truncates on the right, regardless of the saved side.
+    The tokenizer pads and truncates on the right, regardless of the saved setting.
 
     Args:
         settings: The settings of the run.
-        config: The configuration of the model. None for a new model, which is built to match the tokenizer.
-        words: Whether the tokenizer reads lists of words. A tokenizer that recognizes words by a leading space, such
-            as RoBERTa's, is then loaded so that each word in a list gets one.
+        config: The configuration of the model, or None for a new model, which is built to match the tokenizer.
+        words: Whether the tokenizer is used on lists of words. A tokenizer that recognizes words by a leading space,
+            such as RoBERTa's, is then configured to add a space before each word in the list.
 
     Raises:
         OSError: If there is no tokenizer.
@@ -71,14 +71,14 @@ def load_tokenizer(
             f"The tokenizer of {source} has {size} tokens, but the model has only {config.vocab_size}. Set "
             "--tokenizer_name to the model's tokenizer."
         )
-    # Positions are counted from the first token, and the code that cuts windows and pads labels works on the right
-    # side.
+    # Positions are counted from the first token, and the code that splits texts into windows and pads labels assumes
+    # that padding is on the right.
     tokenizer.padding_side = tokenizer.truncation_side = "right"
     return tokenizer
 
 
 def _needs_leading_space(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the tokenizer treats a first word without a leading space as the middle of a word."""
+    """Return whether the tokenizer treats a word without a leading space as the continuation of another word."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     pre_tokenizer = json.loads(backend.to_str())["pre_tokenizer"] if backend is not None else None
     parts = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
@@ -86,21 +86,24 @@ def _needs_leading_space(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def get_vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the required number of embedding rows, which exceeds the number of tokens if the ids have gaps."""
+    """Return the number of embedding rows that the tokenizer requires.
+
+    This exceeds the number of tokens if the token ids have gaps.
+    """
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def configure_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pairs: bool = True) -> bool:
     """Make a tokenizer return token types if and only if the model uses them. The change is saved with the tokenizer.
 
-    In Transformers v5, ALBERT's tokenizer only returns token types on request. BERT's tokenizer also returns them for
-    DistilBERT models, which have no token types and do not accept this input.
+    In Transformers v5, ALBERT's tokenizer only returns token types on request. DistilBERT models use BERT's tokenizer,
+    which returns token types although the models do not accept this input.
 
     Args:
         tokenizer: The tokenizer, which is modified in place.
         config: The configuration of the model.
-        pairs: Whether texts are read as pairs. Otherwise, token types are not added because they would all be the
-            same.
+        pairs: Whether the inputs are text pairs. For single texts, token types are not added because they would all be
+            the same.
 
     Returns:
         True if the tokenizer was changed.
@@ -115,19 +118,20 @@ def configure_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrained
 
 
 def configure_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, pair: bool) -> None:
-    """Make a tokenizer append the end-of-sequence token if the model's classifier reads it. The change is saved.
+    """Make a tokenizer append the end-of-sequence token to each text if the model's classifier requires it.
 
-    The classifiers of encoder-decoders read the end-of-sequence token. T5's own tokenizer appends it to every text,
-    but translation tokenizers may not append it to both texts of a pair.
+    The classifiers of encoder-decoder models read the output at the end-of-sequence token. T5's tokenizer appends this
+    token to every text, but translation tokenizers may not append it to both texts of a pair. The change is saved with
+    the tokenizer.
 
     Args:
         tokenizer: The tokenizer, which is modified in place.
         config: The configuration of the model.
-        pair: Whether texts are read as pairs.
+        pair: Whether the inputs are text pairs.
 
     Raises:
-        ValueError: If the tokenizer does not append the end-of-sequence token and cannot be changed, or if it adds
-            other special tokens, which would be lost.
+        ValueError: If the tokenizer does not append the end-of-sequence token and cannot be changed, for example
+            because it adds other special tokens, which would be lost.
     """
     if not config.is_encoder_decoder or tokenizer(*("a", "a")[: 1 + pair])["input_ids"].count(config.eos_token_id):
         return
@@ -147,7 +151,7 @@ def configure_end_tokens(tokenizer: PreTrainedTokenizerBase, config: PreTrainedC
 
 
 def _find_template_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the special tokens in the tokenizer's template, or an empty set if there is no template."""
+    """Return the special tokens in the tokenizer's template, or an empty set if the tokenizer has no template."""
     template = json.loads(tokenizer.backend_tokenizer.to_str())["post_processor"] or {}
     pieces = [*template.get("single", []), *template.get("pair", [])]
     return {piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece}
@@ -161,13 +165,13 @@ def check_max_length(
     flag: str = "max_length",
     multiple: int | None = None,
 ) -> None:
-    """Check that the model has a position for every token and that at least one is left for text.
+    """Check that the model has a position for every token, and that texts can have at least one token.
 
     Args:
-        max_length: The number of tokens at which texts are truncated.
+        max_length: The number of tokens to which texts are truncated.
         config: The configuration of the model.
         tokenizer: The tokenizer of the model.
-        pair: Whether texts are read as pairs.
+        pair: Whether the inputs are text pairs.
         flag: The name of the flag for `max_length` in messages.
         multiple: If set, batches are padded to a multiple of this number of tokens.
 
@@ -178,7 +182,7 @@ def check_max_length(
     if max_length < special + 1:
         raise ValueError(f"--{flag} must be at least {special + 1} ({special} special tokens), got {max_length}.")
     positions = max_input_length(config)
-    if positions is None:  # T5 has no limit; its tokenizer's limit is only the pretraining length
+    if positions is None:  # T5 has no limit, and its tokenizer's limit is only the pretraining length
         return
     if (padded := -(-max_length // (multiple or 1)) * (multiple or 1)) > positions:
         padding = f" (padded to {padded} by --pad_to_multiple_of)" if padded > max_length else ""
@@ -190,13 +194,13 @@ def check_max_length(
 def warn_about_truncation(
     tokenizer: PreTrainedTokenizerBase, split: str, rows: str, columns: dict[str, list[str]], flag: str, limit: int
 ) -> int:
-    """Warn about rows with more tokens than allowed among the first 10,000 rows of a split, and return their number.
+    """Warn if any of the first 10,000 rows of a split are truncated, and return the number of truncated rows.
 
     Args:
         tokenizer: The tokenizer of the model.
         split: The name of the split in the message, such as "train".
         rows: The plural noun for the rows in the message, such as "sources".
-        columns: The texts of all rows, by tokenizer argument ("text", "text_pair", "text_target").
+        columns: Maps tokenizer arguments ("text", "text_pair" or "text_target") to the texts of all rows.
         flag: The flag that sets the limit, for the message.
         limit: The maximum number of tokens per row, including special tokens.
     """
@@ -228,8 +232,8 @@ def encode_words(
     return dict(row), first_tokens
 
 
-# All dropout probabilities of the supported architectures. If the classifier's probability is None, that of the hidden
-# layers applies.
+# The dropout fields of all supported architectures. If the classifier's dropout probability is None, Transformers uses
+# that of the hidden layers.
 DROPOUT_FIELDS = (
     "hidden_dropout_prob",
     "attention_probs_dropout_prob",
@@ -244,13 +248,13 @@ DROPOUT_FIELDS = (
 
 @dataclass(frozen=True)
 class LabelMap:
-    """Maps between the model's outputs and the task's classes. Output i belongs to class `to_task[i]`."""
+    """The mapping between the model's outputs and the task's classes. Output i belongs to class `to_task[i]`."""
 
     to_task: tuple[int, ...]
 
     @property
     def to_model(self) -> tuple[int, ...]:
-        """The index of the model output for each class of the task."""
+        """The index of the model output for each class in the task."""
         return tuple(self.to_task.index(i) for i in range(len(self.to_task)))
 
 
@@ -285,10 +289,11 @@ def check_trained_head(settings: TrainingSettings, config: PreTrainedConfig, hea
         settings: The settings of the run.
         config: The configuration of the model.
         head: The suffix of the class name, such as "ForTokenClassification".
-        ability: A description of what a model with this head does, such as "classifies texts".
+        ability: A phrase for the message that describes a model with this head, such as "classifies texts".
 
     Raises:
-        ValueError: If the checkpoint was saved from a class without this head, so that the head would be random.
+        ValueError: If the checkpoint was saved from a class without this head, so that the head would be randomly
+            initialized.
     """
     if settings.only_evaluates and not any(head in name for name in config.architectures or []):
         saved = ", ".join(config.architectures or []) or "no class"
@@ -305,7 +310,7 @@ def load_classifier(
 ) -> tuple[PreTrainedModel, LabelMap]:
     """Load a checkpoint in float32 as a text classifier, a token classifier or a regressor.
 
-    The label names and, for texts, the problem type are added to the configuration.
+    The label names are added to the configuration. For text classifiers, the problem type is also added.
 
     Args:
         settings: The settings of the run.
@@ -315,8 +320,8 @@ def load_classifier(
         problem_type: The problem type of a text classifier.
 
     Returns:
-        The model, and the mapping between its outputs and the labels. A checkpoint that was trained with the same
-        labels in a different order keeps its order.
+        The model, and the mapping between its outputs and the labels. If the checkpoint was trained with the same
+        labels in a different order, the order of its outputs is preserved.
 
     Raises:
         OSError: If the checkpoint cannot be read.
@@ -343,7 +348,7 @@ def load_classifier(
             len(names),
         )
     order = tuple(range(len(names)))
-    # Ignore case, unless some labels of the task differ only in case.
+    # Case is ignored, unless some labels in the task differ only in case.
     case = str.lower if len({name.lower() for name in names}) == len(names) else str
     if is_classifier and not is_replaced and sorted(map(case, old_names)) == sorted(map(case, names)):
         order = tuple([case(name) for name in names].index(case(name)) for name in old_names)
@@ -357,7 +362,7 @@ def load_classifier(
 
 
 def _warn_about_label_names(settings: ModelSettings, old_names: Sequence[str], names: Sequence[str]) -> None:
-    """Warn that a classifier's label names differ from those of the task, unless the labels are only numbered."""
+    """Warn that a classifier's label names differ from those of the task, unless it has only default names."""
     if [*old_names] == [f"LABEL_{i}" for i in range(len(old_names))]:
         return
     pairs = [f"{old!r:.40} as {new!r:.40}" for old, new in zip(old_names, names, strict=True)]
@@ -382,7 +387,8 @@ def load_model_and_unexpected_keys(
         settings: The settings of the run.
         config: The configuration of the model.
         model_class: The class or auto class of the model.
-        needs_all: Whether the checkpoint must contain all weights. Language models always require them.
+        needs_all: Whether the checkpoint must contain all weights. For language models, all weights are always
+            required.
         **options: Additional arguments for `from_pretrained`.
 
     Returns:
@@ -397,7 +403,7 @@ def load_model_and_unexpected_keys(
         model, report = model_class.from_pretrained(
             source,
             config=config,
-            dtype=torch.float32,  # required by the optimizer; --mixed_precision only casts the forward pass
+            dtype=torch.float32,  # required by the optimizer, because --mixed_precision only casts the forward pass
             attn_implementation=settings.attn_implementation,
             trust_remote_code=settings.trust_remote_code,
             output_loading_info=True,
@@ -419,9 +425,9 @@ def load_model_and_unexpected_keys(
 
 
 def _check_weights(model: PreTrainedModel, name: str | None) -> None:
-    """Check that no weight is NaN. A model with NaN weights would predict arbitrary words and still get a score."""
-    # The sum is fast to compute, and is NaN if any weight is. It can also be NaN for huge weights, which are checked
-    # again.
+    """Check that no weight is NaN, because the predictions of such a model would be arbitrary but could be scored."""
+    # The sum is fast to compute, and is NaN if any weight is NaN. It can also be NaN for huge weights, so the weights
+    # of these tensors are checked individually.
     with torch.no_grad():
         suspects = {key: tensor for key, tensor in model.named_parameters() if tensor.sum().isnan()}
         bad = [key for key, tensor in suspects.items() if tensor.isnan().any()]
@@ -439,9 +445,9 @@ def _is_resumed(settings: ModelSettings) -> bool:
 
 @contextmanager
 def _silence_loading_report(settings: ModelSettings) -> Iterator[None]:
-    """Suppress the loading report of Transformers in a resumed run.
+    """Suppress the loading report of Transformers if the run resumes from a training checkpoint.
 
-    The training checkpoint contains all weights, so weights that are missing from the model are not new.
+    The report would list newly initialized weights, but the training checkpoint contains all weights.
     """
     log = logging.getLogger("transformers.modeling_utils")
     level = log.level
@@ -461,14 +467,14 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
 
 
 def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
-    """Return the class, from this package or from Transformers, that a checkpoint was saved from.
+    """Return the model class, from this package or from Transformers, from which a checkpoint was saved.
 
     Args:
         source: The name of the checkpoint, for the message.
         config: The configuration of the checkpoint.
 
     Raises:
-        ValueError: If the configuration names an unknown class.
+        ValueError: If the class in the configuration is unknown.
     """
     names = config.architectures or []
     if not names:
@@ -482,7 +488,7 @@ def resolve_architecture(source: str, config: PreTrainedConfig) -> type:
 
 
 def get_model_name(settings: ModelSettings) -> str:
-    """Return the name of the model that a run starts from, for plot titles."""
+    """Return the name of the initial model of a run, for plot titles."""
     if settings.model_name_or_path is not None:
         return Path(settings.model_name_or_path).name
     return f"new {settings.model_type}" if isinstance(settings, NewModelSettings) else "new"
@@ -490,7 +496,7 @@ def get_model_name(settings: ModelSettings) -> str:
 
 # The comma in `--config_overrides` that precedes the next field or the end of the text.
 OVERRIDE_SEPARATOR = re.compile(r",(?=[\s,]*(?:\w+\s*=|$))")
-# As plain text, all of these would count as true in a condition.
+# If these values were read as plain text, each of them would be true in a condition.
 PYTHON_CONSTANTS = ("True", "False", "None")
 
 
@@ -501,12 +507,12 @@ def load_or_make_config(
 
     Args:
         settings: The settings of the run.
-        seq2seq: Whether to give a new model the special tokens of an encoder-decoder.
+        seq2seq: Whether to configure the special tokens of a new model for an encoder-decoder architecture.
 
     Raises:
         OSError: If the checkpoint or the tokenizer does not exist.
-        ValueError: If one of them cannot be used, if they do not match, or if a field of the new configuration is
-            invalid.
+        ValueError: If the checkpoint or the tokenizer cannot be used, if they do not match, or if a field of the new
+            configuration is invalid.
     """
     if settings.model_name_or_path is not None:
         config = load_config(settings)
@@ -517,10 +523,10 @@ def load_or_make_config(
 
 
 def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Return the special tokens for the configuration of a new encoder-decoder, without [CLS] and [SEP].
+    """Return the special tokens in the configuration of a new encoder-decoder model, without [CLS] and [SEP].
 
-    The decoder starts with the end-of-sequence token if the architecture does so by default (BART), and otherwise with
-    the padding token (T5, Marian).
+    The decoder starts with the end-of-sequence token if this is the default of the architecture (BART), and with the
+    padding token otherwise (T5, Marian).
     """
     model_type: Any = settings.model_type
     default, end = AutoConfig.for_model(model_type), tokenizer.eos_token_id
@@ -530,7 +536,7 @@ def _make_seq2seq_tokens(settings: NewModelSettings, tokenizer: PreTrainedTokeni
         "eos_token_id": end,
         "decoder_start_token_id": end if starts_with_end else tokenizer.pad_token_id,
     }
-    # If the architecture has a forced end-of-sequence token, generation ends overlong texts with it.
+    # In architectures with a forced end-of-sequence token, generation ends with this token at the maximum length.
     return tokens | ({"forced_eos_token_id": end} if getattr(default, "forced_eos_token_id", None) is not None else {})
 
 
@@ -538,10 +544,10 @@ def check_end_token(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase)
     """Check that a tokenizer ends each target with its end-of-sequence token. The languages must already be set.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If the tokenizer has no end-of-sequence token or does not append it.
     """
     end = tokenizer.eos_token_id
-    # The first version of mBART puts the language token after the end-of-sequence token.
+    # The tokenizer of the first mBART version puts the language token after the end-of-sequence token.
     if end is None or end not in tokenizer(text_target="a")["input_ids"][-2:]:
         problem = "has no end-of-sequence token" if end is None else f"does not end texts with {tokenizer.eos_token!r}"
         raise ValueError(
@@ -556,12 +562,12 @@ def make_new_config(
 ) -> PreTrainedConfig:
     """Create the configuration of a model from scratch.
 
-    Its class comes from this package if variant fields are set, and otherwise from Transformers.
+    The configuration class comes from this package if variant fields are set, and otherwise from Transformers.
 
     Args:
-        settings: The settings of the run. Its `config_overrides` have priority.
+        settings: The settings of the run. Its `config_overrides` take precedence over other settings.
         tokenizer: The tokenizer of the model.
-        tokens: Special tokens that differ from an encoder's.
+        tokens: The ids of special tokens that differ from those of an encoder-only model.
 
     Raises:
         ValueError: If a field is unknown or has an invalid value.
@@ -587,7 +593,7 @@ def make_new_config(
         config = type(default)(**fields, **variant)
     except ValueError:
         raise
-    except Exception as error:  # the checks in configuration classes raise various exceptions
+    except Exception as error:  # the checks in configuration classes can raise any exception
         raise ValueError(
             f"--config_overrides {settings.config_overrides} is not valid: {' '.join(str(error).split())}"
         ) from error
@@ -612,14 +618,14 @@ def _check_override_names(overrides: dict[str, Any], default: PreTrainedConfig, 
 def parse_overrides(text: str) -> dict[str, Any]:
     """Parse the value of `--config_overrides`.
 
-    Values are parsed as JSON if possible. Otherwise, they are plain text without commas.
+    The value of a field is parsed as JSON if possible. Otherwise, it is plain text without commas.
 
     Args:
-        text: Fields and values, such as "num_layers=2,feed_forward_proj=gated-gelu", 'talking_heads_dynamic=["x2l",
-            "m2l"],num_layers=2' or '{"num_layers": 2}'.
+        text: The fields and values, such as "num_layers=2,feed_forward_proj=gated-gelu",
+            'talking_heads_dynamic=["x2l","m2l"],num_layers=2' or '{"num_layers": 2}'.
 
     Returns:
-        The values by field.
+        A dictionary from field names to values.
 
     Raises:
         ValueError: If an item does not have the form FIELD=VALUE, or if a value is neither JSON nor plain text.
@@ -640,7 +646,7 @@ def parse_overrides(text: str) -> dict[str, Any]:
 
 
 def _parse_override(name: str, text: str) -> Any:
-    """Parse the value of a field."""
+    """Parse the value of a single field, which is JSON or plain text without commas."""
     try:
         return parse_json(text)
     except ValueError:
@@ -652,7 +658,7 @@ def _parse_override(name: str, text: str) -> Any:
 
 
 def check_new_model(settings: NewModelSettings) -> None:
-    """Check the settings of a model from scratch by building it without weights.
+    """Check the settings of a model from scratch by building the model on the meta device.
 
     Raises:
         OSError: If the tokenizer does not exist.
@@ -665,7 +671,7 @@ def check_new_model(settings: NewModelSettings) -> None:
 
 @contextmanager
 def _converting_build_errors(settings: NewModelSettings) -> Iterator[None]:
-    """Convert any error in a model's constructor into a ValueError, because the configuration is the cause."""
+    """Convert any error from a model's constructor to a `ValueError`, because the configuration is the cause."""
     try:
         yield
     except Exception as error:  # such as KeyError (unknown activation) or ZeroDivisionError (no heads)
@@ -692,10 +698,13 @@ def load_or_make_model(
 
 
 def iterate_attention_modules(model: PreTrainedModel) -> Iterator[tuple[AttentionSite, str, nn.Module]]:
-    """Yield the `AttentionSite`, the path inside the base model, and the module for each attention module of a model.
+    """Iterate over the attention modules of a model.
 
     Args:
         model: A model from this package or from Transformers.
+
+    Yields:
+        The `AttentionSite`, the path of the module inside the base model, and the module.
 
     Raises:
         ValueError: If this package does not support the architecture.
@@ -710,24 +719,23 @@ def select_trainable_parameters(model: PreTrainedModel, trainable: str) -> None:
 
     Args:
         model: The model.
-        trainable: "all", "attention" (the parameters of the attention modules) or "lora" (none, because LoRA adds its
-            own).
+        trainable: "all", "attention" (only the parameters of the attention modules) or "lora" (no parameters, because
+            LoRA adds its own).
     """
     for parameter in model.parameters():
         parameter.requires_grad_(trainable == "all")
     if trainable == "attention":
         for site, path, module in iterate_attention_modules(model):
-            latent = site.get_latent_projection(
-                model.base_model, path
-            )  # shared by all layers, so it is outside the module
+            # The latent projection can be shared by all layers, in which case it is outside the module.
+            latent = site.get_latent_projection(model.base_model, path)
             for parameter in (*module.parameters(), *(latent.parameters() if latent is not None else ())):
                 parameter.requires_grad_(True)
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
-    """Add trainable low-rank updates (LoRA, arXiv:2106.09685) to all projections of every attention module, in place.
+    """Add trainable low-rank updates (LoRA, arXiv:2106.09685) to the projections in all attention modules.
 
-    All other parameters are frozen.
+    The model is modified in place, and all other parameters are frozen.
 
     Args:
         model: The model.
@@ -735,7 +743,7 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
         alpha: The scaling parameter. The updates are multiplied by alpha / rank.
 
     Returns:
-        The model wrapped in a PEFT model, whose `merge_and_unload` method adds the updates to the weights.
+        The model wrapped as a PEFT model. Its `merge_and_unload` method adds the updates to the weights.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -751,13 +759,13 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: float) -> Any:
 
 
 def freeze_unused_parameters(model: nn.Module, loss: Callable[[], Tensor]) -> list[str]:
-    """Freeze trainable parameters that do not affect the loss, such as a pooler, and return their names.
+    """Freeze trainable parameters that do not affect the loss, such as those of a pooler, and return their names.
 
-    Data-parallel training would otherwise wait for their gradients.
+    Data-parallel training would otherwise wait for the gradients of these parameters.
 
     Args:
-        model: The model in evaluation mode, so that no random numbers are used.
-        loss: Computes the loss.
+        model: The model, which must be in evaluation mode so that no random numbers are used.
+        loss: A function that computes the loss.
     """
     loss().backward()
     unused = [

@@ -20,20 +20,23 @@ from ...modeling.mechanisms.talking_heads import HEAD_PROJECTIONS
 from .dataloaders import IGNORED_LABEL
 from .settings import OptimizationSettings, get_warmup_steps
 
-# The sum [b] of a loss over the items in each example, and the number of items [b]. Their quotient is the mean loss.
+# The sum [b] of a loss over the items in each example, and the number of items [b]. The quotient of their totals is
+# the mean loss.
 Term = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The training loss, averaged over all items in an optimizer step on all processes and accumulated batches.
+    """A training loss, which is averaged over all items in an optimizer step.
+
+    An optimizer step consists of the accumulated batches on all processes.
 
     Attributes:
-        loss_sum: Maps (model, batch) to the loss summed (not averaged) over the items in the batch, as a scalar with
-            gradient.
-        count: Maps a batch to its number of items (examples or target tokens). The model is not required.
-        examples: Maps a batch to its number of examples, which is used to report the throughput. Defaults to the
-            length of the first tensor.
+        loss_sum: A function that maps a model and a batch to the loss, summed (not averaged) over the items in the
+            batch. The loss is a scalar tensor with a gradient.
+        count: A function that maps a batch to its number of items (examples or target tokens).
+        examples: A function that maps a batch to its number of examples, which is used to report the throughput. By
+            default, it returns the length of the first tensor.
         head_on_items_only: Whether the layers after the base model process only the counted items (such as masked
             tokens), which affects the number of FLOPs.
     """
@@ -50,8 +53,8 @@ def make_label_objective(
     """Create an objective that sums the cross-entropy over all "labels" [b, n] in a batch that are not -100.
 
     Args:
-        compute_logits_fn: Maps (model, batch) to logits [b, n, V].
-        label_smoothing: The share of each label's weight that is distributed evenly over all V classes.
+        compute_logits_fn: A function that maps a model and a batch to logits [b, n, V].
+        label_smoothing: The share of each label's probability that is distributed evenly over all V classes.
     """
 
     def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -67,11 +70,14 @@ def make_label_objective(
 
 
 def compute_label_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed loss, the number of correct predictions and the number of labels for each example [b, 3].
+    """Compute the summed loss, the number of correct predictions and the number of labels for each example.
 
     Args:
-        logits: [b, n, V].
+        logits: The logits [b, n, V].
         labels: The labels [b, n], with -100 at positions without a label.
+
+    Returns:
+        A tensor [b, 3] with these three values.
     """
     losses = functional.cross_entropy(
         logits.float().transpose(1, 2), labels, ignore_index=IGNORED_LABEL, reduction="none"
@@ -81,22 +87,22 @@ def compute_label_sums(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def compute_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits for a batch without passing its labels, because Transformers would also compute a loss."""
+    """Compute the logits for a batch without passing the labels, so that Transformers does not compute a loss."""
     return model(**{key: value for key, value in batch.items() if key != "labels"}).logits
 
 
 def compute_target_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits [b, n, V] of an encoder-decoder for a batch, using teacher forcing."""
+    """Compute the logits [b, n, V] of an encoder-decoder model for a batch, using teacher forcing."""
     inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "decoder_input_ids")}
     return model(**inputs, use_cache=False).logits
 
 
 def compute_token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
-    """Return the cross-entropy, in nats, of the labels that are not -100.
+    """Compute the cross-entropy in nats for all labels that are not -100.
 
     Args:
-        logits: [b, n, V].
-        labels: [b, n].
+        logits: The logits [b, n, V].
+        labels: The labels [b, n].
 
     Returns:
         The sum [b] over the tokens in each example, and the number of tokens [b].
@@ -107,11 +113,11 @@ def compute_token_cross_entropy(logits: Tensor, labels: Tensor) -> Term:
 
 
 def sum_by_example(values: Tensor, chosen: Tensor) -> Tensor:
-    """Return the sum [b] of the values for each example.
+    """Sum the values of each example and return the sums [b].
 
     Args:
         values: One value per chosen item, ordered by example.
-        chosen: [b, n], True for the chosen items.
+        chosen: A boolean mask [b, n] that is True for the chosen items.
     """
     return torch.zeros(chosen.shape, device=values.device, dtype=values.dtype).masked_scatter(chosen, values).sum(-1)
 
@@ -120,10 +126,11 @@ NO_DECAY_PARAMETERS = ("bias", *HEAD_PROJECTIONS, *get_learned_parameter_names()
 
 
 def find_no_decay_parameters(model: nn.Module) -> set[str]:
-    """Return the names of the parameters without weight decay (biases, norms and talking-heads projections).
+    """Find the names of the parameters without weight decay: biases, norms, and special attention parameters.
 
-    Norms are recognized by their class name (LayerNorm, T5LayerNorm, RMSNorm, ...), biases by their parameter name.
-    T5's `relative_attention_bias.weight` is an embedding and therefore has weight decay.
+    Norms are recognized by the class name (LayerNorm, T5LayerNorm, RMSNorm, ...). Biases, talking-heads projections
+    and learned kernel parameters are recognized by the parameter name. T5's `relative_attention_bias.weight` is an
+    embedding, so weight decay applies to it.
     """
     names = set()
     for module_name, module in model.named_modules():
@@ -135,7 +142,7 @@ def find_no_decay_parameters(model: nn.Module) -> set[str]:
 
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Split the trainable parameters of a model into a group with and a group without weight decay."""
+    """Split the trainable parameters of a model into a group with weight decay and a group without it."""
     exempt = find_no_decay_parameters(model)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
@@ -146,7 +153,7 @@ def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.optim.Optimizer:
-    """Create AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) with `make_parameter_groups`."""
+    """Create an AdamW (arXiv:1711.05101) or Adafactor (arXiv:1804.04235) optimizer for the trainable parameters."""
     if settings.optim == "adafactor":
         relative = settings.adafactor_relative_step
         return Adafactor(
@@ -161,7 +168,7 @@ def create_optimizer(model: nn.Module, settings: OptimizationSettings) -> torch.
         lr=settings.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_epsilon,
-        # The fused kernel makes a single pass over the parameters instead of a dozen.
+        # The fused kernel makes a single pass over the parameters instead of about a dozen passes.
         fused=all(parameter.device.type in ("cpu", "cuda") for parameter in model.parameters()),
     )
 
@@ -178,9 +185,9 @@ def create_scheduler(
     if settings.optim == "adafactor" and settings.adafactor_relative_step:
         return AdafactorSchedule(optimizer)
     warmup = get_warmup_steps(settings, total_steps)
-    # A run that only evaluates needs no schedule, and a polynomial schedule would divide by zero.
+    # A run that only evaluates does not need a schedule, and a polynomial schedule would divide by zero.
     kind = settings.lr_scheduler_type if total_steps else "constant"
-    if kind == "polynomial" and warmup == total_steps:  # it would divide by zero at the last step
+    if kind == "polynomial" and warmup == total_steps:  # the schedule would divide by zero at the last step
         raise ValueError(
             f"--num_warmup_steps must be less than the total of {total_steps} steps with a polynomial schedule."
         )
@@ -196,7 +203,7 @@ def create_scheduler(
 def prepare_training(
     settings: OptimizationSettings, accelerator: Accelerator, model: nn.Module, total_steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, LRScheduler]:
-    """Create the optimizer and the schedule, and prepare them with the model for `TrainingLoop`.
+    """Create the optimizer and the learning-rate schedule, and prepare them and the model with Accelerate.
 
     Raises:
         ValueError: If the schedule settings are not valid for the run.
@@ -221,10 +228,10 @@ def _merge_tied_embeddings(model: Any) -> None:
 
 
 def list_sharded_layers(model: Any) -> set[str]:
-    """Return the class names of the layers that FSDP2 shards individually.
+    """List the class names of the layers that FSDP2 shards individually.
 
-    Layers that contain the input embeddings, such as BertEmbeddings, are excluded because Accelerate shards the
-    embeddings separately, which PyTorch does not support inside a layer that is already sharded.
+    Layers that contain the input embeddings, such as `BertEmbeddings`, are excluded. Accelerate shards the embeddings
+    separately, which PyTorch does not support inside a sharded layer.
     """
     embeddings = model.get_input_embeddings()
     holders = {type(module).__name__ for module in model.modules() if embeddings in module.modules()}

@@ -1,4 +1,4 @@
-"""Sets up a run, writes its logs, results and model, and cleans up afterwards."""
+"""Sets up a training run, writes its logs, results and model, and cleans up afterwards."""
 
 import json
 import logging
@@ -61,22 +61,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# Settings whose value is a folder or a Hub id.
+# The settings whose value is either a folder or a Hub id.
 PATH_OR_ID_SETTINGS = ("model_name_or_path", "teacher", "tokenizer_name", "dataset_name")
 
 
 def main_process_progress_bar(accelerator: Accelerator, disable: bool = False, **kwargs: Any) -> tqdm:
-    """Create a progress bar from `hf_attn_variants.progress`, which is only shown on the main process."""
+    """Create a progress bar that is only shown on the main process (see `hf_attn_variants.progress`)."""
     return progress.progress_bar(disable=disable or not accelerator.is_main_process, **kwargs)
 
 
 class RunLog:
-    """Appends records to `train_log.jsonl` and sends them to Accelerate's trackers. Only active on the main process.
+    """Appends records to `train_log.jsonl` and sends them to Accelerate's trackers, on the main process only.
 
     Args:
         accelerator: The accelerator of the run.
         output_dir: The output folder of the run.
-        bar: A progress bar that shows the latest loss. Dev scores are printed above it.
+        bar: A progress bar that shows the latest loss. Dev scores are printed above the bar.
     """
 
     def __init__(self, accelerator: Accelerator, output_dir: str | Path, bar: tqdm | None = None):
@@ -85,7 +85,7 @@ class RunLog:
         self.bar = bar
 
     def write(self, record: dict[str, Any]) -> None:
-        """Log a record, which contains a "step" and either a "loss" or "eval_*" values."""
+        """Log a record with the key "step" and either a "loss" or "eval_*" values."""
         if not self.accelerator.is_main_process:
             return
         try:
@@ -104,7 +104,7 @@ class RunLog:
 
 def _show_on_bar(bar: tqdm, step: int, values: dict[str, float]) -> None:
     """Show the loss in the progress bar, and print dev scores above it."""
-    # A line of 80 columns is too short for both.
+    # A line of 80 columns is too short for both the loss and the dev scores.
     if "loss" in values:
         bar.set_postfix_str(f"loss={values['loss']:.4g}", refresh=False)
     scores = {key.removeprefix("eval_"): value for key, value in values.items() if key.startswith("eval_")}
@@ -114,13 +114,13 @@ def _show_on_bar(bar: tqdm, step: int, values: dict[str, float]) -> None:
 
 
 def read_log(path: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a `train_log.jsonl` file. Returns an empty list if the file does not exist."""
+    """Read the records in a `train_log.jsonl` file, or return an empty list if the file does not exist."""
     path = Path(path)
     return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Replace non-finite numbers with None, because JSON has no NaN."""
+    """Replace non-finite numbers with None, because JSON does not support NaN or infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -129,11 +129,9 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def get_library_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that results depend on."""
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }  # including the build, such as "+cu126"
+    """Return the versions of Python and of the libraries that affect the results."""
+    # PyTorch's version includes the build, such as "+cu126".
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("hf-attn-variants", "transformers", "accelerate", "datasets", "scikit-learn", "scipy"):
         try:
             versions[name] = version(name)
@@ -143,12 +141,12 @@ def get_library_versions() -> dict[str, str]:
 
 
 def save_results(path: str | Path, results: dict[str, Any], settings: Settings) -> None:
-    """Write the results, the arguments (without the Hub token) and the library versions to `all_results.json`."""
+    """Write the results, the settings (without the Hub token) and the library versions to a JSON file."""
     arguments = {key: value for key, value in settings.values().items() if key != "hub_token"}
     for name in PATH_OR_ID_SETTINGS:
         value = arguments.get(name)
         if value is not None and not Path(value).is_absolute() and Path(value).is_dir():
-            arguments[name] = f"./{Path(value)}"  # "runs/bert" would look like a Hub id
+            arguments[name] = f"./{Path(value)}"  # without "./", a folder such as "runs/bert" would look like a Hub id
     record = {**results, "date": time.strftime("%Y-%m-%d"), "arguments": arguments, "versions": get_library_versions()}
     atomic_write(path, json.dumps(_replace_non_finite(record), indent=2, default=str) + "\n")
 
@@ -171,7 +169,7 @@ def plot_curves(records: Iterable[dict[str, Any]], metrics: list[str], path: str
 
 
 def _make_curves_figure(records: list[dict[str, Any]], metrics: list[str], title: str) -> "Figure":
-    """Return the figure that `plot_curves` saves."""
+    """Create the figure that `plot_curves` saves."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -202,7 +200,7 @@ def _make_curves_figure(records: list[dict[str, Any]], metrics: list[str], title
 
 PREDICTIONS_PREFIX = "predictions_"
 BAD_BATCH_PREFIX = "bad_batch-"
-# Files from an earlier run in the output folder that a new run must not mistake for its own.
+# The names of files from an earlier run that must be removed from the output folder before a new run starts.
 STALE_PATTERN = re.compile(
     rf"{NAME_PATTERN.pattern}|\.tmp-.*|{BAD_BATCH_PREFIX}.*\.(pt|safetensors)|"
     + "|".join(re.escape(name) for name in (BEST_MODEL_FILE, LOG_FILE))
@@ -210,7 +208,7 @@ STALE_PATTERN = re.compile(
 
 
 def is_trained_in_place(settings: TrainingSettings) -> bool:
-    """Return whether the run starts from the model in its own output folder."""
+    """Return whether the run starts from the model in its output folder."""
     source = settings.model_name_or_path
     return source is not None and Path(source).expanduser().resolve() == Path(settings.output_dir).resolve()
 
@@ -218,13 +216,14 @@ def is_trained_in_place(settings: TrainingSettings) -> bool:
 def remove_earlier_run(output_dir: str | Path) -> None:
     """Remove the checkpoints, the log and the best weights of an earlier run.
 
-    The model and the files that describe it are only replaced at the end of the new run.
+    If the folder contains a model, the model and the files that describe it are only replaced at the end of the new
+    run.
 
     Raises:
         OSError: If a file could not be removed.
     """
     folder = Path(output_dir)
-    # If there is no model, results that describe a model are removed as well.
+    # If the folder contains no model, results that describe a model are also removed.
     results = () if (folder / CONFIG_NAME).exists() else (*RESULT_PATTERNS, REPORT_NAME, HISTORY_NAME)
     for entry in list(folder.iterdir()):
         if STALE_PATTERN.fullmatch(entry.name) or any(fnmatchcase(entry.name, pattern) for pattern in results):
@@ -242,7 +241,7 @@ def save_model(
 ) -> None:
     """Save the model, tokenizer and history in the output folder, replacing files from an earlier run atomically.
 
-    This is called on every process, but only the main process writes.
+    This function must be called on every process, but only the main process writes files.
 
     Args:
         accelerator: The accelerator of the run.
@@ -251,10 +250,11 @@ def save_model(
         settings: The settings of the run.
         history: The model's history.
         extra_tensors: Tensors to save in the weights file in addition to those of the model.
-        add_files: Called with the temporary folder of the model, to add files to it.
+        add_files: A function that adds files to the temporary folder in which the model is saved. It is called with
+            the path of this folder.
 
     Raises:
-        OSError: If the folder cannot be written to. In this case, its files are left unchanged.
+        OSError: If the model cannot be written. In this case, the files in the output folder are left unchanged.
     """
     folder, weights = Path(settings.output_dir), accelerator.get_state_dict(model)
     if accelerator.is_main_process:
@@ -284,10 +284,10 @@ def save_model(
 
 @contextmanager
 def _restore_class(model: Any) -> Iterator[Any]:
-    """Restore the original class of a model sharded by FSDP2 while the block runs."""
+    """Restore the original class of a model sharded by FSDP2 while the `with` block runs."""
     from torch.distributed.fsdp import FSDPModule
 
-    # The class that FSDP2 creates is defined in PyTorch, whose file would otherwise be saved as the model's code.
+    # FSDP2 creates a class that is defined in PyTorch, and PyTorch's file would be saved as the model's remote code.
     sharded = type(model)
     model.__class__ = next(base for base in sharded.__mro__ if not issubclass(base, FSDPModule))
     try:
@@ -299,18 +299,19 @@ def _restore_class(model: Any) -> Iterator[Any]:
 def save_failed_batches(
     accelerator: Accelerator, batches: list[dict[str, Tensor]], output_dir: str | Path, step: int
 ) -> str:
-    """Save the batches of a failed step on this process.
+    """Save the batches of a failed step on this process to a safetensors file.
 
-    In the file, the key "0.input_ids" belongs to the first batch. A step has several batches if gradients are
-    accumulated.
+    The names of the tensors start with the number of the batch, such as "0.input_ids". A step has several batches if
+    gradients are accumulated.
 
     Returns:
-        The end of a sentence that states where the batches are, or why they could not be saved.
+        A predicate for messages, which states where the batches are or why they could not be saved. Its subject is
+        "The batches".
     """
     path = Path(output_dir) / f"{BAD_BATCH_PREFIX}{step}-{accelerator.process_index}.safetensors"
     named = ((f"{i}.{name}", tensor) for i, batch in enumerate(batches) for name, tensor in batch.items())
-    # Copies are needed because safetensors does not save a tensor under two names, such as when the labels are the
-    # inputs.
+    # Copies are required because safetensors cannot save the same tensor under two names, for example if the inputs
+    # are also the labels.
     copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in named}
     try:
         path.write_bytes(safetensors.torch.save(copies))
@@ -321,7 +322,7 @@ def save_failed_batches(
 
 
 def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: list[str], title: str) -> None:
-    """Write `all_results.json` and `training_curves.png` on the main process.
+    """Write `all_results.json` and `training_curves.png`. This function must be called only on the main process.
 
     Args:
         settings: The settings of the run.
@@ -339,27 +340,29 @@ def write_results(settings: TrainingSettings, results: dict[str, Any], metrics: 
 
 logger = logging.getLogger(__name__)
 
-# Environment variables in which launchers store the number of processes (torchrun and accelerate, MPI, SLURM). For
-# SLURM, this is the variable of a job step, because the other job variables are also set in a batch script, which is a
-# single process.
+# Environment variables in which launchers store the number of processes (torchrun and accelerate, MPI, SLURM). SLURM's
+# job variables are not used because they are also set in a batch script, which is a single process.
 PROCESS_COUNTS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
-# Process groups are never freed. A DDP model in the traceback of an error would free its group while holding the
-# interpreter lock. Freeing waits for gloo's threads, which may need the same lock, and this would cause a deadlock.
+# References to process groups are kept so that the groups are never freed. If an error's traceback contained the last
+# reference to a DDP model, freeing its group would wait for gloo's threads while holding the interpreter lock. The
+# threads may need the same lock, which would cause a deadlock.
 _finished_process_groups: list[Any] = []
-# Accelerators of runs that have reached `start_run`, after which the contents of the output folder belong to the run.
+# The accelerators of runs that have called `start_run`. Once it has been called, the output folder belongs to the run.
 _started_accelerators: weakref.WeakSet[Accelerator] = weakref.WeakSet()
 
 
 @contextmanager
 def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
-    """Create the accelerator for `TrainingLoop`, prepare the output folder, and end the trackers afterwards.
+    """Create the accelerator for `TrainingLoop` and prepare the output folder. At the end, close the trackers.
 
     Raises:
-        ValueError, OSError: If the machine does not support the settings, the checkpoint to resume from does not
-            exist, the output folder is not empty, is in use or is not writable, or several processes were launched
-            that are not connected to each other.
-        KeyboardInterrupt, TerminatedError: If the run raises them. Instructions for resuming are added to the message.
+        ValueError: If the machine does not support the settings, if the checkpoint to resume from does not exist, if
+            the output folder is not empty or is in use, or if several processes were launched that are not connected
+            to each other.
+        OSError: If the output folder is not writable.
+        KeyboardInterrupt, TerminatedError: If the run raises these errors. Instructions for resuming are added to the
+            message.
     """
     _check_machine(settings)
     if settings.resume_from_checkpoint:
@@ -370,8 +373,8 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
         mixed_precision=settings.mixed_precision,
         log_with=settings.tracker,
         project_dir=settings.output_dir,
-        # The loop accumulates gradients itself. With a value from the environment, Accelerate would divide the losses
-        # again.
+        # The training loop accumulates gradients. If Accelerate used a value from the environment, it would divide the
+        # losses again.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         step_scheduler_with_optimizer=False,
         rng_types=[],
@@ -386,7 +389,7 @@ def open_session(settings: TrainingSettings) -> Iterator[Accelerator]:
                 "--optim adafactor is not supported with FSDP2 because its moments require whole tensors. Use --optim "
                 "adamw, or launch with accelerate_configs/multi_gpu_ddp.yaml."
             )
-        accelerator.wait_for_everyone()  # every process checks the folder before any of them writes to it
+        accelerator.wait_for_everyone()  # all processes check the folder before any process writes to it
         if accelerator.is_main_process:
             new_folders = _make_output_dir(settings.output_dir)
         lock = lock_folder(settings.output_dir) if accelerator.is_main_process else nullcontext(False)
@@ -427,7 +430,7 @@ def _check_machine(settings: TrainingSettings) -> None:
 
 
 def _check_trackers(report_to: str) -> None:
-    """Check that the tracker is known and installed, because Accelerate silently ignores other trackers."""
+    """Check that the tracker is installed, because Accelerate silently ignores trackers that are not installed."""
     installed = [str(name) for name in get_available_trackers()]
     if report_to not in (*installed, "all") or not installed:
         raise ValueError(
@@ -437,7 +440,7 @@ def _check_trackers(report_to: str) -> None:
 
 
 def _check_processes(accelerator: Accelerator) -> None:
-    """Check that processes that were launched together also train together instead of independently."""
+    """Check that processes that were launched together are connected instead of training independently."""
     counts = {name: int(os.environ.get(name, "")) for name in PROCESS_COUNTS if os.environ.get(name, "").isdecimal()}
     name = next((name for name, count in counts.items() if count > 1), None)
     if accelerator.num_processes > 1 or name is None:
@@ -450,7 +453,7 @@ def _check_processes(accelerator: Accelerator) -> None:
 
 
 def _check_output_dir(settings: TrainingSettings) -> None:
-    """Check that the output folder is empty, may be overwritten, or belongs to the run that is resumed."""
+    """Check that the output folder is empty, may be overwritten, or contains the run to resume."""
     folder = Path(settings.output_dir)
     is_used = folder.is_dir() and any(folder.iterdir())
     if is_used and not (settings.overwrite_output_dir or settings.resume_from_checkpoint):
@@ -482,7 +485,7 @@ def _make_output_dir(output_dir: str) -> list[Path]:
 
 
 def _describe_how_to_resume(settings: TrainingSettings) -> str:
-    """Return instructions for resuming, for the message of a stopped run."""
+    """Return instructions for resuming, which are added to the message when a run is stopped."""
     checkpoints = list_checkpoints(settings.output_dir)
     if not checkpoints:
         return f"There is no checkpoint in {settings.output_dir}. Use --checkpointing_steps to save checkpoints."
@@ -494,10 +497,10 @@ def _describe_how_to_resume(settings: TrainingSettings) -> str:
 
 
 def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> None:
-    """Set the batch size and the gradient clipping in the configuration of DeepSpeed, which applies them.
+    """Set the batch size and the gradient clipping in a DeepSpeed configuration, which is modified in place.
 
     Raises:
-        ValueError: If gradients are accumulated, because DeepSpeed would update the weights after each batch.
+        ValueError: If gradients should be accumulated, because DeepSpeed would update the weights after each batch.
     """
     if settings.gradient_accumulation_steps > 1:
         raise ValueError(
@@ -510,14 +513,14 @@ def configure_deepspeed(settings: TrainingSettings, config: dict[str, Any]) -> N
 
 
 def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHistory:
-    """Clear the output folder and start the trackers if the settings require it.
+    """Remove the files of an earlier run and start the trackers, if the settings require it.
 
-    This is called on every process after everything that the run requires has been loaded, so a run that cannot start
-    does not remove any files.
+    This function must be called on every process. It is called once everything that the run requires has been loaded,
+    so that a run that cannot start does not remove any files.
 
     Returns:
-        The history of the model that the run starts from, for `save_model`. It is read before the folder is cleared
-        because it may be in this folder. It is empty on all processes except the main one.
+        The history of the initial model, which `save_model` requires. It is read before files are removed because it
+        may be in the output folder. The history is empty on all processes except the main process.
     """
     is_resumed = is_trained_in_place(settings) and bool(settings.resume_from_checkpoint)
     history = ModelHistory()
@@ -532,6 +535,6 @@ def start_run(settings: TrainingSettings, accelerator: Accelerator) -> ModelHist
     if settings.tracker is not None:
         values = {key: value for key, value in settings.values().items() if key != "hub_token"}
         shown = {key: item if isinstance(item, int | float | str) else str(item) for key, item in values.items()}
-        # TensorBoard uses this name for a subfolder of the output folder, and other trackers use it for a project.
+        # TensorBoard uses this name for a subfolder of the output folder, and other trackers use it for the project.
         accelerator.init_trackers("runs" if settings.tracker == "tensorboard" else "hf_attn_variants", shown)
     return history

@@ -1,8 +1,8 @@
 """Settings shared by the training commands, as frozen dataclasses with one field per flag.
 
-Each class is a group of flags, and the settings of a command inherit from the groups that the command supports. Names
-follow `transformers.TrainingArguments` wherever there is a counterpart. `commands.training` turns each field into a
-flag. This module does not import torch or Transformers, so that `--help` is fast.
+Each class is a group of flags, and the settings of a command inherit from the groups that the command supports. The
+names are the same as in `transformers.TrainingArguments` if it has a corresponding argument. `commands.training` turns
+each field into a flag. This module does not import torch or Transformers, so that `--help` is fast.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from ...files import parse_json
 from ...modeling.fields.field_table import FIELDS, Field, describe_field
 
 SPLITS = ("train", "validation", "test")
-# The rule for a number, with the words that follow "must be" in the error message and the test.
+# The valid values of a number, as the phrase that follows "must be" in messages and as a function that checks a value.
 Range = tuple[str, Callable[[float], bool]]
 AT_LEAST_1: Range = ("at least 1", lambda value: value >= 1)
 AT_LEAST_0: Range = ("at least 0", lambda value: 0 <= value < math.inf)
@@ -30,7 +30,7 @@ FROM_0_BELOW_1: Range = ("in [0, 1)", lambda value: 0 <= value < 1)
 BETWEEN_0_AND_1: Range = ("in (0, 1)", lambda value: 0 < value < 1)
 A_NUMBER: Range = ("a number", math.isfinite)
 
-# When a resumed run must use the same value as before (always, or only if the run keeps its best weights).
+# When a resumed run must use the same value as before: always, or only if the run keeps its best weights.
 ALWAYS, WITH_BEST_WEIGHTS = "always", "with best weights"
 
 
@@ -41,11 +41,11 @@ def option(
 
     Args:
         help: The text for `--help`.
-        default: The value to use if the setting is not given. Settings without a default are required.
-        range: The rule for a number.
-        resume: `ALWAYS` or `WITH_BEST_WEIGHTS` if a resumed run must use the same value.
+        default: The default value. Settings without a default are required.
+        range: The valid values of a number.
+        resume: `ALWAYS` or `WITH_BEST_WEIGHTS` if a resumed run must use the same value, or None if it may differ.
         **flag: Additional arguments for argparse's `add_argument`, such as `choices`, `metavar`, `type` and `nargs`.
-            If `type`, `nargs` and `action` are not given, they are inferred from the type of the field.
+            By default, `type`, `nargs` and `action` are inferred from the type of the field.
 
     Example:
         ```python
@@ -82,16 +82,23 @@ def override_option(default: Any = MISSING, *, owner: "type[Settings] | None" = 
     """Change an inherited field of a settings class.
 
     Args:
-        default: The new default. If not given, the default is unchanged.
-        owner: The class to copy the field from if the settings class does not inherit it.
-        **changed: Other arguments of `option` that should be replaced.
+        default: The new default value. If not set, the default is left unchanged.
+        owner: The class from which to copy the field if the settings class does not inherit it.
+        **changed: Other arguments of `option` to replace.
+
+    Example:
+        ```python
+        @dataclass(frozen=True, kw_only=True)
+        class LongTextSettings(FineTuningSettings):
+            max_length: int = override_option(512)
+        ```
     """
     return _OptionChange(default, owner, changed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The base class for groups of settings, whose fields are checked when an object is created."""
+    """Base class for groups of settings. The values of the fields are checked when an object is created."""
 
     title: ClassVar[str] = ""
 
@@ -108,16 +115,16 @@ class Settings:
         types = get_type_hints(type(self))
         for item in dataclasses.fields(self):
             value = _convert_type(getattr(self, item.name), types[item.name])
-            object.__setattr__(self, item.name, value)  # the type that a command line would have produced
+            object.__setattr__(self, item.name, value)  # the type that parsing a command line would produce
             if value is not None:
                 _check_value(item.name, value, **item.metadata)
         self.check()
 
     def check(self) -> None:
-        """Check that the settings can be combined. Each group of settings adds its own rules.
+        """Check that the settings are valid in combination. Subclasses extend this method with their own checks.
 
         Raises:
-            ValueError: If a rule is violated. The message contains the flag, the rule and the value.
+            ValueError: If a setting is not valid. The message names the flag.
         """
 
     def values(self) -> dict[str, Any]:
@@ -125,7 +132,7 @@ class Settings:
         return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
 
     def get_resume_values(self, with_best_weights: bool) -> dict[str, Any]:
-        """Return, as JSON values, the settings that must not change when a run resumes.
+        """Return the settings that must not change when a run resumes, as JSON values.
 
         Args:
             with_best_weights: Whether the run keeps its best weights.
@@ -136,7 +143,7 @@ class Settings:
 
 
 def get_field_types(annotation: Any) -> list[Any]:
-    """Return the types that an annotation allows, except None."""
+    """List the types in a type annotation, without None."""
     types = get_args(annotation) if get_origin(annotation) in (UnionType, Union) else (annotation,)
     return [kind for kind in types if kind is not NoneType]
 
@@ -153,7 +160,7 @@ def _check_value(
 
 
 def _convert_type(value: Any, annotation: Any) -> Any:
-    """Convert a value to the type of its field (paths to text, and lists to tuples)."""
+    """Convert a value to the type of its field: paths to text, and text or lists to tuples for tuple fields."""
     if isinstance(value, PathLike):
         value = fspath(value)
     if any(get_origin(kind) is tuple for kind in get_field_types(annotation)) and isinstance(value, list | str):
@@ -162,9 +169,10 @@ def _convert_type(value: Any, annotation: Any) -> Any:
 
 
 def group_fields(settings: type[Settings]) -> Iterator[tuple[str, list[dataclasses.Field]]]:
-    """Yield the title and the fields of each group. The group of the settings class itself comes first.
+    """Yield the title and the fields of each group of settings, starting with the group of the class itself.
 
-    A field belongs to the most general class that declares it, which is the last one in the method resolution order.
+    A field belongs to the most general class that declares it, which is the last such class in the method resolution
+    order.
     """
     fields = {item.name: item for item in dataclasses.fields(settings)}
     classes = [base for base in settings.__mro__ if issubclass(base, Settings)]
@@ -178,27 +186,27 @@ def group_fields(settings: type[Settings]) -> Iterator[tuple[str, list[dataclass
 
 
 def check_metric(name: str | None, known: Sequence[str]) -> None:
-    """Check that `--metric_for_best_model`, if set, is one of the dev metrics.
+    """Check that `--metric_for_best_model`, if set, is a dev metric of the task.
 
     Args:
-        name: The metric, with or without the prefix "eval_".
-        known: The dev metrics, without the prefix.
+        name: The metric, with or without the "eval_" prefix, or None.
+        known: The dev metrics, without the "eval_" prefix.
 
     Raises:
-        ValueError: If the metric is not one of them.
+        ValueError: If the metric is unknown.
     """
     if name is not None and name.removeprefix("eval_") not in known:
         raise ValueError(f"--metric_for_best_model must be one of {', '.join(known)}, got {name!r}.")
 
 
 FROM_SCRATCH = "from scratch (without --model_name_or_path)"
-# The setting types for each kind of variant field. Settings that are not given are None.
+# The types of settings for variant fields that are lists or dictionaries. Settings that are not set are None.
 SETTING_TYPES: dict[type, Any] = {list: tuple[str, ...] | None, dict: dict[str, Any] | None}
 SettingsClass = TypeVar("SettingsClass", bound=Settings)
 
 
 def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsClass]], type[SettingsClass]]:
-    """Return a class decorator that adds an option for each variant field that supports one of the prefixes."""
+    """Return a class decorator that adds an option for each combination of a variant field and a supported prefix."""
 
     def add_fields(settings: type[SettingsClass]) -> type[SettingsClass]:
         fields = [(prefix, row) for row in FIELDS for prefix in prefixes if prefix in row.prefixes]
@@ -212,9 +220,9 @@ def _add_variant_fields(prefixes: tuple[str, ...]) -> Callable[[type[SettingsCla
 
 
 def _make_variant_option(prefix: str, row: Field) -> Any:
-    """Create the option for a field. It defaults to None, so that the configuration uses its own default."""
+    """Create the option for a variant field. It defaults to None, so that the default of the configuration is used."""
     text = describe_field(prefix + row.name)
-    if "_" not in text.split(":")[0]:  # keep lowercase if the text starts with the name of a pattern
+    if "_" not in text.split(":")[0]:  # a text that starts with the name of a pattern is not capitalized
         text = f"{text[0].upper()}{text[1:]}"
     default = row.default_of(prefix)
     shown = "" if default in (None, (), False) else f" (default: {default})"
@@ -227,28 +235,28 @@ def _make_variant_option(prefix: str, row: Field) -> Any:
 
 
 def collect_variant_fields(settings: Any) -> dict[str, Any]:
-    """Return the variant fields that are set in the settings, as a dictionary."""
+    """Collect the variant fields that are set in the settings, as a dictionary from names to values."""
     values = {name: getattr(settings, name, None) for row in FIELDS for name in row.names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 @_add_variant_fields(("",))
 class VariantSettings(Settings):
-    """Variant fields supported by every new model."""
+    """Settings for the variant fields that all new models support."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
 
 @_add_variant_fields(("encoder_", "cross_"))
 class EncoderDecoderVariantSettings(Settings):
-    """Variant fields for the encoder and the cross-attention of an encoder-decoder."""
+    """Settings for the variant fields of the encoder and the cross-attention in an encoder-decoder model."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Settings):
-    """Settings for the checkpoint to train and the way it is loaded."""
+    """Settings for the checkpoint to train and the way in which it is loaded."""
 
     title: ClassVar[str] = "model"
 
@@ -261,7 +269,7 @@ class ModelSettings(Settings):
     attn_implementation: str | None = option(
         "Attention implementation (eager, sdpa, ...).",
         None,
-        resume=ALWAYS,  # each implementation draws dropout differently
+        resume=ALWAYS,  # each implementation uses random numbers for dropout differently
     )
     dropout_rate: float | None = option(
         "Replace every dropout probability in the checkpoint's configuration.",
@@ -274,7 +282,7 @@ class ModelSettings(Settings):
 
     @property
     def source(self) -> str:
-        """The folder or Hub id of the checkpoint. Only available if the model is not trained from scratch."""
+        """The folder or Hub id of the checkpoint. It must not be used if the model is trained from scratch."""
         source: Any = self.model_name_or_path
         return source
 
@@ -286,7 +294,7 @@ class ModelSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class NewModelSettings(VariantSettings, ModelSettings):
-    """Settings for a model that is trained from scratch (see `models.make_new_config`)."""
+    """Settings for a checkpoint or for a model that is trained from scratch (see `models.make_new_config`)."""
 
     title: ClassVar[str] = FROM_SCRATCH
 
@@ -317,7 +325,7 @@ class NewModelSettings(VariantSettings, ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageSettings(Settings):
-    """Settings for the languages of a multilingual encoder-decoder (see `languages.set_languages`)."""
+    """Settings for the languages of a multilingual encoder-decoder model (see `languages.set_languages`)."""
 
     title: ClassVar[str] = "languages (mBART, M2M100, NLLB)"
 
@@ -357,7 +365,7 @@ class DataSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings(DataSettings):
-    """Data settings for examples that are rows of different lengths instead of blocks from a text stream."""
+    """Data settings for examples that are rows with different lengths instead of blocks from a text stream."""
 
     max_length: int = override_option(
         help="Maximum number of tokens per example, including special tokens. Longer examples are truncated."
@@ -392,7 +400,7 @@ SCHEDULES = (
 
 
 def _parse_steps_or_epoch(text: str) -> int | str:
-    """Parse the value of `--checkpointing_steps`, which `OutputSettings.check` then checks."""
+    """Parse the value of `--checkpointing_steps`, which `OutputSettings.check` validates later."""
     return int(text) if text.isdigit() else text
 
 
@@ -511,7 +519,7 @@ class OptimizationSettings(Settings):
     def check(self) -> None:
         super().check()
         has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
-        # Transformers would silently ignore both.
+        # Transformers would silently ignore the warm-up and the arguments.
         if self.lr_scheduler_type == "constant" and has_warmup:
             raise ValueError(
                 "--lr_scheduler_type constant does not support warm-up. Use constant_with_warmup instead."
@@ -583,7 +591,7 @@ class OutputSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class HubSettings(Settings):
-    """Settings for pushing the trained model to the Hub, which only the commands do, not the Python functions."""
+    """Settings for pushing the trained model to the Hub. They do not apply to functions such as `fine_tune`."""
 
     title: ClassVar[str] = "hub"
 
@@ -602,18 +610,19 @@ class TrainingSettings(ModelSettings, DataSettings, OptimizationSettings, Output
 
 @dataclass(frozen=True, kw_only=True)
 class FineTuningSettings(TrainingSettings, RowSettings):
-    """Settings shared by all training commands that read rows."""
+    """Settings shared by all training commands whose examples are rows."""
 
-    max_length: int = override_option()  # otherwise, a dataclass takes this field from its first base
+    max_length: int = override_option()  # without this, the dataclass would use the field from its first base class
 
 
 def get_warmup_steps(settings: OptimizationSettings, total_steps: int) -> int:
     """Return the number of warm-up steps.
 
-    This is `--num_warmup_steps` if set, and otherwise the share `--warmup_ratio` of all steps, rounded up.
+    This is the value of `--num_warmup_steps` if it is set. Otherwise, it is the number of steps multiplied by
+    `--warmup_ratio`, rounded up.
 
     Raises:
-        ValueError: If it exceeds the number of steps in the run.
+        ValueError: If the number of warm-up steps exceeds the number of steps in the run.
     """
     warmup = settings.num_warmup_steps
     if warmup is None:
@@ -636,19 +645,21 @@ DECREASING_METRICS = re.compile(
 
 
 def is_greater_better(metric: str) -> bool:
-    """Return whether higher values of a dev metric (named without "eval_") are better."""
+    """Return whether higher values of a dev metric are better. The name must not contain the "eval_" prefix."""
     return DECREASING_METRICS.fullmatch(metric) is None
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """Settings for the training loop. Fields named like a training setting have the value of that setting.
+    """Settings for the training loop.
+
+    Fields that are not listed below have the same meaning as in `TrainingSettings`.
 
     Attributes:
         total_steps: The number of optimizer steps.
         metric_for_best_model: The dev metric that selects the best weights, without the "eval_" prefix.
-        greater_is_better: Whether higher values of that metric are better.
-        keep_best: Whether the run ends with the weights of its best evaluation.
+        greater_is_better: Whether higher values of `metric_for_best_model` are better.
+        keep_best: Whether the run ends with the weights from its best evaluation.
         fingerprint: Values that must be the same in a resumed run, in addition to those that the loop adds (see
             `TrainState`).
     """
@@ -686,11 +697,11 @@ class LoopSettings:
         Args:
             settings: The settings of the run.
             total_steps: The number of optimizer steps.
-            default_metric: The dev metric that selects the best weights if the settings do not name one.
+            default_metric: The dev metric that selects the best weights if the settings do not specify a metric.
             fingerprint: Values that identify the training data.
-            dev_fingerprint: Values that identify the dev data and the way it is scored. They must be the same in a
-                resumed run only if the run keeps its best weights.
-            **others: Values for fields that differ from the settings.
+            dev_fingerprint: Values that identify the dev data and the way in which it is scored. They must be the same
+                in a resumed run only if the run keeps its best weights.
+            **others: Values for fields that should differ from the settings.
 
         Raises:
             ValueError: If the warm-up is longer than the run.
@@ -718,16 +729,16 @@ class LoopSettings:
 def count_training_steps(
     batches_per_epoch: int | None, accumulation: int, epochs: float | None, max_steps: int | None
 ) -> int:
-    """Return the number of optimizer steps of a run.
+    """Return the number of optimizer steps in a run.
 
     Args:
         batches_per_epoch: The number of batches per process and epoch, or None for a stream of unknown length.
-        accumulation: The number of batches per step. The last step of an epoch can have fewer.
+        accumulation: The number of batches per step. The last step in an epoch can have fewer batches.
         epochs: The number of epochs, which can be a fraction.
-        max_steps: The number of steps, which overrides `epochs`.
+        max_steps: The number of steps, which takes precedence over `epochs`.
 
     Raises:
-        ValueError: If the length of an epoch is unknown and `max_steps` is not given.
+        ValueError: If the length of an epoch is unknown and `max_steps` is None.
     """
     if max_steps is not None:
         return max_steps
@@ -751,7 +762,7 @@ def check_dev_settings(settings: TrainingSettings, has_dev_rows: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSettings(FineTuningSettings):
-    """Settings for training on tables or on a source of the `datasets` library."""
+    """Settings for training on tables or on a dataset from the `datasets` library."""
 
     title: ClassVar[str] = "tables"
 

@@ -24,23 +24,24 @@ from .settings import SPLITS, FineTuningSettings, TableSettings, TrainingSetting
 
 logger = logging.getLogger(__name__)
 
-# Fields in a builder's configuration that do not affect how files are read.
+# The fields in the configuration of a `datasets` builder that do not affect how files are read.
 IDENTITY_FIELDS = {"name", "version", "data_dir", "data_files", "description"}
 
 
 def find_split_files(settings: Any, suffixes: Sequence[str] = TABLE_SUFFIXES) -> dict[str, tuple[str, ...]] | None:
-    """Return the files of each split if `--dataset_name` is a folder of files that this package can read.
+    """Find the files of each split if `--dataset_name` is a folder of files that this package can read.
 
-    `datasets` reads CSV files with pandas, which changes cells. For example, "None" becomes a missing value and "01"
-    becomes the number 1. The readers for `--train_file` keep every cell unchanged, so `datasets` is only used to
-    assign the files to splits.
+    `datasets` reads CSV files with pandas, which changes some cells. For example, "None" becomes a missing value and
+    "01" becomes the number 1. The readers for `--train_file` preserve the text of every cell, so `datasets` is only
+    used to assign the files to splits.
 
     Args:
         settings: Settings with `dataset_name` and `dataset_config_name`.
         suffixes: The supported file types, with or without .gz.
 
     Returns:
-        The paths by split, or None for another source or if the folder's README.md defines how files are read.
+        A dictionary from split names to paths. None if the source is not such a folder, or if the folder's README.md
+        defines how files are read.
     """
     folder = Path(settings.dataset_name or "").expanduser()
     if settings.dataset_name is None or not folder.is_dir():
@@ -81,16 +82,16 @@ def load_splits(settings: Any) -> Any:
         ) from error
 
 
-# Placeholders for unpublished labels in Hub datasets.
+# The placeholders for unpublished labels in datasets on the Hub.
 UNKNOWN_LABELS = {"-1", "-1.0"}
 
 
 class SplitRows:
-    """The rows of a split in order, and the features that contain its label names.
+    """The rows of a split in order, and the features that define its label names.
 
     Args:
-        records: The rows. There must be at least one.
-        features: The features of a `datasets` source, by column.
+        records: The rows. There must be at least one row.
+        features: The features of a `datasets` source, which map columns to their types.
 
     Attributes:
         first: The first row.
@@ -103,17 +104,17 @@ class SplitRows:
         self.features = features or {}
 
     def class_names(self, label_column: str | None) -> list[str] | None:
-        """Return the class names if a column contains class numbers as labels, and otherwise None."""
+        """Return the class names if the label column contains class numbers, and None otherwise."""
         feature = self.features.get(label_column or "")
         feature = getattr(feature, "feature", feature)  # the feature of the list items, if labels are lists
         return [name.strip() for name in feature.names] if isinstance(feature, ClassLabel) else None
 
 
 def read_splits(settings: TableSettings) -> dict[str, SplitRows]:
-    """Read the splits that exist and that the run uses ("train", "validation" and "test").
+    """Open the splits that the run uses ("train", "validation" and "test"). Splits that do not exist are omitted.
 
     Raises:
-        OSError: If a file or the data set cannot be read.
+        OSError: If a file or the dataset cannot be read.
         ValueError: If a file is not a table, or if there are no rows.
     """
     splits = _read_file_splits(settings) if settings.dataset_name is None else _read_dataset_splits(settings)
@@ -131,7 +132,7 @@ def _read_file_splits(settings: TableSettings) -> dict[str, SplitRows]:
 
 
 def _list_used_splits(settings: TableSettings) -> list[str]:
-    """Return the names of the splits that the run uses."""
+    """List the names of the splits that the run uses."""
     unread = {"train": settings.only_evaluates, "test": settings.skip_predict}
     return [name for name in SPLITS if not unread.get(name)]
 
@@ -147,7 +148,7 @@ def _read_file_rows(paths: Sequence[str]) -> Iterator[TableRow]:
 
 
 def _read_dataset_rows(place: str, rows: Iterable[Any]) -> Iterator[TableRow]:
-    """Yield the rows of a split from a `datasets` source. Messages refer to the split as `place`."""
+    """Yield the rows of a split from a `datasets` source. In messages, the split is called `place`."""
     for number, row in enumerate(rows, start=1):
         yield TableRow(describe_row_location(place, None, number), row, place, None, place, number)
 
@@ -183,13 +184,13 @@ def resolve_label_column(name: str, source: SplitRows, column: str | None, flag:
 
     Args:
         name: The name of the split.
-        source: The rows of the split, which are checked as they are read.
+        source: The rows of the split. Checks are added to its iterator, which run while the rows are read.
         column: The column that should contain the labels.
         flag: The flag that sets the column, for messages.
 
     Raises:
-        ValueError: If the first row of a split other than "test" lacks the column, if a later row has a column that
-            the first row lacks, or if the first row of another file lacks the column.
+        ValueError: If the first row of a split other than "test" lacks the column. While the rows are read, also if
+            the first row of another file lacks the column, or if a row of a test split without labels has the column.
     """
     if column is None:
         return None
@@ -219,17 +220,18 @@ def _forbid_column(column: str, first: TableRow, records: Iterator[TableRow]) ->
 
 
 def make_uneven_column_error(column: str, first: TableRow, record: TableRow) -> ValueError:
-    """Return the error for a column that is missing in the first row but present in a later row."""
+    """Create the error for a column that is missing in the first row but present in a later row."""
     return ValueError(
         f"{first.place}: There is no column {column!r}, but {record.place} has one. Add it to all rows or to none."
     )
 
 
 def get_text(record: TableRow, column: str, flag: str) -> str:
-    """Return the text in the given column of a row.
+    """Return the text in a column of a row.
 
     Raises:
-        ValueError: If the column contains no text. The message names the flag.
+        ValueError: If the column does not exist or does not contain text. The message names `flag`, which selects the
+            column.
     """
     text = get_column_value(record.values, column)
     if isinstance(text, str) and is_unicode(text):
@@ -245,7 +247,7 @@ def get_text(record: TableRow, column: str, flag: str) -> str:
 
 
 def get_label_name(value: Any, names: Sequence[str]) -> Any:
-    """Convert a class number, or each number in a list, to its label name. Returns None for other numbers."""
+    """Convert a class number, or each class number in a list, to its label name. Other values become None."""
     if isinstance(value, list):
         return [get_label_name(item, names) for item in value]
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
@@ -260,15 +262,16 @@ def apply_recorded_columns(
     columns: Mapping[str, Sequence[str]],
     others: Sequence[str] = (),
 ) -> SettingsT:
-    """Fill in missing settings of a run that only evaluates with those used in the model's training.
+    """Fill in missing settings of a run that only evaluates with the values that were used to train the model.
 
-    Settings that are not given are taken from `all_results.json` in the model folder and logged.
+    The values are read from `all_results.json` in the model folder, and are logged.
 
     Args:
         settings: The settings of the run.
-        first: The first row, by column. Only columns in this row are used. None if the run does not read a table.
-        columns: The settings that select columns, each with the settings that define how the column is read.
-        others: Settings that are used regardless of the columns.
+        first: The first row, which maps columns to values, or None if the run does not read a table. Recorded columns
+            that this row lacks are not used.
+        columns: Maps each setting that selects a column to the settings that define how the column is read.
+        others: Settings that are filled in regardless of the columns.
     """
     recorded = _load_recorded_values(settings)
     named_columns = {name for setting in columns for name in _as_list(getattr(settings, setting))}
@@ -292,13 +295,14 @@ def apply_recorded_columns(
 
 
 def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, Any], setting: str) -> str | None:
-    """Return the column that the model was trained on if the run sets none and the row lacks it, and otherwise None.
+    """Return the column on which the model was trained if the data lacks this column, and None otherwise.
 
-    In this case, the run must not guess another column by name because it may contain something else.
+    If a column is returned, the run must not guess another column by its name because it may have other contents. The
+    result is also None if the settings of the run select a column.
 
     Args:
         settings: The settings of the run, before `apply_recorded_columns`.
-        first: The row, by column.
+        first: The first row, which maps columns to values.
         setting: The setting that selects the column.
     """
     column = None if getattr(settings, setting) is not None else _load_recorded_values(settings).get(setting)
@@ -306,20 +310,20 @@ def find_absent_recorded_column(settings: FineTuningSettings, first: dict[str, A
 
 
 def _format_value(value: Any) -> str:
-    """Return the value of a flag as a user would type it."""
+    """Format the value of a flag as a user would type it on the command line."""
     return " ".join(map(repr, _as_list(value))) if isinstance(value, str | tuple | list) else str(value)
 
 
 def warn_about_max_length(settings: TrainingSettings) -> None:
-    """Warn if a run that only evaluates truncates texts at a different length than the model's training did."""
+    """Warn if a run that only evaluates truncates texts to a different length than in the model's training."""
     length = _load_recorded_values(settings).get("max_length", settings.max_length)
     if length != settings.max_length:
-        message = "Texts are truncated at %d tokens, but the model was trained with --max_length %s."
+        message = "Texts are truncated to %d tokens, but the model was trained with --max_length %s."
         logger.warning(message, settings.max_length, length)
 
 
 def _load_recorded_values(settings: TrainingSettings) -> dict[str, Any]:
-    """Return the recorded training arguments and results of a model that is only evaluated, if they exist."""
+    """Load the training arguments and results of the model if the run only evaluates and the model records them."""
     if not settings.only_evaluates or settings.model_name_or_path is None:
         return {}
     path = Path(settings.model_name_or_path).expanduser() / RESULTS_NAME
@@ -334,5 +338,5 @@ def _load_recorded_values(settings: TrainingSettings) -> dict[str, Any]:
 
 
 def _as_list(value: Any) -> list[str]:
-    """Convert a text, a sequence or None to a list."""
+    """Convert a string, a sequence or None to a list of strings."""
     return [value] if isinstance(value, str) else list(value or ())

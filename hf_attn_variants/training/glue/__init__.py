@@ -9,7 +9,7 @@ from ..engine.settings import WITH_BEST_WEIGHTS, FineTuningSettings, option
 
 @dataclass(frozen=True, kw_only=True)
 class GlueSettings(FineTuningSettings):
-    """Settings for the GLUE task and its files.
+    """Settings for fine-tuning on a GLUE task, such as the name of the task and its files.
 
     Example:
         ```python
@@ -34,6 +34,6 @@ class GlueSettings(FineTuningSettings):
     skip_predict: bool = option("Skip the predictions for the test split (and for AX, after MNLI).", False)
 
     def check(self) -> None:
-        """Also check the task name."""
+        """Check the settings, including the name of the task."""
         super().check()
         get_task(self.task_name)

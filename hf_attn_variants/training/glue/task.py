@@ -1,4 +1,4 @@
-"""Reads GLUE data, fine-tunes and evaluates models on GLUE tasks, and writes submission files."""
+"""Reads GLUE data, fine-tunes and evaluates models on GLUE tasks, and creates submission files."""
 
 import io
 import logging
@@ -26,11 +26,13 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     """Read a GLUE TSV file. A header and a byte-order mark are optional, and quotes are literal characters.
 
     Args:
-        has_labels: Whether the file contains labels. Test files do not.
+        path: The path of the file.
+        task: The GLUE task.
+        has_labels: Whether the file contains labels. Test files do not contain labels.
 
     Returns:
-        The columns `text1`, `text2` (only for pairs), `index` and, if `has_labels` is true, `label` (int, or float for
-        STS-B).
+        A dataset with the columns `text1`, `text2` (only for pairs), `index` and, if `has_labels` is True, `label`
+        (int, or float for STS-B).
 
     Raises:
         OSError: If the file does not exist.
@@ -40,7 +42,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
     path = Path(path)
     content = read_file(path).removeprefix(b"\xef\xbb\xbf")
     lines = content.splitlines() if has_carriage_return_ends(io.BytesIO(content)) else content.split(b"\n")
-    # `str.splitlines` would also split at U+0085 and U+2028, which occur inside sentences.
+    # `str.splitlines` would also split the text at U+0085 and U+2028, which occur inside sentences.
     rows = [(number, _decode(path, number, line)) for number, line in enumerate(lines, start=1) if line.rstrip(b"\r")]
     header, rows = _split_header(path, rows, task, has_labels) if rows else ([], rows)
     if not rows:
@@ -81,7 +83,7 @@ def read_tsv(path: str | Path, task: GlueTask, has_labels: bool = True) -> Datas
 
 
 def _decode(path: Path, number: int, line: bytes) -> list[str]:
-    """Split a line into cells, and check that it is valid UTF-8."""
+    """Split a line of the file into cells, and check that the line is valid UTF-8."""
     try:
         return line.decode("utf-8").rstrip("\r").split("\t")
     except UnicodeDecodeError as error:
@@ -92,7 +94,7 @@ def _decode(path: Path, number: int, line: bytes) -> list[str]:
 
 
 def _find_column(header: list[str], names: tuple[str, ...]) -> int | None:
-    """Return the position of the first matching name in a header, ignoring case, or None if no name matches."""
+    """Return the position of the first of `names` that occurs in a header, ignoring case, or None."""
     lowered = [cell.strip().lower() for cell in header]
     return next((lowered.index(name.lower()) for name in names if name.lower() in lowered), None)
 
@@ -100,7 +102,7 @@ def _find_column(header: list[str], names: tuple[str, ...]) -> int | None:
 def _split_header(
     path: Path, rows: list[tuple[int, list[str]]], task: GlueTask, has_labels: bool
 ) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """Split off the header. Files without a header use the task's header for their number of columns."""
+    """Separate the header from the rows. For files without a header, return the task's header for the row length."""
     first = rows[0][1]
     required = [*task.text_columns, *([task.label_columns] if has_labels else [])]
     missing = [names for names in required if _find_column(first, names) is None]
@@ -112,7 +114,7 @@ def _split_header(
             )
         return first, rows[1:]
     layouts = task.headerless if has_labels else task.headerless_test
-    # A row that contains some of the column names is an incomplete header instead of a sentence.
+    # A first row that contains some of the column names is an incomplete header instead of an example.
     if len(missing) == len(required) and len(first) in layouts:
         return list(layouts[len(first)]), rows
     expected = " and ".join("|".join(names) for names in missing)
@@ -126,7 +128,7 @@ def _split_header(
 def _find_split_files(
     task: GlueTask, data_dir: str | None, files: dict[str, str | None], with_train: bool
 ) -> dict[str, Path]:
-    """Return the file of each split, based on the folder and the file flags."""
+    """Find the file of each split from the folder and the file flags."""
     folder = Path(data_dir) if data_dir is not None else None
     names = {"train": "train.tsv", **task.eval_splits, **task.test_splits}
     paths = {split: folder / name for split, name in names.items() if folder is not None and (folder / name).is_file()}
@@ -144,15 +146,16 @@ def _find_split_files(
 def load_glue(
     task: GlueTask, data_dir: str | None = None, files: dict[str, str | None] | None = None, with_train: bool = True
 ) -> dict[str, ClassificationSplit]:
-    """Read all existing splits of a task from TSV files if a folder or a file is given, and otherwise from the Hub.
+    """Read all splits of a task, from TSV files if a folder or a file is set, and from the Hub otherwise.
 
     The folder contains `train.tsv`, `dev.tsv` (MNLI: `dev_matched.tsv` and `dev_mismatched.tsv`) and test files. The
     test files and `dev_mismatched.tsv` are optional.
 
     Args:
-        task: The task.
-        data_dir: The folder with the files.
+        task: The GLUE task.
+        data_dir: The folder that contains the files.
         files: The paths of `train_file`, `validation_file` and `test_file`, which override the files in the folder.
+            Other keys are ignored.
         with_train: Whether to read the train split.
 
     Raises:
@@ -177,7 +180,7 @@ def load_glue(
 
 
 def _rename_hub_columns(task: GlueTask, split: str, data: Dataset) -> ClassificationSplit:
-    """Convert a split from the Hub to a `ClassificationSplit` with its column names."""
+    """Convert a split from the Hub to a `ClassificationSplit`, which requires other column names."""
     renamed = {}
     for i, names in enumerate(task.text_columns):
         position = _find_column(data.column_names, names)
@@ -196,10 +199,10 @@ def _rename_hub_columns(task: GlueTask, split: str, data: Dataset) -> Classifica
 
 
 def load_ax(data_dir: str | None = None) -> ClassificationSplit | None:
-    """Read the diagnostic set AX from the folder of MNLI, from a sibling folder, or from the Hub.
+    """Read the diagnostic set AX from the MNLI folder, from a sibling folder, or from the Hub.
 
     Returns:
-        The diagnostic set, or None if `data_dir` is given and the file does not exist.
+        The diagnostic set, or None if `data_dir` is set and the file does not exist.
     """
     task = TASKS["ax"]
     if data_dir is None:
@@ -211,8 +214,8 @@ def load_ax(data_dir: str | None = None) -> ClassificationSplit | None:
     return None
 
 
-# Metric functions that take the true values and the predictions. F1 refers to class 1. If all predictions are the
-# same, the Matthews correlation is 0, and the Pearson and Spearman correlations are NaN.
+# Functions that compute metrics from the true values and the predictions. F1 is computed for class 1. If all
+# predictions are the same, the Matthews correlation is 0, and the Pearson and Spearman correlations are NaN.
 METRIC_FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "accuracy": accuracy_score,
     "f1": lambda references, predictions: f1_score(references, predictions, zero_division=0.0),
@@ -223,16 +226,16 @@ METRIC_FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 
 
 def compute_glue_metrics(names: Sequence[str], predictions: np.ndarray, references: np.ndarray) -> dict[str, float]:
-    """Compute metrics from class ids or scores [examples].
+    """Compute GLUE metrics from class ids or scores [examples].
 
     Args:
         names: The names of the metrics.
-        predictions: The predicted values.
-        references: The true values.
+        predictions: The predicted values [examples].
+        references: The true values [examples].
 
     Returns:
-        The metrics. If there are several, they include `combined_score`, which is their mean and is used for the GLUE
-        ranking.
+        The values by metric name. If there are several metrics, `combined_score` is their mean, which is used in the
+        GLUE ranking.
 
     Example:
         ```python
@@ -246,9 +249,10 @@ def compute_glue_metrics(names: Sequence[str], predictions: np.ndarray, referenc
 
 
 class GlueFineTuning(SequenceClassification[GlueSettings]):
-    """Fine-tuning of a classifier on a GLUE task (arXiv 1804.07461), or of a regressor on STS-B.
+    """Fine-tuning on a GLUE task (arXiv 1804.07461), which is regression for STS-B and classification otherwise.
 
-    The results contain `eval_<metric>` for each dev split. Metric names for MNLI's mismatched dev split end in `_mm`.
+    The results contain `eval_<metric>` for each dev split. Metrics for MNLI's mismatched dev split have the suffix
+    `_mm`.
 
     Example:
         ```python
@@ -275,7 +279,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         self.shown_metrics = (*metrics, *(f"{name}_mm" for name in metrics))
 
     def _load_splits(self) -> tuple[dict[str, ClassificationSplit], list[tuple[GlueTask, ClassificationSplit]]]:
-        """Read the train, dev and test splits, so that errors in any file are reported before training."""
+        """Read the train, dev and test splits before training, so that errors in any file are reported early."""
         settings, task = self.settings, self.task
         with_train = not settings.only_evaluates
         splits = load_glue(task, settings.data_dir, settings.values(), with_train=with_train)
@@ -296,7 +300,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
         return compute_glue_metrics(self.task.metrics, predictions, eval_set.labels)
 
     def _to_predictions(self, task: GlueTask, logits: np.ndarray) -> np.ndarray:
-        """Convert logits to scores or to the task's class ids [rows]."""
+        """Convert logits to scores [rows] or to class ids of the task [rows]."""
         return logits[:, 0] if task.is_regression else np.asarray(self.label_map.to_task)[logits.argmax(-1)]
 
     def fingerprint(self) -> dict[str, Any]:
@@ -321,7 +325,7 @@ class GlueFineTuning(SequenceClassification[GlueSettings]):
 def _format_submission(
     task: GlueTask, split: ClassificationSplit, predictions: Any, prefix: str = ""
 ) -> tuple[str, str]:
-    """Return the name and content of a submission file, which has a header and `index<TAB>prediction` lines."""
+    """Return the name and content of a submission file with a header and one `index<TAB>prediction` line per row."""
     rows = zip(split.data["index"], predictions, strict=True)
     lines = ["index\tprediction", *(f"{index}\t{format_prediction(task, value)}" for index, value in rows)]
     return f"{prefix}{task.get_submission_file(split.name)}", "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Settings for fine-tuning on token classification."""
+"""Settings for fine-tuning on token classification, such as named entity recognition."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ENTITY_METRICS = ("precision", "recall", "f1", "accuracy")
 
 @dataclass(frozen=True, kw_only=True)
 class NerSettings(FineTuningSettings):
-    """Settings for the tagged sentences.
+    """Settings for fine-tuning on token classification, such as the files with tagged sentences.
 
     Example:
         ```python
@@ -35,7 +35,7 @@ class NerSettings(FineTuningSettings):
     dataset_config_name: str | None = option("Configuration of the `datasets` source.", None)
 
     def check(self) -> None:
-        """Also check the settings that are specific to this task."""
+        """Check the settings, including those that are specific to this task."""
         super().check()
         files = [self.train_file, self.validation_file, self.test_file]
         has_files = self.validation_file is not None and (self.train_file is not None or self.only_evaluates)

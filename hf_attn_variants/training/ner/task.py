@@ -29,34 +29,35 @@ from ..engine.tables import find_split_files
 from . import ENTITY_METRICS, NerSettings
 
 logger = logging.getLogger(__name__)
-# The words of a sentence and their tags ("O", or "B-" or "I-" and an entity type). The tags are empty if unknown.
+# The words of a sentence and their tags ("O", or an entity type with the prefix "B-" or "I-"). The list of tags is
+# empty if they are unknown.
 Sentence = tuple[list[str], list[str]]
-# The placeholder for the tag of a word without a tag.
+# The placeholder for a missing tag.
 UNTAGGED = ""
 
 
 def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
     """Read a file in the CoNLL format.
 
-    Each line contains a word in its first column and the tag in its last column. Blank lines separate sentences.
-    Columns are separated by tabs if the line contains one, and otherwise by spaces. Other whitespace, such as the
+    Each line contains a word in its first column and its tag in its last column. Blank lines separate sentences.
+    Columns are separated by tabs if the line contains a tab, and by spaces otherwise. Other whitespace, such as the
     no-break space in "2\u00a0000", is part of the word.
 
     Args:
-        path: The file.
-        needs_tags: Whether a line without a tag is an error. If false, tags are only returned if every line has a tag
-            and not all tags are "O", which would mean that the tags are unknown.
+        path: The path of the file.
+        needs_tags: Whether a line without a tag is an error. If False, the tags are only returned if every line has a
+            tag and at least one tag is not "O". Otherwise, the tags are treated as unknown.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is not text, if a line has no tag or an invalid one, or if two lines have different
+        ValueError: If the file is not text, if a line has no tag or an invalid tag, or if two lines have different
             numbers of space-separated columns. The message names the file and the line.
     """
     sentences: list[Sentence] = [([], [])]
-    # The first line with space-separated columns, and the first line with a different number of them.
+    # The first line with space-separated columns, and the first line with a different number of columns.
     first: tuple[int, int] | None = None
     uneven: tuple[int, str, int] | None = None
-    untagged = 0  # number of the first line without a tag
+    untagged = 0  # the number of the first line without a tag
     for number, line in enumerate(read_lines([path], keep_blank=True), start=1):
         cells = _split_columns(line)
         words, tags = sentences[-1]
@@ -97,17 +98,19 @@ def read_conll(path: str, needs_tags: bool = True) -> list[Sentence]:
 
 
 def _drop_unknown_tags(sentences: list[Sentence], place: str, reason: str | None) -> list[Sentence]:
-    """Return test sentences, without their tags if the tags are unknown.
+    """Remove the tags of test sentences if the tags are unknown.
+
+    The tags are unknown if a reason is given or if all tags are "O".
 
     Args:
         sentences: The sentences.
         place: The description of the file in messages.
-        reason: The reason why the tags are unknown, or None if there is no obvious reason.
+        reason: The reason why the tags are unknown, or None if no reason has been found.
     """
     has_entities = any(tag not in ("O", UNTAGGED) for _, tags in sentences for tag in tags)
     if reason is None and has_entities:
         return sentences
-    # Missing tags may be a mistake if other words have tags, but files without any tags are normal.
+    # Missing tags may be a mistake if other words have tags, but it is normal that a file contains no tags.
     level = logging.WARNING if has_entities else logging.INFO
     message = "%s: %s. The sentences are tagged but not scored."
     logger.log(level, message, place, reason or "Every tag is O")
@@ -120,7 +123,7 @@ def _is_tag(tag: str) -> bool:
 
 
 def _split_columns(line: str) -> list[str]:
-    """Split a line into columns. Returns an empty list for blank lines."""
+    """Split a line into columns, or return an empty list for a blank line."""
     if is_blank(line):
         return []
     if "\t" in line:
@@ -129,7 +132,7 @@ def _split_columns(line: str) -> list[str]:
 
 
 def _describe_uneven_line(line: str, count: int, first_line: int, first_count: int) -> str:
-    """Return a message about a line whose number of columns differs from the first line."""
+    """Return the message for a line whose number of columns differs from that of the first line."""
     return (
         f"{line!r} must have as many space-separated columns as line {first_line} ({first_count}), got {count}. If "
         "words contain spaces, separate the columns with tabs."
@@ -137,7 +140,10 @@ def _describe_uneven_line(line: str, count: int, first_line: int, first_count: i
 
 
 def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
-    """Read the sentences of a run by split ("train", "validation" and "test", if they exist).
+    """Read the sentences of a run.
+
+    Returns:
+        A dictionary with the splits "train" (unless the run only evaluates), "validation" and "test" (if it exists).
 
     Raises:
         OSError: If a file or a Hub dataset cannot be read.
@@ -169,7 +175,7 @@ def load_sentences(settings: NerSettings) -> dict[str, list[Sentence]]:
 
 
 def _read_folder_rows(settings: NerSettings) -> dict[str, list[dict[str, Any]]] | None:
-    """Return the rows of a local folder by split, or None if the source is not such a folder."""
+    """Read the rows of each split from a local folder, or return None if the source is not a folder of tables."""
     files = find_split_files(settings)
     if files is None:
         return None
@@ -186,9 +192,9 @@ def _convert_tags_to_names(
 
     Args:
         sentences: The words and their tags, which are names or numbers.
-        names: The tag names by number, or None if tags are already names.
+        names: The tag names in the order of their numbers, or None if tags are already names.
         place: The description of the split in messages.
-        needs_tags: Whether unknown tags are an error.
+        needs_tags: Whether missing or invalid tags are an error.
     """
     if not sentences:
         raise ValueError(f"{place} must contain at least one sentence with words, but has none.")
@@ -211,7 +217,7 @@ def _describe_invalid_tag(sentences: list[tuple[list[str], list[Any]]]) -> str |
 
 
 def _describe_unreadable_tags(sentences: list[tuple[list[str], list[Any]]], names: list[str] | None) -> str | None:
-    """Describe why the tags in a `datasets` source cannot be read, or return None if they can."""
+    """Describe why the tags in a `datasets` source cannot be read, or return None if they can be read."""
     if wrong := [words for words, tags in sentences if len(words) != len(tags)]:
         return f"There must be exactly one tag per word in {' '.join(wrong[0])[:60]!r}"
     if names is None and not all(isinstance(tag, str) for _, tags in sentences for tag in tags):
@@ -222,14 +228,14 @@ def _describe_unreadable_tags(sentences: list[tuple[list[str], list[Any]]], name
 
 
 def score_entities(predictions: list[list[str]], references: list[list[str]]) -> dict[str, float]:
-    """Compute the precision, recall and F1 of whole entities and the tag accuracy with seqeval.
+    """Compute the precision, recall and F1 for whole entities and the accuracy of the tags with seqeval.
 
     Args:
-        predictions: The predicted tags of each sentence.
-        references: The true tags of each sentence, with the same number of tags.
+        predictions: The predicted tags for each sentence.
+        references: The true tags for each sentence, which must be as many as the predicted tags.
 
     Returns:
-        The metrics, with values from 0 to 1.
+        The values by metric name, in the range from 0 to 1.
 
     Example:
         ```python
@@ -246,9 +252,9 @@ def score_entities(predictions: list[list[str]], references: list[list[str]]) ->
 
 
 class NerFineTuning(FineTuningTask[NerSettings]):
-    """Fine-tuning on named entity recognition (arXiv cs/0306050) or other word tagging tasks.
+    """Fine-tuning for named entity recognition (arXiv cs/0306050) or other word-tagging tasks.
 
-    A word's tag is predicted at its first token.
+    The tag of a word is predicted at the first token of the word.
 
     Example:
         ```python
@@ -295,7 +301,7 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         return model
 
     def _warn_about_unlearned_tags(self) -> None:
-        """Warn about tags that only occur in dev sentences, because the model cannot learn them."""
+        """Warn about tags that occur only in dev sentences, because the model cannot learn these tags."""
         learned = {tag for _, tags in self.splits["train"] for tag in tags}
         for words, tags in self.splits["validation"]:
             for word, tag in zip(words, tags, strict=True):
@@ -317,7 +323,10 @@ class NerFineTuning(FineTuningTask[NerSettings]):
                     )
 
     def _encode_all(self, split: str) -> tuple[list[dict[str, list[int]]], list[dict[int, int]]]:
-        """Tokenize all sentences, and return the model inputs and word positions. Warn about truncated words."""
+        """Tokenize the sentences of a split, and return the model inputs and the positions of each sentence's words.
+
+        If words are truncated, a warning is logged.
+        """
         length, encoded = self.settings.max_length, list(map(self._encode, self.splits[split]))
         cut = [
             len(words) - 1 - max(positions, default=-1)
@@ -351,23 +360,23 @@ class NerFineTuning(FineTuningTask[NerSettings]):
         return True
 
     def _make_eval_set(self, split: str) -> tuple[EvalBatches, list[dict[int, int]]]:
-        """Return the batches of a split and the positions of the words."""
+        """Create the evaluation batches of a split, and return them with the positions of the words."""
         rows, positions = self._encode_all(split)
         return self.make_eval_batches(rows, [len(row["input_ids"]) for row in rows]), positions
 
     def evaluate(self) -> dict[str, float]:
-        """Tag the dev sentences and return their metrics."""
+        """Tag the dev sentences and compute the metrics."""
         self.dev_tags, loss = self._tag_sentences("validation")
         references = [tags for _, tags in self.splits["validation"]]
         return {**score_entities(self.dev_tags, references), "loss": loss}
 
     def _tag_sentences(self, split: str) -> tuple[list[list[str]], float]:
-        """Return the predicted tags of each sentence, with "O" for truncated words, and the mean loss per word."""
+        """Predict the tags of each sentence, with "O" for truncated words, and compute the mean loss per word."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
             logits = compute_logits(self.model, batch)
             tag_ids = pad(logits.argmax(-1), (0, self.settings.max_length - logits.shape[1]))  # [b, max_length]
-            # Sentences without tags have no loss. The largest logit is used to check that outputs are finite.
+            # Sentences without tags have no loss, so the largest logit is returned to check that outputs are finite.
             return tag_ids, *compute_token_cross_entropy(logits, batch["labels"]), logits.amax((1, 2))
 
         batches, positions = self.sets[split]
@@ -416,7 +425,7 @@ def _hash_sentences(sentences: list[Sentence]) -> str:
 
 
 def _format_conll(sentences: list[Sentence], tags: list[list[str]]) -> str:
-    """Return the content of a CoNLL file."""
+    """Format words and tags as the content of a CoNLL file."""
     return "\n".join(
         "".join(map(_format_line, words, sentence_tags))
         for (words, _), sentence_tags in zip(sentences, tags, strict=True)
@@ -424,6 +433,6 @@ def _format_conll(sentences: list[Sentence], tags: list[list[str]]) -> str:
 
 
 def _format_line(word: str, tag: str) -> str:
-    """Return the line of a word in a CoNLL file."""
+    """Format a word and its tag as a line of a CoNLL file."""
     word = re.sub(r"[\t\r\n]", " ", word)  # words from a `datasets` source may contain separators
     return f"{word}{chr(9) if ' ' in word else ' '}{tag}\n"

@@ -1,4 +1,4 @@
-"""Settings for pretraining, including the text, the masking and the options for each objective."""
+"""Settings for pretraining, such as the text, the masking and the options for each objective."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,17 +19,18 @@ from ..engine.settings import (
 )
 
 PRETRAINING_METRICS = ("loss", "perplexity", "accuracy")
-# BERT uses nsp (arXiv 1810.04805), and ALBERT uses sop (arXiv 1909.11942).
+# Next sentence prediction is used in BERT (arXiv 1810.04805), and sentence order prediction in ALBERT (arXiv
+# 1909.11942).
 SENTENCE_TASKS = ("nsp", "sop")
 MASKED_LM_TYPES = ("albert", "bert", "distilbert", "electra", "roberta")
-# The objectives, which predict masked tokens or the next token. The latter requires a causal class in Transformers.
+# The objectives predict masked tokens or the next token. The causal objective requires a causal class in Transformers.
 MASKED, CAUSAL = "mlm", "clm"
 CAUSAL_LM_TYPES = ("bert", "electra", "roberta")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(Settings):
-    """Settings for the text, from files or from a streamed dataset, and its shuffling."""
+    """Settings for reading and shuffling the text, which comes from files or from a streamed dataset."""
 
     title: ClassVar[str] = "text"
 
@@ -55,7 +56,7 @@ class TextSettings(Settings):
 
 
 def check_stream_workers(settings: TrainingSettings) -> None:
-    """Check that there are not several workers, each of which would yield the whole text stream."""
+    """Check that there is at most one dataloader worker, because each worker would yield the whole text stream."""
     if settings.dataloader_num_workers > 1:
         raise ValueError(
             f"--dataloader_num_workers must be 0 or 1 for a text stream, got {settings.dataloader_num_workers}."
@@ -67,7 +68,7 @@ class PretrainingSettings(TextSettings, NewModelSettings, TrainingSettings):
     """Settings shared by all pretraining objectives."""
 
     def check(self) -> None:
-        """Also check the pretraining settings."""
+        """Check the settings, including those that are specific to pretraining."""
         super().check()
         sources = [name for name in (self.train_file, self.dataset_name) if name is not None]
         if len(sources) > 1 or not (sources or self.only_evaluates):
@@ -82,7 +83,7 @@ class PretrainingSettings(TextSettings, NewModelSettings, TrainingSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskingSettings(Settings):
-    """Settings for the masking of tokens and the sentence task."""
+    """Settings for masking tokens and for the sentence task."""
 
     title: ClassVar[str] = "masking"
 
@@ -105,7 +106,7 @@ class MaskingSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLMSettings(MaskingSettings, PretrainingSettings):
-    """Settings for masked language modeling and, with the objective "clm", for causal language modeling.
+    """Settings for masked language modeling or, with the objective "clm", for causal language modeling.
 
     Example:
         ```python
@@ -134,7 +135,7 @@ class MaskedLMSettings(MaskingSettings, PretrainingSettings):
         return self.objective == CAUSAL
 
     def check(self) -> None:
-        """Also check the settings for masked and causal language modeling."""
+        """Check the settings, including those that are specific to masked or causal language modeling."""
         super().check()
         if self.is_causal and self.model_type not in (None, *CAUSAL_LM_TYPES):
             raise ValueError(
@@ -162,7 +163,7 @@ class NoiseSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanCorruptionSettings(NoiseSettings, PretrainingSettings, EncoderDecoderVariantSettings):
-    """Settings for span corruption.
+    """Settings for pretraining a T5 model with span corruption.
 
     Example:
         ```python

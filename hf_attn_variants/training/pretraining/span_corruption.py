@@ -23,7 +23,7 @@ from ..engine.settings import ModelSettings
 from . import SpanCorruptionSettings
 from .task import Pretraining
 
-# The key of this module's random generator, which is not used for anything else (see `dataloaders`).
+# The key of the random generator in this module. No other generator uses this key (see `dataloaders`).
 SPANS_KEY = 4
 # The spellings of sentinels in vocabularies, as separate tokens (T5, UMT5) or as word starts (mT5, U+2581).
 SENTINELS = ("<extra_id_{}>", "\u2581<extra_id_{}>")
@@ -55,14 +55,14 @@ def check_span_corruption(
 
 
 def get_sentinel_ids(tokenizer: PreTrainedTokenizerBase, count: int) -> list[int | None]:
-    """Return the token ids of the first sentinels, with None for sentinels that the tokenizer lacks."""
+    """Return the token ids of the first `count` sentinels, with None for sentinels that the tokenizer lacks."""
     vocabulary = tokenizer.get_vocab()
     spelling = next((form for form in SENTINELS if form.format(0) in vocabulary), SENTINELS[0])
     return [vocabulary.get(spelling.format(number)) for number in range(count)]
 
 
 def count_noise_tokens_and_spans(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return the number of tokens to remove from a block and the number of spans that they form.
+    """Compute the number of tokens to remove from a block and the number of spans that they form.
 
     Args:
         length: The length of the block in tokens.
@@ -70,20 +70,20 @@ def count_noise_tokens_and_spans(length: int, density: float, mean_span: float) 
         mean_span: The mean length of the spans in tokens.
     """
     noise = min(max(round(length * density), 1), max(length - 1, 1))
-    # Each span is preceded by text, so that spans are not adjacent.
+    # Each span is preceded by at least one token of text, so that spans are not adjacent.
     return noise, min(max(round(noise / mean_span), 1), max(length - noise, 1))
 
 
 def compute_corrupted_lengths(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return the numbers of input and target tokens for a block, including sentinels and end-of-sequence tokens."""
+    """Compute the numbers of input and target tokens for a block, including sentinels and end-of-sequence tokens."""
     noise, spans = count_noise_tokens_and_spans(length, density, mean_span)
     return length - noise + spans + 1, noise + spans + 1
 
 
 def compute_block_length(max_length: int, density: float, mean_span: float) -> int:
-    """Return the length of the longest block whose inputs have at most `max_length` tokens.
+    """Compute the length of the longest block whose inputs have at most `max_length` tokens.
 
-    With the default noise, 512 input tokens correspond to a block of 568 tokens with 114 target tokens.
+    With the default noise, a block of 568 tokens results in 512 input tokens and 114 target tokens.
     """
     length = 1
     while compute_corrupted_lengths(length + 1, density, mean_span)[0] <= max_length:
@@ -92,10 +92,13 @@ def compute_block_length(max_length: int, density: float, mean_span: float) -> i
 
 
 def sample_noise_spans(length: int, density: float, mean_span: float, generator: np.random.Generator) -> np.ndarray:
-    """Sample the start and end of each span to remove from a block [spans, 2].
+    """Sample the spans to remove from a block.
 
-    Text and spans alternate, starting with text. All partitions of the text and of the removed tokens are equally
+    Text and spans alternate, starting with text. All ways of dividing the text and the removed tokens are equally
     likely.
+
+    Returns:
+        The start and the end (exclusive) of each span [spans, 2].
     """
     noise, spans = count_noise_tokens_and_spans(length, density, mean_span)
     lengths = np.stack([_divide(length - noise, spans, generator), _divide(noise, spans, generator)], axis=-1)
@@ -103,7 +106,7 @@ def sample_noise_spans(length: int, density: float, mean_span: float, generator:
 
 
 def _divide(items: int, parts: int, generator: np.random.Generator) -> np.ndarray:
-    """Sample the sizes of parts with at least one item each. If there are no items, all parts are empty."""
+    """Randomly divide items into parts of at least one item, and return the sizes. Without items, all sizes are 0."""
     cuts = np.sort(generator.choice(max(items - 1, 0), parts - 1, replace=False)) + 1
     return np.diff([0, *cuts, items])
 
@@ -147,14 +150,15 @@ class SpanCorruptionPreparer:
         self.sentinels = np.array(sentinels, dtype=np.int64)
 
     def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Corrupt a block.
+        """Replace spans of a block by sentinels, and create the model inputs and targets.
 
         Args:
-            block: At most `compute_block_length` token ids.
+            block: The token ids of a block with at most `block_length` tokens.
             key: The epoch and the block number. Together with the seed, they determine the spans.
 
         Returns:
-            "input_ids" and "attention_mask" [n], and "decoder_input_ids" and "labels" (-100 at padding) [t].
+            A dictionary with "input_ids" and "attention_mask" [n], and with "decoder_input_ids" and "labels" (-100 for
+            padding) [t].
         """
         generator = np.random.default_rng((self.seed, SPANS_KEY, *key))
         inputs, targets, previous_end = [], [], 0
@@ -174,7 +178,7 @@ class SpanCorruptionPreparer:
         }
 
     def shuffle_text(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Shuffle the input words with a fixed permutation, without moving sentinels, end tokens and padding."""
+        """Shuffle the input tokens with a fixed permutation, except sentinels, end-of-sequence tokens and padding."""
         ids = batch["input_ids"].clone()
         special = torch.tensor([*self.sentinels, self.eos_id, self.pad_id], device=ids.device)
         for row in ids:
@@ -185,7 +189,7 @@ class SpanCorruptionPreparer:
 
 
 def _pad(ids: np.ndarray, length: int, value: int) -> np.ndarray:
-    """Pad token ids on the right."""
+    """Pad token ids on the right to a fixed length."""
     return np.concatenate([ids, np.full(length - len(ids), value, dtype=np.int64)])
 
 

@@ -47,11 +47,11 @@ logger = logging.getLogger(__name__)
 
 
 class BlockPreparer(Protocol):
-    """Prepares an example from a block of tokens.
+    """Interface of objects that prepare an example from a block of tokens.
 
     Attributes:
         block_length: The length of a block in tokens.
-        separator: The token that ends each article.
+        separator: The id of the token that ends each article.
     """
 
     block_length: int
@@ -59,18 +59,18 @@ class BlockPreparer(Protocol):
 
     @property
     def takes_other_block(self) -> bool:
-        """True if a second block of the text (or None) must also be passed."""
+        """True if another block of the text (or None) must also be passed to `__call__`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
-        """Return arrays that have the same shape for every block.
+        """Prepare an example as a dictionary of arrays, which have the same shapes for every block.
 
-        The arguments are `block`, its `key` and, if `takes_other_block` is true, another block or None. Randomness
+        The arguments are `block`, its `key` and, if `takes_other_block` is True, another block or None. Random choices
         must depend only on `key` and on the seed of the run.
         """
 
 
 class PreparedBlocks(Dataset):
-    """Held-out blocks, which are prepared identically in every evaluation and in every run with the same seed."""
+    """A dataset of held-out blocks, which are prepared identically in all evaluations of runs with the same seed."""
 
     def __init__(self, blocks: Sequence[np.ndarray], prepare: BlockPreparer):
         self.blocks, self.prepare = blocks, prepare
@@ -81,7 +81,7 @@ class PreparedBlocks(Dataset):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not self.prepare.takes_other_block:
             return self.prepare(self.blocks[index], (0, index))
-        # The other block is far away because neighboring text may come from the same article.
+        # The other block is far away because neighboring blocks may come from the same article.
         other = self.blocks[(index + len(self) // 2) % len(self)] if len(self) > 1 else None
         return self.prepare(self.blocks[index], (0, index), other)
 
@@ -98,10 +98,10 @@ def make_stream_batches(
 
     Args:
         settings: The settings of the run.
-        accelerator: The accelerator.
-        sources: The text.
+        accelerator: The accelerator of the run.
+        sources: The shards of text.
         tokenizer: The tokenizer.
-        prepare: The preparer of examples.
+        prepare: Prepares examples from blocks.
         window: The number of blocks to shuffle together (see `TextStream`).
     """
     stream = TextStream(
@@ -121,12 +121,12 @@ def make_stream_batches(
     return TrainingBatches(loader, stream.start_epoch, seek=stream.seek)
 
 
-# The minimum loss increase, in nats, without word order or without attention for a model that uses context.
+# A model uses context if removing the word order or the attention increases its loss by at least this many nats.
 MIN_COST = 0.3
 
 
 def compute_context_results(loss: float, shuffled_loss: float, zeroed_loss: float) -> dict[str, Any]:
-    """Determine whether a model uses context by the increase in its loss without word order or attention.
+    """Determine whether a model uses context, based on its losses without word order and without attention.
 
     Args:
         loss: The loss in nats per token.
@@ -134,8 +134,9 @@ def compute_context_results(loss: float, shuffled_loss: float, zeroed_loss: floa
         zeroed_loss: The loss with zeroed attention outputs.
 
     Returns:
-        "gate_shuffled_loss" and "gate_zeroed_attention_loss", the increases "gate_shuffled_cost" and
-        "gate_zeroed_attention_cost", and "gate_passed", which is true if both increases are at least `MIN_COST`.
+        A dictionary with the losses "gate_shuffled_loss" and "gate_zeroed_attention_loss", their increases
+        "gate_shuffled_cost" and "gate_zeroed_attention_cost" over `loss`, and "gate_passed", which is True if both
+        increases are at least `MIN_COST`.
     """
     costs = {"gate_shuffled_cost": shuffled_loss - loss, "gate_zeroed_attention_cost": zeroed_loss - loss}
     return {
@@ -147,9 +148,9 @@ def compute_context_results(loss: float, shuffled_loss: float, zeroed_loss: floa
 
 
 def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Shuffle the tokens of each example and their labels with a fixed permutation.
+    """Shuffle the tokens and labels of each example with a fixed permutation.
 
-    The first token, the last token and padding are not moved.
+    The first token, the last token and the padding are not moved.
 
     Args:
         batch: A batch with "input_ids", "attention_mask" and "labels" [b, n].
@@ -165,7 +166,7 @@ def shuffle_positions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def zero_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Replace a model's attention outputs with zeros before the output projections while the block runs.
+    """Replace the inputs of a model's attention output projections with zeros while the `with` block runs.
 
     Raises:
         ValueError: If this package does not support the architecture.
@@ -186,17 +187,17 @@ PretrainingT = TypeVar("PretrainingT", bound=PretrainingSettings)
 
 
 class Pretraining(FineTuningTask[PretrainingT]):
-    """The base class for pretraining on a text stream, including a check that the model uses context.
+    """Base class for pretraining on a text stream, including a check that the model uses context.
 
     The results contain `eval_loss` (in nats per item), `eval_perplexity`, `eval_accuracy`, the number of items, and
-    `gate_passed` with the losses and costs that determine it. The `__init__` method of a subclass must set the
+    the results of the context check (see `compute_context_results`). The `__init__` method of a subclass must set the
     attributes below.
 
     Attributes:
         config: The configuration of the model.
-        prepare: The preparer of examples.
-        items: The name of the metric that counts the items.
-        without_context: The name for a model that does not use context.
+        prepare: Prepares examples from blocks.
+        items: The name of the metric that counts the predicted items, such as "masked_tokens".
+        without_context: The name for a language model that does not use context, such as "unigram".
     """
 
     config: PreTrainedConfig
@@ -210,20 +211,20 @@ class Pretraining(FineTuningTask[PretrainingT]):
 
     @abstractmethod
     def compute_example_sums(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return the summed loss, the number of correct items and the number of items for each example [b, 3].
+        """Compute the summed loss, the number of correct items and the number of items for each example [b, 3].
 
-        A sentence task adds the same three values for the pairs [b, 6].
+        With a sentence task, the result also contains these three values for the sentence labels [b, 6].
         """
 
     def shuffle(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a batch with shuffled words, using a fixed permutation."""
+        """Shuffle the words of each example in a batch with a fixed permutation."""
         return shuffle_positions(batch)
 
     def read_blocks(self, sources: Sequence[TextSource], limit: int | None) -> list[np.ndarray]:
-        """Return the first blocks of a text.
+        """Read the first `limit` blocks of a text, or all blocks if `limit` is None.
 
         Raises:
-            ValueError: If the text has no tokens.
+            ValueError: If the text contains no tokens.
         """
         return read_blocks(sources, self.tokenizer, self.prepare.block_length, self.prepare.separator, limit)
 
@@ -247,7 +248,12 @@ class Pretraining(FineTuningTask[PretrainingT]):
         return True
 
     def evaluate(self) -> dict[str, float]:
-        """Return "loss" (in nats per item), "perplexity", "accuracy" and the number of items for the held-out text."""
+        """Compute the metrics for the held-out text.
+
+        Returns:
+            A dictionary with "loss" (in nats per item), "perplexity", "accuracy" and the number of items. With a
+            sentence task, it also contains "sentence_loss" and "sentence_accuracy".
+        """
         (loss, accuracy, items), *pairs = self._compute_means()
         perplexity = float(np.exp(min(loss, 700.0)))  # larger values would overflow
         metrics = {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, self.items: items}
@@ -258,10 +264,14 @@ class Pretraining(FineTuningTask[PretrainingT]):
     def _compute_means(
         self, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda batch: batch
     ) -> list[tuple[float, float, int]]:
-        """Return the mean loss, the accuracy and the number of items, followed by the same values for pairs, if any.
+        """Compute the mean loss, the accuracy and the number of items for the held-out text.
 
         Args:
-            change: Modifies a batch before the model reads it.
+            change: A function that modifies a batch before it is passed to the model.
+
+        Returns:
+            A list with one tuple of these values, and with a second tuple for the sentence labels if there is a
+            sentence task.
         """
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
@@ -273,7 +283,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
         return [(loss / max(number, 1), right / max(number, 1), int(number)) for loss, right, number in triples]
 
     def check_context(self) -> dict[str, Any]:
-        """Evaluate the model without word order and without attention (see `compute_context_results`)."""
+        """Evaluate the model without word order and without attention, and return `compute_context_results`."""
         shuffled = self._compute_means(self.shuffle)[0][0]
         with zero_attention(self.accelerator.unwrap_model(self.model)):
             zeroed = self._compute_means()[0][0]
@@ -300,7 +310,7 @@ class Pretraining(FineTuningTask[PretrainingT]):
             return "no held-out text; "
         if not results["gate_passed"]:
             logger.warning(
-                "The model still behaves like a %s model. It does not use context, so experiments on its attention "
+                "The model still behaves like a %s model. It does not use context, so experiments with its attention "
                 "are not meaningful. Train it for longer, or with a higher --learning_rate, a longer warm-up, a "
                 "shorter --max_length or a smaller vocabulary.", self.without_context
             )  # fmt: skip
@@ -318,9 +328,9 @@ class Pretraining(FineTuningTask[PretrainingT]):
 class CausalLMPreparer:
     """Prepares blocks of tokens for causal language modeling.
 
-    The inputs are the beginning-of-sequence token and the block without its last token. Each token of the text is
-    predicted once. The first token of a block is predicted only from the beginning-of-sequence token, and the others
-    are predicted from all earlier tokens in the block.
+    The inputs are the beginning-of-sequence token and the block without its last token. Each token in the text is
+    predicted once. The first token in a block is predicted only from the beginning-of-sequence token, and the other
+    tokens are predicted from all earlier tokens in the block.
 
     Args:
         tokenizer: A tokenizer with a beginning-of-sequence token ([CLS], `<s>`), an end-of-sequence token ([SEP],
@@ -338,9 +348,10 @@ class CausalLMPreparer:
         self.length = self.block_length = length
 
     def __call__(self, block: np.ndarray, key: tuple[int, ...]) -> dict[str, np.ndarray]:
-        """Return "input_ids", "attention_mask" and "labels" [n].
+        """Prepare an example with "input_ids", "attention_mask" and "labels" [n].
 
-        The label at each position is the next token, or -100 at padding. There is no randomness, so `key` is not used.
+        The label at each position is the next token, or -100 for padding. There are no random choices, so `key` is not
+        used.
         """
         ids = np.full(self.length, self.pad_id, dtype=np.int64)
         labels = np.full(self.length, IGNORED_LABEL, dtype=np.int64)
@@ -354,7 +365,7 @@ def get_boundary_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int
     """Return the ids of the tokens that start and end a text.
 
     Raises:
-        ValueError: If the tokenizer lacks one of them.
+        ValueError: If the tokenizer lacks one of these tokens.
     """
     begin = tokenizer.bos_token_id if tokenizer.cls_token_id is None else tokenizer.cls_token_id
     end = tokenizer.eos_token_id if tokenizer.sep_token_id is None else tokenizer.sep_token_id
@@ -367,12 +378,12 @@ def get_boundary_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int
 
 
 def compute_causal_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the next-token logits [b, n, V] at each position."""
+    """Compute the logits [b, n, V] for the next token at each position."""
     return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
 
 
 class CausalLMPretraining(Pretraining[MaskedLMSettings]):
-    """Pretraining of a BERT, RoBERTa or ELECTRA model as a causal language model."""
+    """Pretraining for causal language modeling with a BERT, RoBERTa or ELECTRA model."""
 
     name, items, without_context = "causal LM", "predicted_tokens", "bigram"
 
@@ -396,7 +407,7 @@ class CausalLMPretraining(Pretraining[MaskedLMSettings]):
 def convert_to_decoder(
     settings: MaskedLMSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Change a configuration to a causal language model, and set the tokens that start and end generated texts.
+    """Change a configuration to that of a causal language model, and set the tokens that start and end a text.
 
     Raises:
         ValueError: If Transformers has no causal class for the architecture, or if the attention variant does not
@@ -419,18 +430,18 @@ def convert_to_decoder(
         check()  # raise an error early if the attention does not support causal masking
 
 
-# The model types whose `...ForPreTraining` class has a head for pairs of segments.
+# The model types whose `...ForPreTraining` class has a head for the sentence task.
 PAIR_TYPES = ("albert", "bert")
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.0) -> Objective:
-    """Create an objective that sums the cross-entropy of the masked tokens and of the sentence task, if any.
+    """Create an objective that sums the cross-entropies of the masked tokens and, with a sentence task, of the pairs.
 
     Args:
-        model: A masked-LM model that has not been wrapped yet. The layers after its base model process only the masked
-            positions, which results in the same loss with about a seventh of their computation.
-        sentence_weight: The weight of a sentence label, relative to a masked token. If it is the expected number of
+        model: A masked language model that has not been wrapped yet. The layers after its base model process only the
+            masked positions, which results in the same loss but reduces their computation to about a seventh.
+        sentence_weight: The weight of a sentence label relative to a masked token. If it is the expected number of
             masked tokens per example, both tasks have the same weight, as in BERT.
     """
 
@@ -454,14 +465,17 @@ def make_masked_lm_objective(model: PreTrainedModel, sentence_weight: float = 0.
 def _compute_logits(
     model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the logits [m, V] and labels [m] of masked tokens, and the sentence logits [b, 2] (or None)."""
+    """Compute the logits [m, V] and labels [m] of the masked tokens, and the sentence logits [b, 2].
+
+    The sentence logits are None if there is no sentence task.
+    """
     chosen = batch["labels"] != IGNORED_LABEL  # [b, n]
 
     def keep_chosen(_: nn.Module, inputs: tuple, output: ModelOutput) -> ModelOutput:
         output["last_hidden_state"] = output["last_hidden_state"][chosen]  # [m, hidden size]
         return output
 
-    # Call the whole model because DDP and FSDP hook into its forward method.
+    # The whole model is called because DDP and FSDP add hooks to its forward method.
     hook = base_model.register_forward_hook(keep_chosen)
     try:
         output = model(**{name: batch[name] for name in MODEL_INPUTS if name in batch})
@@ -475,7 +489,13 @@ def _compute_logits(
 
 
 def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Compute `Pretraining.compute_example_sums` over masked tokens and, with a sentence task, over pairs."""
+    """Compute the result of `Pretraining.compute_example_sums` for a masked language model.
+
+    Args:
+        model: The model, which may be wrapped.
+        base_model: The base model inside `model`.
+        batch: The batch.
+    """
     logits, labels, sentence_logits = _compute_logits(model, base_model, batch)
     losses = functional.cross_entropy(logits, labels, reduction="none")  # [m]
     right = (logits.argmax(-1) == labels).float()
@@ -494,7 +514,7 @@ def compute_masked_lm_sums(model: nn.Module, base_model: nn.Module, batch: dict[
 
 
 class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
-    """Pretraining of an encoder as a masked language model, optionally with a sentence task."""
+    """Pretraining for masked language modeling with an encoder, optionally with a sentence task."""
 
     name, items = "masked LM", "masked_tokens"
 
@@ -510,7 +530,7 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
     def load_model(self) -> PreTrainedModel:
         settings = self.settings
         auto_class = AutoModelForMaskedLM if settings.sentence_task is None else AutoModelForPreTraining
-        # The head for a sentence task may be new, unless the model is only evaluated.
+        # The head for the sentence task may be randomly initialized, unless the model is only evaluated.
         model = load_or_make_model(settings, self.config, auto_class, needs_all=settings.only_evaluates)
         self.unwrapped_model = model
         return model
@@ -526,8 +546,8 @@ class MaskedLMPretraining(Pretraining[MaskedLMSettings]):
 def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
     """Train a masked language model, evaluate it, check whether it uses context, and save it.
 
-    With the objective "clm", a causal language model is trained instead. Returns the same results and raises the same
-    errors as `fine_tune`.
+    With the objective "clm", a causal language model is trained instead. This function returns the same results and
+    raises the same errors as `fine_tune`.
 
     Example:
         ```python
@@ -544,8 +564,8 @@ def pretrain_masked_lm(settings: MaskedLMSettings) -> dict[str, Any]:
 def _check_encoder(settings: MaskedLMSettings, config: PreTrainedConfig) -> None:
     """Check that the model is an encoder.
 
-    Auto classes also create masked-LM models from encoder-decoders such as BART, whose decoder would read the masked
-    words.
+    This is necessary because the auto classes also create masked language models for encoder-decoder architectures
+    such as BART, whose decoder would read the masked text.
     """
     name = settings.model_name_or_path or f"--model_type {settings.model_type}"
     if config.is_encoder_decoder:

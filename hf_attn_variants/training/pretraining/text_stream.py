@@ -28,15 +28,15 @@ from . import PretrainingSettings
 
 logger = logging.getLogger(__name__)
 
-# Longer articles are split at the next line end, and longer lines are split between words. Files without empty lines
-# or line ends can therefore be streamed as well.
+# The maximum size of an article. Longer articles are split at the next line end, and longer lines are split between
+# words, so that files without empty lines or line ends can also be streamed.
 MAX_ARTICLE_BYTES = 2**18
-# The number of bytes at the start and end of a file to hash instead of the whole file.
+# The number of bytes that are hashed at the start and at the end of a file, instead of the whole file.
 HASHED_BYTES = 2**16
 
 
 class TextSource(Protocol):
-    """A shard of text that can be read from any position."""
+    """Interface of a shard of text that can be read from any article."""
 
     @property
     def name(self) -> str:
@@ -44,10 +44,10 @@ class TextSource(Protocol):
 
     @property
     def keeps_whitespace(self) -> bool:
-        """True to keep line ends, tabs and runs of spaces. Otherwise, each run becomes a single space."""
+        """True if line ends, tabs and runs of spaces are kept. Otherwise, each run is replaced by a single space."""
 
     def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the articles starting at `offset`, each with its own offset."""
+        """Yield the offset and the text of each article, starting with the article at `offset`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class TextFile:
         return str(self.path)
 
     def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the articles starting at `offset`, each with its own offset.
+        """Yield the offset and the text of each article, starting with the article at `offset`.
 
         Raises:
             OSError: If the file cannot be read, is an incomplete gzip file, or is not UTF-8. The message names the
@@ -78,9 +78,8 @@ class TextFile:
             with self._open() as file:
                 by_returns = has_carriage_return_ends(file)
                 file.seek(offset)
-                for line in itertools.chain(
-                    _read_lines(file, by_returns), [b""]
-                ):  # the end of the file also ends an article
+                # The empty line at the end ends the last article.
+                for line in itertools.chain(_read_lines(file, by_returns), [b""]):
                     if b"\0" in line:
                         raise ValueError(
                             f"{self.path} must be UTF-8 text, but contains a null character. Convert it to UTF-8."
@@ -99,12 +98,12 @@ class TextFile:
             raise OSError(f"{self.path} cannot be read after byte {begin + size} of its text ({error}).") from error
 
     def _open(self) -> BinaryIO:
-        """Open the file to read its text as bytes."""
+        """Open the file, decompressing it if necessary, to read its text as bytes."""
         return open_file(self.path)
 
 
 def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
-    """Yield the lines of a file. Lines that are too long for an article are split, between words if possible."""
+    """Yield the lines of a file. Lines that are longer than an article are split, between words if possible."""
     rest = b""
     while line := file.readline(MAX_ARTICLE_BYTES - len(rest)):
         line, rest = rest + line, b""
@@ -123,7 +122,7 @@ def _read_lines(file: BinaryIO, by_returns: bool) -> Iterator[bytes]:
 
 
 def _find_last_character_start(line: bytes) -> int:
-    """Return the index where the last UTF-8 character of a line, which may be incomplete, starts."""
+    """Return the index at which the last UTF-8 character of a line starts. The character may be incomplete."""
     begin = len(line) - 1
     while begin and line[begin] & 0xC0 == 0x80:
         begin -= 1
@@ -132,7 +131,7 @@ def _find_last_character_start(line: bytes) -> int:
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """A shard of a streamed split from a `datasets` source with one article per row. Offsets are row numbers."""
+    """A shard of a streamed split from a `datasets` source, with one article per row. Offsets are row numbers."""
 
     name: str
     rows: datasets.IterableDataset
@@ -141,18 +140,18 @@ class DatasetRows:
     keeps_whitespace: bool = False
 
     def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the texts of the rows starting at `offset`, each with its row number, skipping empty values.
+        """Yield the number and the text of each row, starting with row `offset`. Missing values are skipped.
 
         Raises:
             OSError: If the shard cannot be read. The message names the last row that was read. For formats that are
-                read in blocks, the error is raised before the first row of the block.
+                read in blocks, this is the last row before the damaged block.
             ValueError: If a row lacks the column or contains a value that is not text.
         """
         rows = iter(self.rows.shard(self.rows.num_shards, self.shard).skip(offset))
         for number in itertools.count(offset):
             try:
                 row = next(rows, None)
-            except Exception as error:  # each file format raises its own exception types
+            except Exception as error:  # each file format raises different exception types
                 # Arrow counts rows from the start of the current block, so its row number is misleading.
                 reason = re.sub(r" in row \d+$", "", f"{type(error).__name__}: {error}")
                 raise OSError(f"{self.name} cannot be read after row {number} ({reason}).") from error
@@ -175,11 +174,11 @@ class FolderFile:
     keeps_whitespace: bool = False
 
     def read_articles(self, offset: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield the texts of the rows starting at `offset`, each with its row number. Blank texts are skipped.
+        """Yield the number and the text of each row, starting with row `offset`. Blank texts are skipped.
 
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If a row does not match the header, or if its column contains no text. The message names the
+            ValueError: If a row does not match the header, or if it has no text in the column. The message names the
                 row.
         """
         if is_table(self.path):
@@ -195,7 +194,7 @@ class FolderFile:
 
 
 def _make_missing_text_error(name: str, number: int, column: str, row: dict[str, Any]) -> ValueError:
-    """Return the error for a row without a text."""
+    """Create the error for a row without text."""
     return ValueError(
         f"{name}, row {number}: There is no text in the column {column!r}. The columns are {', '.join(row)}. Set "
         "--text_column to another column."
@@ -203,7 +202,7 @@ def _make_missing_text_error(name: str, number: int, column: str, row: dict[str,
 
 
 def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False) -> list[TextFile]:
-    """Open text files, and check that the first article of each can be read.
+    """Open text files, and check that each file contains text that can be read.
 
     Raises:
         OSError: If a file does not exist or cannot be read.
@@ -216,14 +215,14 @@ def check_text_files(paths: Iterable[str | Path], keeps_whitespace: bool = False
                 f"{file.path} must be a text file, but is a table. Write its texts to a .txt file, or set "
                 "--dataset_name to the folder of the table and --text_column to the column that contains the texts."
             )
-        # A file that consists of only a byte-order mark has one empty article.
+        # A file that contains only a byte-order mark has one empty article.
         if not any(text.strip() for _, text in file.read_articles()):
             raise ValueError(f"{file.path} must contain text, but is empty.")
     return files
 
 
 def hash_files(files: Iterable[TextFile]) -> str:
-    """Hash the names, sizes, first bytes and last bytes of files, because hashing a whole corpus is slow."""
+    """Hash the names, sizes, first bytes and last bytes of files, because hashing the whole content would be slow."""
     digest = hashlib.sha256()
     for file in files:
         size = file.path.stat().st_size
@@ -242,7 +241,7 @@ class PretrainingText:
 
     Attributes:
         train: The shards for training.
-        dev: The shards for evaluation. Empty if the run does not evaluate.
+        dev: The shards for evaluation. Empty if there is no held-out text.
         train_fingerprint: Values that identify the training text.
         dev_fingerprint: Values that identify the evaluation text.
     """
@@ -257,8 +256,8 @@ def open_text_sources(settings: PretrainingSettings) -> PretrainingText:
     """Open the text for a pretraining run.
 
     Raises:
-        OSError, ValueError: For the same reasons as in `open_text`, or if a flag requires held-out text and there is
-            none.
+        OSError, ValueError: For the same reasons as in `open_text`, or if a flag requires held-out text but there is
+            no held-out text.
     """
     text = open_text(settings)
     if not text.dev and settings.dataset_name is not None:
@@ -306,12 +305,16 @@ def open_text(settings: Any) -> PretrainingText:
 
 
 def _open_dataset(settings: Any) -> tuple[Mapping[str, Sequence[str]], IterableDatasetDict]:
-    """Return the paths or URLs of the files in each split, if known, and the streamed splits."""
+    """Open a `datasets` source for streaming.
+
+    Returns:
+        The paths or URLs of the files in each split (empty if they are unknown), and the streamed splits.
+    """
     named = (settings.dataset_name, settings.dataset_config_name)
     try:
         files = datasets.load_dataset_builder(*named).config.data_files or {}
         return files, datasets.load_dataset(*named, streaming=True)
-    except Exception as error:  # `datasets`, the Hub and each file format raise their own exception types
+    except Exception as error:  # `datasets`, the Hub and each file format raise different exception types
         # `datasets` raises StopIteration when it looks for the columns of an empty file.
         reason = "a file without rows" if isinstance(error, StopIteration) else f"{type(error).__name__}: {error}"
         kind = OSError if isinstance(error, OSError | EOFError) else ValueError
@@ -321,7 +324,7 @@ def _open_dataset(settings: Any) -> tuple[Mapping[str, Sequence[str]], IterableD
 def _open_dataset_shards(
     settings: Any, splits: IterableDatasetDict | None, files: Mapping[str, Sequence[str]], split: str
 ) -> Sequence[TextSource]:
-    """Return the shards of a split, and check that at least one row contains text."""
+    """Open the shards of a split, and check that at least one row contains text."""
     shards: Sequence[TextSource]
     names, options = [Path(file).name for file in files.get(split, ())], (settings.text_column,)
     if splits is None:
@@ -337,14 +340,14 @@ def _open_dataset_shards(
             DatasetRows(f"{settings.dataset_name} ({split}), {name}", rows, *options, i, settings.keep_whitespace)
             for i, name in enumerate(names)
         ]
-    # Read one article, so that an error is raised early if the column is wrong.
+    # One article is read so that an error is raised early if the column is wrong.
     if all(next(shard.read_articles(), None) is None for shard in shards):
         raise ValueError(f"{settings.dataset_name} ({split}) must contain at least one row, but is empty.")
     return shards
 
 
 def _hash_dataset(files: Sequence[str]) -> str:
-    """Hash the files of a split. Files on the Hub are represented by their URLs."""
+    """Hash the files of a split. For files on the Hub, only the URLs are hashed."""
     paths = [Path(file) for file in files]
     if all(path.is_file() for path in paths):
         return hash_files(TextFile(path) for path in paths)
@@ -352,19 +355,19 @@ def _hash_dataset(files: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
 
 
-# The number of texts per tokenizer call.
+# The number of texts per call of the tokenizer.
 TEXTS_PER_CALL = 32
-# The keys of this module's random generators, which are not used for anything else.
+# The keys of the random generators in this module. No other generators use these keys (see `dataloaders`).
 SHARD_ORDER, WINDOW_ORDER = 0, 1
 
 
 class TextPosition(NamedTuple):
-    """The position at which a block starts.
+    """The position in the text at which a block starts.
 
     Attributes:
         shard: The index of the shard, in the order of the epoch.
         offset: The offset of the article within the shard.
-        token: The number of tokens in the article that precede the block.
+        token: The index of the block's first token within the article.
     """
 
     shard: int = 0
@@ -385,15 +388,15 @@ def pack_blocks(
     """Split the tokens of all articles into blocks of equal length. The last block may be shorter.
 
     Args:
-        sources: The text.
+        sources: The shards of text.
         tokenizer: A fast tokenizer. No special tokens are added, and special tokens that occur in the text are
             removed.
         length: The length of a block in tokens.
-        separator: The token that ends each article.
+        separator: The id of the token that ends each article.
         start: The position of the first block.
 
     Yields:
-        The token ids of each block [length], and the position at which it starts.
+        The token ids of each block [length], and the position at which the block starts.
     """
     reserved = _get_reserved_ids(tokenizer)
     rest = np.empty(0, dtype=np.int64)
@@ -418,7 +421,7 @@ def pack_blocks(
 def _tokenize_articles(
     source: TextSource, tokenizer: PreTrainedTokenizerBase, offset: int, separator: int, reserved: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the tokens and the offset of each article in a shard. Articles without tokens are skipped."""
+    """Yield the offset and the token ids of each article in a shard. Articles without tokens are skipped."""
     articles = source.read_articles(offset)
     while batch := list(itertools.islice(articles, TEXTS_PER_CALL)):
         encoded = tokenizer(
@@ -436,7 +439,7 @@ def _tokenize_articles(
 
 
 def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the ids of tokens to remove from text (sentinels, and special tokens except the unknown token).
+    """Return the ids of the tokens to remove from texts: sentinels, and special tokens except the unknown token.
 
     `all_special_ids` is not used because it includes punctuation for some tokenizers.
     """
@@ -447,14 +450,14 @@ def _get_reserved_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def _get_position(begins: list[tuple[int, TextPosition]], index: int) -> TextPosition:
-    """Return the position of a token in `rest` (see `pack_blocks`)."""
+    """Return the text position of the token at an index of `rest` (see `pack_blocks`)."""
     begin, place = begins[bisect_right(begins, index, key=lambda item: item[0]) - 1]
     return place._replace(token=place.token + index - begin)
 
 
 def _shift_article_starts(begins: list[tuple[int, TextPosition]], cut: int) -> list[tuple[int, TextPosition]]:
-    """Return the article starts after removing the first `cut` tokens from `rest` (see `pack_blocks`)."""
-    # The rest of the article that contains the cut starts at index 0.
+    """Return the article starts after the first `cut` tokens are removed from `rest` (see `pack_blocks`)."""
+    # The remaining part of the article that contains the cut starts at index 0.
     later = [(begin - cut, place) for begin, place in begins if begin > cut]
     return [(0, _get_position(begins, cut)), *later]
 
@@ -479,26 +482,27 @@ def read_blocks(
 
 
 class TextStream(IterableDataset):
-    """A stream of prepared batches that does not depend on the number of processes or on where a run is resumed.
+    """A stream of prepared batches, whose content does not depend on the number of processes or on interruptions.
 
-    Every process reads the whole text and prepares its own rows of each batch. If the last batch is too small for all
-    processes, a process without a row receives a row without labels. `TrainingLoop` calls `start_epoch` and `seek`
-    before iterating.
+    Every process reads the whole text and prepares its share of the rows in each batch. If the last batch has fewer
+    rows than processes, the remaining processes receive a row without labels. `TrainingLoop` calls `start_epoch` and
+    `seek` before iterating.
 
     Args:
-        sources: The text.
+        sources: The shards of text.
         tokenizer: The tokenizer.
         length: The length of a block in tokens.
-        separator: The token that ends each article. See `pack_blocks`.
-        prepare: Maps (token ids, (epoch, block number within the epoch)) to arrays that have the same shapes for every
-            block. Randomness must depend only on these two numbers.
+        separator: The id of the token that ends each article (see `pack_blocks`).
+        prepare: A function that maps the token ids of a block and its key to a dictionary of arrays, which must have
+            the same shapes for every block. The key consists of the epoch and the block number within the epoch.
+            Random choices must depend only on the key.
         batch_size: The number of rows per process.
         seed: The random seed of the run.
         window: The number of blocks to hold in memory and shuffle together.
         process_index: The index of this process.
         num_processes: The number of processes.
-        with_other: Whether to also pass `prepare` another block from the same window, or None if there is only one
-            block.
+        with_other: Whether to also pass another block from the same window to `prepare`. If the window contains only
+            one block, None is passed.
     """
 
     def __init__(
@@ -522,19 +526,24 @@ class TextStream(IterableDataset):
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
-        """Select the epoch that `__iter__` yields, starting with its first batch."""
+        """Select the epoch that `__iter__` yields, starting with the first batch of the epoch."""
         self.epoch, self._used, self._position = epoch, 0, [0, 0, *TEXT_START]
 
     def seek(self, batches: int, position: list[int]) -> None:
-        """Skip the first `batches` batches of the epoch. `position` is the "position" of the last skipped batch."""
+        """Skip the first `batches` batches of the epoch.
+
+        Args:
+            batches: The number of batches to skip.
+            position: The value of "position" in the last skipped batch.
+        """
         self._used, self._position = batches * self.batch_size * self.num_processes, position
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """Yield batches with the prepared tensors [b, ...], "position" for `seek`, and "examples" (b or 0)."""
+        """Yield batches with the prepared tensors [b, ...], "position" (for `seek`) and "examples" (b or 0)."""
         rows = self._iterate_numbered_blocks()
         while batch := list(itertools.islice(rows, self.batch_size * self.num_processes)):
             share = np.array_split(np.arange(len(batch)), self.num_processes)[self.process_index]
-            # Every process must take part in the step. A process without a row receives a copy of the last row.
+            # Every process must take part in the step, so a process without a row receives a copy of the last row.
             taken = [batch[i] for i in share] or batch[-1:]
             prepared = [self.prepare(block, (self.epoch, number), *other) for number, block, _, other in taken]
             if not len(share):
@@ -544,7 +553,7 @@ class TextStream(IterableDataset):
             yield stack_rows(prepared) | counts
 
     def _iterate_numbered_blocks(self) -> Iterator[tuple[int, np.ndarray, list[int], tuple[np.ndarray | None, ...]]]:
-        """Yield the number and tokens of each block, the position of its window and, if required, another block."""
+        """Yield the number, the token ids, the window position and the other block (if required) for each block."""
         order = np.random.default_rng((self.seed, SHARD_ORDER, self.epoch)).permutation(len(self.sources))
         sources = [self.sources[i] for i in order]
         window, number, *place = self._position

@@ -25,14 +25,14 @@ from ..engine.settings import (
 
 SQUAD = "squad"
 TEXT_TASKS = (*(name for name, task in TASKS.items() if task.eval_splits), SQUAD)
-# Text metrics and the packages that compute them.
+# The built-in text metrics, and the packages that compute them.
 METRIC_PACKAGES: dict[str, str | None] = {
     "bleu": "sacrebleu",
     "chrf": "sacrebleu",
     "rouge": "rouge_score",
     "accuracy": None,
 }
-# `evaluate` metrics in a Hub repository.
+# The name of an `evaluate` metric in a Hub repository.
 HUB_METRIC = re.compile(r"\w[\w.-]*/[\w.-]+(?<!\.py)")
 BLEU_TOKENIZERS = ("none", "13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "flores101", "flores200")
 # The prefixes of the parallel-text flags for each split.
@@ -45,11 +45,13 @@ def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) ->
     """Check that metrics exist and that their packages are installed.
 
     Args:
-        names: Names in `METRIC_PACKAGES`, or `evaluate` metrics as paths to scripts or as Hub repositories.
-        trust_remote_code: Whether code from a repository may be run.
+        names: The metrics, which are names in `METRIC_PACKAGES`, or paths to scripts or Hub repositories of `evaluate`
+            metrics.
+        trust_remote_code: Whether to allow code from a Hub repository to run.
 
     Raises:
-        ValueError: If a metric does not exist, requires a package that is not installed, or must not be run.
+        ValueError: If a metric does not exist, if it requires a package that is not installed, or if it is in a Hub
+            repository although `trust_remote_code` is False.
     """
     for name in names:
         if name in METRIC_PACKAGES:
@@ -68,7 +70,7 @@ def check_text_metrics(names: Sequence[str], trust_remote_code: bool = False) ->
             )
         elif not trust_remote_code:
             raise ValueError(
-                f"--metrics {name} runs code from the Hub. Inspect the code, and then set --trust_remote_code."
+                f"--metrics {name} runs code from the Hub. Inspect the code, and set --trust_remote_code to allow it."
             )
 
 
@@ -103,7 +105,7 @@ class BleuSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingSettings(BleuSettings):
-    """Settings for generating texts and computing their metrics."""
+    """Settings for generating texts and computing metrics for them."""
 
     title: ClassVar[str] = "decoding"
 
@@ -133,7 +135,7 @@ class DecodingSettings(BleuSettings):
     skip_predict: bool = option("Skip the predictions for the test split.", False)
 
     def check(self) -> None:
-        """Also check --num_beams."""
+        """Check the settings, including `num_beams`."""
         super().check()
         if min(self.num_beams) < 1 or len(set(self.num_beams)) < len(self.num_beams):
             raise ValueError(f"--num_beams must be distinct numbers of at least 1, got {list(self.num_beams)}.")
@@ -143,9 +145,9 @@ class DecodingSettings(BleuSettings):
 class Seq2SeqSettings(
     DecodingSettings, LanguageSettings, NewModelSettings, FineTuningSettings, EncoderDecoderVariantSettings
 ):
-    """Settings for the texts and the task.
+    """Settings for fine-tuning on text-to-text tasks, such as the texts and the task.
 
-    By default, `max_target_length` equals `max_length`, and `metrics` contains the metrics of the task, or BLEU.
+    By default, `max_target_length` equals `max_length`, and `metrics` contains BLEU unless `task_name` is set.
 
     Example:
         ```python
@@ -214,7 +216,7 @@ class Seq2SeqSettings(
         check_text_metrics(self.metrics or (), self.trust_remote_code)
 
     def check(self) -> None:
-        """Also check that there is exactly one source of text."""
+        """Check the settings, and that there is exactly one source of text."""
         super().check()
         has_parallel = any(getattr(self, f"{prefix}source_file") for prefix in FLAG_PREFIXES)
         has_tables = any(getattr(self, f"{split}_file") for split in SPLITS)

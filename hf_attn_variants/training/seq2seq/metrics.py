@@ -1,4 +1,4 @@
-"""Computes BLEU, chrF and ROUGE for generated texts, with tokenizers that suit the target language."""
+"""Computes metrics such as BLEU, chrF and ROUGE for generated texts, with tokenizers that suit the target language."""
 
 import importlib.util
 import logging
@@ -16,25 +16,25 @@ from . import check_text_metrics
 
 logger = logging.getLogger(__name__)
 
-# Prefixes of the Unicode names of letters in scripts without spaces between words.
+# The prefixes of Unicode names for letters in scripts without spaces between words.
 KANA = ("HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA")
 UNSPACED = ("CJK", *KANA, "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
-# Minimum shares of letters. The Chinese tokenizer splits words in other scripts like 13a, so a few Chinese letters are
-# enough. The tokenizer "char" splits all words into characters.
+# The minimum shares of letters for choosing a tokenizer. The Chinese tokenizer splits words in other scripts in the
+# same way as 13a, so a small share of Chinese letters is enough. The "char" tokenizer splits words into characters.
 MIN_CHINESE_SHARE, MIN_KANA_SHARE, MIN_OTHER_SHARE = 0.1, 0.05, 0.1
 MAX_COUNTED_LETTERS = 200_000
-# The SacreBLEU tokenizer for a language, by the first letters of --target_lang.
+# Maps language codes, with which --target_lang starts, to SacreBLEU tokenizers ("ja" also requires MeCab).
 LANGUAGES = {"zh": "zh", "zho": "zh", "yue": "zh", "ja": "ja", "jpn": "ja"}
 LANGUAGES |= dict.fromkeys(("th", "tha", "lo", "lao", "km", "khm", "my", "mya", "bo", "bod"), "char")
 
 
 def choose_bleu_tokenizer(references: Iterable[str], target_lang: str | None = None) -> str:
-    """Choose the SacreBLEU tokenizer that suits the script of the reference texts.
+    """Choose a SacreBLEU tokenizer that suits the language or script of the reference texts.
 
     Args:
-        references: The reference texts. The first 200,000 letters are examined if `target_lang` does not determine the
-            tokenizer.
-        target_lang: The language in a tokenizer's notation ("zh_CN", "jpn_Jpan", "th").
+        references: The reference texts. If `target_lang` does not determine the tokenizer, about the first 200,000
+            characters are examined.
+        target_lang: The language in the tokenizer's notation, such as "zh_CN", "jpn_Jpan" or "th".
 
     Returns:
         "zh" for Chinese, "ja-mecab" for Japanese ("char" if its packages are not installed), "char" for Thai, Lao,
@@ -63,19 +63,19 @@ def choose_bleu_tokenizer(references: Iterable[str], target_lang: str | None = N
 
 
 def log_bleu_tokenizer(name: str, is_user_choice: bool) -> None:
-    """Log the BLEU tokenizer and the flag that changes it, unless the user has chosen the tokenizer."""
+    """Log the BLEU tokenizer and the flag that changes it, unless the user chose the tokenizer."""
     if not is_user_choice:
-        logger.info("BLEU uses the SacreBLEU tokenizer %r. Set --tokenize to use another one.", name)
+        logger.info("BLEU uses the SacreBLEU tokenizer %r. Set --tokenize to use another tokenizer.", name)
 
 
 def is_mostly_ascii(texts: Iterable[str]) -> bool:
-    """Return whether at least 90 % of the letters are a to z, for which the tokenizer in rouge_score is suitable."""
+    """Return whether at least 90% of the letters are a to z, for which the rouge_score tokenizer is suitable."""
     counts = _count_scripts(texts)
     return counts["ASCII"] >= (1 - MIN_OTHER_SHARE) * sum(counts.values())
 
 
 def _count_scripts(texts: Iterable[str]) -> Counter[str]:
-    """Count letters by script. Letters are counted as "ASCII", by their script without spaces, or as "" otherwise."""
+    """Count letters by script: as "ASCII", by the name of the script if it is in `UNSPACED`, or as "" otherwise."""
     characters: Counter[str] = Counter()
     for text in texts:
         characters.update(text)
@@ -89,7 +89,7 @@ def _count_scripts(texts: Iterable[str]) -> Counter[str]:
 
 
 def _get_unspaced_script(character: str) -> str:
-    """Return the script of a letter if it has no spaces between words, and otherwise ""."""
+    """Return the script of a letter if the script has no spaces between words, and "" otherwise."""
     name = unicodedata.name(character, "")
     return next((script for script in UNSPACED if name.startswith(script)), "")
 
@@ -112,10 +112,10 @@ class UnicodeTokenizer:
 
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-# Includes sentence ends in Hindi, Arabic, Urdu, Chinese and Japanese. In Chinese and Japanese, no space follows.
+# This includes sentence ends in Hindi, Arabic, Urdu, Chinese and Japanese. In Chinese and Japanese, no space follows.
 SENTENCE_END = re.compile("(?<=[.!?\u0964\u061f\u06d4])\\s+|(?<=[\u3002\uff01\uff1f])\\s*")
 
-# Texts for testing a custom metric.
+# The texts with which a custom metric is tested.
 TRIAL_TEXTS = ("A dog runs.", "Two cats sleep in the sun.")
 
 # One or more reference texts per prediction.
@@ -124,11 +124,11 @@ References = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class TextMetric:
-    """A metric that compares texts with references.
+    """A metric that compares generated texts with references.
 
     Attributes:
         names: The names of the values that the metric returns.
-        score: Maps (predictions, references) to a dictionary of values.
+        score: A function that maps predictions and references to a dictionary of values.
     """
 
     names: tuple[str, ...]
@@ -136,7 +136,7 @@ class TextMetric:
 
 
 def _compute_bleu(predictions: Sequence[str], references: References, tokenize: str | None = None) -> dict[str, float]:
-    """Compute BLEU."""
+    """Compute BLEU. If `tokenize` is None, the tokenizer is chosen based on the references."""
     import sacrebleu
 
     tokenize = tokenize or choose_bleu_tokenizer(text for row in references for text in row)
@@ -148,7 +148,8 @@ def _compute_chrf(predictions: Sequence[str], references: References) -> dict[st
     """Compute chrF."""
     import sacrebleu
 
-    # SacreBLEU expects the first references of all rows, then the second ones, with None for rows that have fewer.
+    # SacreBLEU expects a list with the first references of all rows, a list with the second references, and so on.
+    # Rows with fewer references are filled with None.
     streams = list(zip_longest(*references))
     return {"chrf": sacrebleu.corpus_chrf(list(predictions), streams).score}
 
@@ -157,9 +158,8 @@ def _compute_rouge(predictions: Sequence[str], references: References) -> dict[s
     """Compute ROUGE-1, ROUGE-2, ROUGE-L and ROUGE-Lsum."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    def split_sentences(
-        text: str,
-    ) -> str:  # rougeLsum expects one sentence per line, but models do not generate line ends
+    # ROUGE-Lsum expects one sentence per line, but models do not generate line ends.
+    def split_sentences(text: str) -> str:
         return SENTENCE_END.sub("\n", text)
 
     is_ascii = is_mostly_ascii(text for row in references for text in row)
@@ -181,9 +181,9 @@ def _compute_accuracy(predictions: Sequence[str], references: References) -> dic
     return {"accuracy": sum(right) / len(right)}
 
 
-# BLEU uses the tokenizer for the script of the references. chrF uses SacreBLEU's defaults. Both range from 0 to 100.
-# ROUGE is the F-measure (0 to 100), with Porter stemming if the letters are a to z. Accuracy is the share of texts
-# that match a reference, ignoring surrounding whitespace.
+# BLEU uses the tokenizer for the script of the references, and chrF uses SacreBLEU's defaults. Both range from 0 to
+# 100. ROUGE is the F-measure (0 to 100), with Porter stemming if most letters are a to z. Accuracy is the share of
+# texts that match a reference, ignoring surrounding whitespace.
 TEXT_METRICS: dict[str, TextMetric] = {
     "bleu": TextMetric(("bleu",), _compute_bleu),
     "chrf": TextMetric(("chrf",), _compute_chrf),
@@ -193,17 +193,17 @@ TEXT_METRICS: dict[str, TextMetric] = {
 
 
 def get_text_metric(name: str) -> TextMetric:
-    """Return a built-in metric, or load and run an `evaluate` metric from its script or repository.
+    """Return a built-in metric, or load an `evaluate` metric from a script or a Hub repository.
 
     Raises:
-        ValueError: If `evaluate` cannot load the metric, or if the metric returns no number for texts.
+        ValueError: If `evaluate` cannot load the metric, or if the metric does not return a number for texts.
     """
     return TEXT_METRICS.get(name) or _load_evaluate_metric(name)
 
 
 @cache
 def _load_evaluate_metric(name: str) -> TextMetric:
-    """Load an `evaluate` metric, and compute it for two texts to determine the names of its values."""
+    """Load an `evaluate` metric, and compute it for two example texts to determine the names of its values."""
     import evaluate
     from datasets import Value
 
@@ -216,8 +216,8 @@ def _load_evaluate_metric(name: str) -> TextMetric:
         def score(predictions: Sequence[str], references: References) -> dict[str, float]:
             if takes_one and any(len(row) > 1 for row in references):
                 raise ValueError(
-                    f"--metrics {name} requires a single reference per text, but some rows have more. Use another "
-                    "metric."
+                    f"--metrics {name} requires a single reference per text, but some rows have several references. "
+                    "Use another metric."
                 )
             rows = [row[0] for row in references] if takes_one else [list(row) for row in references]
             values = metric.compute(predictions=list(predictions), references=rows)
@@ -243,17 +243,18 @@ def score_texts(
 ) -> dict[str, float]:
     """Compute metrics for generated texts.
 
-    ROUGE-Lsum compares sentences. A sentence ends at a line end, or after ".", "!" or "?" before a space.
+    ROUGE-Lsum compares texts sentence by sentence. A sentence ends at a line end, or after ".", "!" or "?" if a space
+    follows.
 
     Args:
         names: The metrics, in the format of `check_text_metrics`.
-        predictions: One text per row.
-        references: One or more reference texts per row.
-        trust_remote_code: Whether code from the Hub may be run.
+        predictions: The generated texts, one per row.
+        references: The reference texts, one or more per row.
+        trust_remote_code: Whether to allow code from the Hub to run.
         tokenize: The SacreBLEU tokenizer for BLEU. If None, it is chosen based on the script of the references.
 
     Returns:
-        The values of the metrics.
+        A dictionary from the names of the values to the values.
 
     Raises:
         ValueError: If a metric is unknown or its package is not installed.

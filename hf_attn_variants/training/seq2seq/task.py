@@ -1,4 +1,4 @@
-"""Fine-tunes encoder-decoders on text pairs, including GLUE and SQuAD as text, and evaluates generated texts."""
+"""Fine-tunes encoder-decoder models on text pairs, including GLUE and SQuAD as text, and evaluates generated texts."""
 
 import json
 import logging
@@ -64,9 +64,9 @@ class Seq2SeqSplit:
     Attributes:
         name: The name of the split: "train", "dev" or "test".
         sources: The texts that the encoder reads, including the prefix.
-        references: The correct texts for each source, of which the first is the training target. None if they are
-            unknown.
-        keys: The keys that identify each row in the predictions, such as {"row": 3}. Empty for training rows.
+        references: The correct texts for each source, or None if they are unknown. The first text of each row is the
+            training target.
+        keys: The entries that identify each row in the predictions, such as {"row": 3}. Empty for training rows.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Seq2SeqSplit:
         return Seq2SeqSplit(self.name, self.sources[:count], references, self.keys[:count])
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the source and target of each row. Unknown targets are empty strings."""
+        """Return the source and the target of each row. If the targets are unknown, they are empty strings."""
         if self.references is None:
             return [(source, "") for source in self.sources]
         return [(source, row[0]) for source, row in zip(self.sources, self.references, strict=True)]
@@ -91,11 +91,11 @@ class Seq2SeqSplit:
 
 @dataclass(frozen=True)
 class Seq2SeqData:
-    """The splits of a run and their metrics.
+    """The splits of a run and the metrics to compute.
 
     Attributes:
-        splits: Maps "train", "dev" and "test" to the splits that exist.
-        score: Maps (predictions, references) to metrics.
+        splits: Maps "train", "dev" and "test" to the splits. Splits that do not exist are omitted.
+        score: A function that computes the metrics from predictions and references.
         metric_names: The names of the metrics.
         main_metric: The metric that selects the best weights by default.
         results: Additional entries for the results.
@@ -118,7 +118,7 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
         OSError: If a file or a Hub dataset cannot be read.
         ValueError: If a file has invalid content, has no rows, or lacks a column.
     """
-    metrics, names = _resolve_metrics(settings)  # comes first because a custom metric may fail
+    metrics, names = _resolve_metrics(settings)  # called first because a custom metric may fail
     splits = {}
     for name, prefix in (("train", ""), ("dev", "validation_"), ("test", "test_")):
         if (name == "train" and settings.only_evaluates) or (name == "test" and settings.skip_predict):
@@ -149,14 +149,14 @@ def load_seq2seq_data(settings: Seq2SeqSettings) -> Seq2SeqData:
 
 
 def _make_row_keys(rows: PlacedRows) -> list[dict[str, Any]]:
-    """Return the keys that identify rows in the predictions (the row number and, if there are several, the file)."""
+    """Return the entries that identify rows in the predictions: the row number, and the file if there are several."""
     if len({*rows.files}) == 1:
         return [{"row": number} for number in rows.numbers]
     return [{"file": file, "row": number} for file, number in zip(rows.files, rows.numbers, strict=True)]
 
 
 def _resolve_metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the metrics and the names of their values.
+    """Return the names of the metrics and the names of the values that they compute.
 
     Raises:
         ValueError: If a metric cannot be computed, or if two values have the same name.
@@ -174,9 +174,9 @@ def _resolve_metrics(settings: Seq2SeqSettings) -> tuple[tuple[str, ...], tuple[
 
 
 def apply_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
-    """Fill in the columns and the prefix from the model's training if the run only evaluates.
+    """Fill in the columns and the prefix that were used to train the model if the run only evaluates.
 
-    Settings given by the user are left unchanged, and so are the settings of runs that train.
+    Settings that are already set are left unchanged. If the run trains the model, nothing is filled in.
     """
     if not settings.only_evaluates:
         return settings
@@ -186,7 +186,7 @@ def apply_recorded_texts(settings: Seq2SeqSettings) -> Seq2SeqSettings:
 
 
 def _read_first_row(settings: Seq2SeqSettings) -> dict[str, Any] | None:
-    """Return the first row of the input, or None if the input has no columns."""
+    """Return the first row of the evaluation data, or None if the data has no columns."""
     if settings.task_name is not None:
         return None
     files = find_split_files(settings)
@@ -235,7 +235,7 @@ def _read_split(settings: Seq2SeqSettings, name: str, prefix: str) -> PlacedRows
 
 
 def _read_dataset(settings: Seq2SeqSettings, name: str, columns: tuple[str, ...]) -> PlacedRows | None:
-    """Read a split of a `datasets` source, or return None if it does not exist."""
+    """Read a split of a `datasets` source, or return None if the split does not exist."""
     splits = load_splits(settings)
     split = {"dev": "validation"}.get(name, name)
     if split not in splits:
@@ -288,7 +288,7 @@ def warn_about_long_texts(
     """Warn about sources and targets that are longer than the maximum lengths.
 
     Returns:
-        The numbers of truncated "sources" and "targets" among the first 10,000 rows of the split.
+        A dictionary with the numbers of truncated "sources" and "targets" among the first 10,000 rows of the split.
     """
     sources, targets = map(list, zip(*split.pairs(), strict=True))
     sides = {
@@ -298,7 +298,8 @@ def warn_about_long_texts(
     return {side: warn_about_truncation(tokenizer, split.name, side, *limited) for side, limited in sides.items()}
 
 
-# The names and order of a task's texts in T5 (in MNLI, the second text comes first). Other tasks use the column names.
+# The index and the name of each text in T5's format (in MNLI, the second text comes first). For other tasks, T5 uses
+# the column names.
 T5_TEXT_NAMES: dict[str, tuple[tuple[int, str], ...]] = {
     "mnli": ((1, "hypothesis"), (0, "premise")),
     "mrpc": ((0, "sentence1"), (1, "sentence2")),
@@ -314,7 +315,7 @@ def format_glue(task: GlueTask, texts: Sequence[str]) -> str:
 
 
 def format_label(task: GlueTask, label: float) -> str:
-    """Format a label as text (a class name, or a score rounded to a multiple of 0.2)."""
+    """Format a label as text, which is a class name or a score rounded to a multiple of 0.2."""
     if task.labels is None:
         return f"{round(label * SCORE_STEPS) / SCORE_STEPS:.1f}"
     return task.labels[int(label)]
@@ -324,12 +325,12 @@ def parse_predictions(task: GlueTask, texts: Sequence[str], labels: np.ndarray) 
     """Parse generated texts as class ids or scores.
 
     Args:
-        task: The task.
+        task: The GLUE task.
         texts: The generated texts.
-        labels: The true class ids. Texts that are not class names count as a wrong class.
+        labels: The true class ids. A text that is not a class name is parsed as a wrong class.
 
     Returns:
-        The class ids or scores [rows]. The score is -1 for texts that are not numbers.
+        The class ids or scores [rows]. For texts that are not numbers, the score is -1.
     """
     if task.labels is None:
         return np.array([_parse_score(text) for text in texts])
@@ -339,7 +340,7 @@ def parse_predictions(task: GlueTask, texts: Sequence[str], labels: np.ndarray) 
 
 
 def _parse_score(text: str) -> float:
-    """Parse a score. Returns -1 if the text is not a finite number."""
+    """Parse a score, or return -1 if the text is not a finite number."""
     try:
         value = float(text)
     except ValueError:
@@ -353,7 +354,7 @@ def format_squad(question: Question) -> str:
 
 
 def load_text_task(settings: Seq2SeqSettings) -> Seq2SeqData:
-    """Read the task set with --task_name.
+    """Read the data of the task that `task_name` specifies, formatted as text.
 
     Raises:
         OSError: If a file or a Hub dataset cannot be read.
@@ -369,7 +370,7 @@ def load_text_task(settings: Seq2SeqSettings) -> Seq2SeqData:
 
 
 def _get_only_file(settings: Seq2SeqSettings, name: str) -> str | None:
-    """Return the only file of a split, or None if no file is given."""
+    """Return the file of a split, or None if it is not set. Raise `ValueError` if there are several files."""
     files = getattr(settings, f"{name}_file") or [None]
     if len(files) > 1:
         raise ValueError(
@@ -390,7 +391,7 @@ def _load_glue(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2S
     labels = np.asarray(loaded[dev].data["label"])
 
     def score(texts: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
-        # Compare with the exact score instead of the rounded score in the text.
+        # Predictions are compared with the exact scores instead of the rounded scores in the text.
         true = labels[: len(texts)]
         return compute_glue_metrics(task.metrics, parse_predictions(task, texts, true), true)
 
@@ -427,11 +428,11 @@ def _load_squad(settings: Seq2SeqSettings, files: dict[str, str | None]) -> Seq2
 
 @dataclass(frozen=True)
 class GenerationSet:
-    """A tokenized split to evaluate or to predict.
+    """A tokenized split for evaluation or prediction.
 
     Attributes:
-        split: The rows.
-        batches: The batches and the order of the rows in them.
+        split: The split before tokenization.
+        batches: The batches, and the order of the rows in the batches.
     """
 
     split: Seq2SeqSplit
@@ -446,16 +447,21 @@ def _count_text_tokens(ids: Tensor, eos: int | Sequence[int] | None) -> Tensor:
 
 
 def get_beam_suffix(position: int, num_beams: int) -> str:
-    """Return the suffix of metric names (`_beam<number>`, or empty for the first number of beams)."""
+    """Return the suffix of metric names for a number of beams, which is empty for the first number of beams.
+
+    Args:
+        position: The index in the list of numbers of beams.
+        num_beams: The number of beams.
+    """
     return f"_beam{num_beams}" if position else ""
 
 
 class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
-    """Fine-tuning on translation, summarization, tables, and GLUE or SQuAD as text.
+    """Fine-tuning for text-to-text tasks: translation, summarization, user-provided tables, and GLUE or SQuAD as text.
 
     The model is loaded from a checkpoint or, with `model_type`, trained from scratch. The results contain `eval_loss`
     (in nats per target token), `eval_<metric>` and `eval_decode_tokens_per_second`. For additional numbers of beams,
-    the names end in `_beam<number>`. For a test split, the names start with `test_`.
+    the names have the suffix `_beam<number>`. For a test split, the names have the prefix `test_`.
 
     Example:
         ```python
@@ -489,9 +495,8 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         metrics = () if settings.eval_loss_only else self.data.metric_names
         check_metric(settings.metric_for_best_model, ("loss", *metrics))
         check_dev_settings(settings, "dev" in self.data.splits)
-        longest_target = (
-            settings.max_target_length or settings.max_length
-        )  # for the type checker, because it is always set
+        # `max_target_length` is always set, but the type checker does not know this.
+        longest_target = settings.max_target_length or settings.max_length
         for split in self.data.splits.values():
             warn_about_long_texts(split, self.tokenizer, settings.max_length, longest_target)
         self.collate = make_pair_collator(
@@ -519,7 +524,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             raise ValueError("There is neither a dev nor a test split to evaluate. Add one of them.")
 
     def _warn_about_metric_direction(self) -> None:
-        """Report which weights count as the best if the direction of a custom metric is unknown."""
+        """Warn about the assumed direction if a custom metric selects the best weights."""
         settings = self.settings
         metric = (settings.metric_for_best_model or self.main_metric).removeprefix("eval_")
         known_metrics = {"loss", *(name for metric in TEXT_METRICS.values() for name in metric.names)}
@@ -556,20 +561,20 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         return "dev" in self.sets
 
     def evaluate(self) -> dict[str, float]:
-        """Return "loss" and, unless `eval_loss_only` is set, the metrics for the first number of beams."""
+        """Compute the loss and, unless `eval_loss_only` is set, the metrics for the first number of beams."""
         self.dev_texts: dict[int, list[str]] = {}
         metrics = {"loss": self.compute_loss()}
         return metrics if self.settings.eval_loss_only else metrics | self._decode_dev(self.settings.num_beams[:1])
 
     def last_evaluation(self, loop: TrainingLoop) -> None:
-        """Also generate texts with the other numbers of beams, whose metric names end in `_beam<number>`."""
+        """Evaluate the final weights, and also generate texts with the other numbers of beams."""
         super().last_evaluation(loop)
         start = time.perf_counter()
         self.metrics |= self._decode_dev(self.settings.num_beams)
         self.eval_seconds += time.perf_counter() - start
 
     def _decode_dev(self, beams: Sequence[int]) -> dict[str, float]:
-        """Generate dev texts with each number of beams that is missing in `dev_texts`, and return the metrics."""
+        """Generate dev texts for each number of beams that is not in `dev_texts` yet, and return the metrics."""
         metrics: dict[str, float] = {}
         for i, num_beams in enumerate(beams):
             if num_beams not in self.dev_texts:
@@ -578,7 +583,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         return metrics
 
     def compute_loss(self) -> float:
-        """Return the mean cross-entropy, in nats, of the target tokens in the dev split, without label smoothing."""
+        """Compute the mean cross-entropy in nats over the target tokens of the dev split, without label smoothing."""
 
         def outputs(batch: dict[str, Tensor]) -> tuple[Tensor]:
             term = compute_token_cross_entropy(compute_target_logits(self.model, batch), batch["labels"])
@@ -586,7 +591,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
 
         batches = self.sets["dev"].batches
         rows = self.run_model_on_rows(batches, outputs, "dev loss")[0]
-        # Sum in batch order because floating-point sums depend on the order.
+        # The losses are summed in batch order because floating-point sums depend on the order.
         total, tokens = torch.from_numpy(rows[list(batches[1])]).double().sum(0).tolist()
         return total / max(tokens, 1)
 
@@ -595,8 +600,8 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         """Generate one text for each row of a split, with beam search if there is more than one beam.
 
         Returns:
-            The texts, and "decode_tokens" (on all processes, with end-of-sequence tokens but without padding),
-            "decode_seconds" (spent in `generate` on the slowest process) and "decode_tokens_per_second".
+            The texts, and a dictionary with "decode_tokens" (on all processes, including end-of-sequence tokens but
+            not padding), "decode_seconds" (spent in `generate` on the slowest process) and "decode_tokens_per_second".
         """
         accelerator, tokenizer = self.accelerator, self.tokenizer
         model = accelerator.unwrap_model(self.model).eval()
@@ -612,10 +617,8 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             accelerator, self.settings.disable_tqdm, iterable=loader, desc=name, leave=False
         ):
             start = time.perf_counter()
-            with (
-                accelerator.autocast(),
-                ignore_saved_length_limits(model),
-            ):  # `generate` calls the encoder directly, so the autocast of the prepared model does not apply to it
+            # `generate` calls the encoder directly, so the autocast of the prepared model does not apply to this call.
+            with accelerator.autocast(), ignore_saved_length_limits(model):
                 ids = model.generate(
                     input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],
@@ -627,7 +630,7 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
             lengths = _count_text_tokens(ids, model.generation_config.eos_token_id)
             seconds += time.perf_counter() - start
             ids = accelerator.pad_across_processes(ids, dim=1, pad_index=tokenizer.pad_token_id)
-            # Drop the rows that were repeated to fill the last batch on each process.
+            # `gather_for_metrics` drops the rows that were repeated to fill the last batch on each process.
             ids, lengths = accelerator.gather_for_metrics((ids, lengths))
             texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
             tokens += int(lengths.sum())
@@ -640,7 +643,10 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
         }
 
     def _decode_and_score(self, data: GenerationSet, num_beams: int) -> tuple[dict[str, float], list[str]]:
-        """Generate texts for a split, and return metrics and texts. Without references, only timings are returned."""
+        """Generate texts for a split, and return the metrics and the texts.
+
+        Without references, the metrics contain only the timings.
+        """
         texts, times = self.decode(data, num_beams)
         scores = {} if data.split.references is None else self.data.score(texts, data.split.references)
         return {**scores, **times}, texts
@@ -696,9 +702,9 @@ class Seq2SeqFineTuning(FineTuningTask[Seq2SeqSettings]):
 
 
 def _format_predictions(split: Seq2SeqSplit, texts: dict[int, list[str]]) -> tuple[str, str]:
-    """Return the name and content of a JSONL file with predictions.
+    """Return the name and the content of a JSONL file with predictions.
 
-    Each line contains the keys of the row, the source, the references (if known) and the predictions.
+    Each line contains the row's `keys`, the source, the references (if known) and the predictions.
     """
     lines = []
     for row, source in enumerate(split.sources):

@@ -24,7 +24,7 @@ METRIC_NAMES: dict[bool, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SquadSettings(FineTuningSettings):
-    """Settings for the questions, the windows of long contexts, and the answers.
+    """Settings for fine-tuning on SQuAD, such as the questions, the windows of long contexts, and the answers.
 
     Example:
         ```python
@@ -80,11 +80,11 @@ class SquadSettings(FineTuningSettings):
 
     @property
     def threshold(self) -> float | None:
-        """The null odds above which no answer is predicted. None for v1.1, in which every question has an answer."""
+        """The null odds above which "no answer" is predicted. None for v1.1, in which all questions have an answer."""
         return self.null_score_diff_threshold if self.version_2_with_negative else None
 
     def check(self) -> None:
-        """Also check the settings that are specific to this task."""
+        """Check the settings, including those that are specific to this task."""
         super().check()
         if self.train_file is not None and self.validation_file is None:
             raise ValueError("--train_file requires --validation_file. Set both.")

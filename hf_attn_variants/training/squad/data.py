@@ -1,4 +1,4 @@
-"""Reads SQuAD files, splits long contexts into windows, extracts answers from logits, and scores them."""
+"""Reads SQuAD files, splits long contexts into windows, extracts answers from logits, and scores the answers."""
 
 import gzip
 import hashlib
@@ -32,11 +32,11 @@ HUB_DATASETS = {False: "rajpurkar/squad", True: "rajpurkar/squad_v2"}
 
 @dataclass(frozen=True)
 class Answer:
-    """A correct answer.
+    """A correct answer to a question.
 
     Attributes:
-        text: The answer text, which is a part of the context.
-        start: The index of its first character in the context.
+        text: The text of the answer, which is part of the context.
+        start: The index of the answer's first character in the context.
     """
 
     text: str
@@ -48,10 +48,10 @@ class Question:
     """A question about a context.
 
     Attributes:
-        id: The id, which is unique within its file.
+        id: The id, which is unique within the file.
         question: The text of the question.
-        context: The context.
-        answers: The correct answers. Empty if the context does not answer the question or the answers are unknown.
+        context: The text in which the answer is searched.
+        answers: The correct answers. Empty if the context does not contain an answer or if the answers are unknown.
     """
 
     id: str
@@ -64,13 +64,13 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
     """Read a file in the SQuAD JSON format, {"data": [{"paragraphs": [{"context", "qas": [...]}]}]}.
 
     Args:
-        path: The file, plain text or .gz.
-        has_answers: Whether to read the answers. Test files do not require them.
+        path: The path of the file, which is plain text or .gz.
+        has_answers: Whether to read the answers. Test files do not require answers.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file has a different format or no questions, or if an answer is not in its context. The
-            message names the file and the question.
+        ValueError: If the file has a different format or contains no questions, or if an answer does not match its
+            context. The message names the file and the question.
     """
     path = Path(path)
     questions = list(_read_questions(path, _load_json(path), has_answers))
@@ -81,7 +81,7 @@ def read_squad(path: str | Path, has_answers: bool = True) -> list[Question]:
 
 
 def _load_json(path: Path) -> Any:
-    """Load a JSON file, plain text or .gz."""
+    """Load a JSON file, which is plain text or .gz."""
     try:
         return parse_json(read_file(path))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -107,12 +107,12 @@ def _read_questions(path: Path, content: Any, has_answers: bool) -> Iterator[Que
 
 
 def _get_list(parent: Any, key: str, place: str) -> list[Any]:
-    """Return a list in a JSON object."""
+    """Return the list under a key of a JSON object. Raise `ValueError` if there is no list."""
     return _get_value(parent, key, list, f"{place} must contain a list")
 
 
 def _get_text(parent: Any, key: str, place: str) -> str:
-    """Return a text in a JSON object."""
+    """Return the text under a key of a JSON object. Raise `ValueError` if there is no valid text."""
     value = _get_value(parent, key, str, f"{place} must contain text")
     if not is_unicode(value):
         raise ValueError(f'{place} must contain valid text in "{key}", got an incomplete surrogate pair.')
@@ -120,7 +120,7 @@ def _get_text(parent: Any, key: str, place: str) -> str:
 
 
 def _get_value(parent: Any, key: str, kind: type, rule: str) -> Any:
-    """Return a value in a JSON object, and check its type."""
+    """Return the value under a key of a JSON object, and check its type. The error message starts with `rule`."""
     value = parent.get(key) if isinstance(parent, dict) else None
     if not isinstance(value, kind):
         got = f"the keys {', '.join(map(str, parent))}" if isinstance(parent, dict) else "another JSON value"
@@ -131,7 +131,7 @@ def _get_value(parent: Any, key: str, kind: type, rule: str) -> Any:
 def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer, ...]:
     """Return the answers to a question, and check that they are in the context."""
     impossible = qa.get("is_impossible", False)
-    if not isinstance(impossible, bool):  # the string "false" would count as true
+    if not isinstance(impossible, bool):  # the string "false" would be treated as true
         raise ValueError(f"{place}: is_impossible must be true or false, got {impossible!r:.60}.")
     id_place = f"{place} (id {qa.get('id')})"
     if impossible:
@@ -151,7 +151,10 @@ def _read_answers(qa: dict[str, Any], context: str, place: str) -> tuple[Answer,
 
 
 def _check_start(text: str, start: Any, context: str, place: str) -> int:
-    """Check and return the start of an answer, which may be a string that contains a whole number."""
+    """Check that an answer occurs at its start in the context, and return the start as an integer.
+
+    The start may be a string that contains a whole number.
+    """
     if isinstance(start, str) and start.isascii() and start.isdecimal():
         start = int(start)
     if not isinstance(start, int) or isinstance(start, bool):
@@ -172,11 +175,11 @@ def _check_start(text: str, start: Any, context: str, place: str) -> int:
 def load_squad(
     files: Mapping[str, Any], from_hub: bool, version_2: bool = False, with_train: bool = True
 ) -> dict[str, list[Question]]:
-    """Read the SQuAD splits ("train", "dev" and "test", if they exist) from files or from the Hub.
+    """Read the SQuAD splits ("train", "dev" and "test") from files or from the Hub, omitting splits without a source.
 
     Args:
-        files: The paths of "train_file", "validation_file" and "test_file", or None for files that are not given.
-        from_hub: Whether to load the train and dev splits from the Hub if no file is given for them.
+        files: Maps "train_file", "validation_file" and "test_file" to paths, or to None if a file is not set.
+        from_hub: Whether to load the train and dev splits from the Hub if their files are not set.
         version_2: Whether to use SQuAD v2.0 instead of v1.1.
         with_train: Whether to read the train split.
 
@@ -205,7 +208,7 @@ def load_squad_hub(split: str, version_2: bool) -> list[Question]:
 
     Raises:
         OSError: If the split cannot be loaded.
-        ValueError: If an answer is not in its context.
+        ValueError: If an answer does not match its context.
     """
     name = HUB_DATASETS[version_2]
     try:
@@ -257,7 +260,7 @@ def check_answers_exist(source: str, questions: Iterable[Question], version_2: b
 
 
 def hash_questions(questions: Iterable[Question]) -> str:
-    """Return a hash of the questions, which lets a resumed run check that they have not changed."""
+    """Return a hash of the questions, with which a resumed run checks that the data has not changed."""
     digest = hashlib.blake2b(digest_size=8)
     for item in questions:
         digest.update(json.dumps([item.id, item.question, item.context, [vars(a) for a in item.answers]]).encode())
@@ -266,7 +269,7 @@ def hash_questions(questions: Iterable[Question]) -> str:
 
 # The position of the token that represents "no answer", which is [CLS] in BERT and ALBERT.
 NO_ANSWER = 0
-# The default number of tokens shared by neighboring windows, if they have more context tokens than that.
+# The default number of tokens shared by neighboring windows. It is reduced if the windows have fewer context tokens.
 DEFAULT_STRIDE = 128
 # The number of questions per call of the tokenizer.
 QUESTIONS_PER_CALL = 256
@@ -282,9 +285,9 @@ class Window:
     Attributes:
         question: The index of the question.
         input_ids: The token ids [n].
-        token_type_ids: The token types [n], or None if the tokenizer does not return them.
+        token_type_ids: The token types [n], or None if the tokenizer does not return token types.
         context_begin: The position of the first context token.
-        offsets: The first and last character (exclusive) of each context token within the context [tokens, 2].
+        offsets: The start and end (exclusive) of each context token, in characters of the context [tokens, 2].
         start: The position of the answer's first token, or `NO_ANSWER` if the answer is not in the window.
         end: The position of the answer's last token (inclusive), or `NO_ANSWER` if the answer is not in the window.
     """
@@ -307,7 +310,7 @@ def compute_stride(settings: SquadSettings, config: PreTrainedConfig, tokenizer:
         tokenizer: The tokenizer.
 
     Returns:
-        `doc_stride` if it is set, and otherwise a default based on the number of context tokens per window.
+        `doc_stride` if it is set. Otherwise, a default value that depends on the number of context tokens per window.
 
     Raises:
         ValueError: If a length is not valid for the model.
@@ -334,7 +337,7 @@ def make_windows(
     token_types: bool = True,
     for_training: bool = False,
 ) -> list[Window]:
-    """Split the contexts of questions into windows, in the order of the questions.
+    """Split the contexts of questions into windows, and return the windows in the order of the questions.
 
     Args:
         questions: The questions.
@@ -342,9 +345,8 @@ def make_windows(
         max_length: The maximum length of a window in tokens, including the question and special tokens.
         doc_stride: The number of context tokens shared by neighboring windows.
         max_query_length: The maximum length of a question in tokens. Longer questions are truncated.
-        token_types: Whether the model distinguishes the question from the context by token types. ALBERT's tokenizer
-            returns token types only on request.
-        for_training: Whether to omit `offsets`, which are only required for predictions and take up two thirds of the
+        token_types: Whether the tokenizer should return token types, which distinguish the question from the context.
+        for_training: Whether to omit `offsets`, which are only required for predictions and use two thirds of the
             memory.
     """
     windows, num_cut = [], 0
@@ -385,7 +387,7 @@ def make_windows(
 def _cut_questions(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, max_query_length: int
 ) -> tuple[list[str], int]:
-    """Truncate questions to the maximum length, and return them with the number of truncated questions."""
+    """Truncate questions to the maximum length, and return the questions and the number of truncated questions."""
     encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = encoded["offset_mapping"]
     long = [len(row) > max_query_length for row in offsets]
@@ -397,22 +399,25 @@ def _cut_questions(
 
 
 def _locate_answer(window: Window, answer: Answer, is_first: bool, is_last: bool) -> Window:
-    """Return a window with the position of the answer, if the answer lies completely within the window.
+    """Set the position of the answer in a window if the window contains the whole answer.
 
     Args:
         window: The window.
         answer: The answer.
-        is_first: Whether the window is the first one of its context.
-        is_last: Whether the window is the last one of its context.
+        is_first: Whether the window is the first window of its context.
+        is_last: Whether the window is the last window of its context.
+
+    Returns:
+        The window with the position of the answer, or the unchanged window if it does not contain the whole answer.
     """
     begins, ends = window.offsets[:, 0], window.offsets[:, 1]
-    # Tokens that share a character with the answer. Empty tokens, such as SentencePiece's space, share none.
+    # Find the tokens that overlap with the answer. Empty tokens, such as SentencePiece's space, are ignored.
     filled = np.flatnonzero(ends > begins)
     inside = filled[(begins[filled] < answer.start + len(answer.text)) & (ends[filled] > answer.start)]
     if not len(inside):
         return window
-    # Spaces, soft hyphens and combining accents may not belong to any token. The answer is therefore only cut off if
-    # its first or last token is at the edge of the window.
+    # Spaces, soft hyphens and combining accents may not belong to any token, so characters without a token do not mean
+    # that the answer is cut off. It is only cut off if its first or last token is at the edge of the window.
     spaces = len(answer.text) - len(answer.text.lstrip())
     text_end = answer.start + len(answer.text.rstrip())
     if not is_first and inside[0] == filled[0] and begins[inside[0]] > answer.start + spaces:
@@ -426,13 +431,13 @@ def _locate_answer(window: Window, answer: Answer, is_first: bool, is_last: bool
 def make_window_collator(
     tokenizer: PreTrainedTokenizerBase, pad_to_multiple_of: int | None, marks_questions: bool = False
 ) -> Callable[[list[Window]], dict[str, Tensor]]:
-    """Create a function that converts windows to inputs [b, n], "start_positions" [b] and "end_positions" [b].
+    """Create a collator that converts windows to model inputs [b, n], "start_positions" [b] and "end_positions" [b].
 
     Args:
         tokenizer: The tokenizer.
         pad_to_multiple_of: If set, batches are padded to a multiple of this number of tokens.
-        marks_questions: Whether to add a `global_attention_mask` that is 1 for all tokens before the context. With
-            sparse attention patterns, this lets distant tokens attend to the question (arXiv 2004.05150, section 6).
+        marks_questions: Whether to add a `global_attention_mask` that is 1 for all tokens before the context. In
+            sparse attention patterns, it lets all tokens attend to the question (arXiv 2004.05150, section 6).
     """
 
     def collate(windows: list[Window]) -> dict[str, Tensor]:
@@ -453,7 +458,7 @@ def make_window_collator(
 
 @dataclass(frozen=True)
 class Span:
-    """A span of the context and the logits of its first and last tokens."""
+    """A span of the context, with the start logit of its first token and the end logit of its last token."""
 
     text: str
     start_logit: float
@@ -461,7 +466,7 @@ class Span:
 
     @property
     def score(self) -> float:
-        """The sum of the logits."""
+        """The sum of the start logit and the end logit."""
         return self.start_logit + self.end_logit
 
 
@@ -472,8 +477,8 @@ class Prediction:
     Attributes:
         id: The id of the question.
         spans: The best spans, best first. Empty if the context has no tokens.
-        null: The "no answer" span from the window in which its score is lowest. The other windows do not count because
-            it is sufficient if one window contains an answer.
+        null: The "no answer" span from the window in which its score is lowest. The lowest score is used because it is
+            sufficient that one window contains an answer.
     """
 
     id: str
@@ -487,11 +492,14 @@ class Prediction:
 
     @property
     def null_odds(self) -> float:
-        """The score of "no answer" minus the score of the best span."""
+        """The score of "no answer" minus the score of the best span, or 1e9 if there are no spans."""
         return self.null.score - self.spans[0].score if self.spans else 1e9  # JSON requires a finite number
 
     def answer(self, null_threshold: float | None) -> str:
-        """Return the text, or "" if `null_odds` exceeds the threshold and the threshold is not None."""
+        """Return the predicted answer, which is "" if `null_odds` exceeds the threshold.
+
+        If the threshold is None, `null_odds` is ignored.
+        """
         return "" if null_threshold is not None and self.null_odds > null_threshold else self.text
 
 
@@ -503,14 +511,14 @@ def find_predictions(
     n_best: int = 20,
     max_answer_length: int = 30,
 ) -> list[Prediction]:
-    """Find the best spans for each question in all of its windows.
+    """Find the best answer spans for each question in all of its windows.
 
     Args:
         questions: The questions.
-        windows: Their windows.
-        start_logits: The logits of answer starts [windows, tokens].
-        end_logits: The logits of answer ends [windows, tokens].
-        n_best: The number of starts and ends that are combined per window, and the number of spans per question.
+        windows: The windows of the questions.
+        start_logits: The logits for the start of the answer [windows, tokens].
+        end_logits: The logits for the end of the answer [windows, tokens].
+        n_best: The number of starts and ends to combine per window, and the number of spans per question.
         max_answer_length: The maximum length of an answer in tokens.
 
     Returns:
@@ -527,7 +535,7 @@ def find_predictions(
         for characters, span in _find_window_spans(
             window.offsets, starts[inside], ends[inside], context, n_best, max_answer_length
         ):
-            # Windows overlap. If two windows contain the same span, the higher score counts.
+            # Windows overlap. If two windows contain the same span, the higher score is used.
             if characters not in question_spans or span.score > question_spans[characters].score:
                 question_spans[characters] = span
     missing = Span("", 0.0, 0.0)
@@ -544,7 +552,7 @@ def find_predictions(
 def _find_window_spans(
     offsets: np.ndarray, starts: np.ndarray, ends: np.ndarray, context: str, n_best: int, max_answer_length: int
 ) -> list[tuple[tuple[int, int], Span]]:
-    """Return the best spans in a window, each with its first and last character (exclusive) within the context."""
+    """Find the best spans in a window, each with its start and end (exclusive) in characters of the context."""
     usable = offsets[:, 1] > offsets[:, 0]
     first = np.argsort(-np.where(usable, starts, -np.inf), kind="stable")[:n_best]
     last = np.argsort(-np.where(usable, ends, -np.inf), kind="stable")[:n_best]
@@ -563,7 +571,7 @@ def _find_window_spans(
 
 
 def make_nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20) -> list[dict[str, Any]]:
-    """Return the entries of the n-best file for a question, best first.
+    """Create the entries of the n-best file for a question, best first.
 
     Args:
         prediction: The prediction.
@@ -571,7 +579,7 @@ def make_nbest_entries(prediction: Prediction, with_null: bool, n_best: int = 20
         n_best: The maximum number of spans.
 
     Returns:
-        The text, the probability and the logits of each entry.
+        A list of dictionaries with the text, the probability and the logits of each entry.
     """
     spans = [*prediction.spans[:n_best], *([prediction.null] if with_null or not prediction.spans else [])]
     spans.sort(key=lambda span: -span.score)
@@ -600,12 +608,12 @@ def normalize_answer(text: str) -> str:
 
 
 def compute_exact_match(prediction: str, truth: str) -> float:
-    """Return 1.0 if two answers are the same after normalization, and otherwise 0.0."""
+    """Return 1.0 if two answers are the same after normalization, and 0.0 otherwise."""
     return float(normalize_answer(prediction) == normalize_answer(truth))
 
 
 def compute_token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> float:
-    """Return the F1 score over the words of a normalized answer, from 0 to 1.
+    """Compute the F1 score over the words of two normalized answers, from 0 to 1.
 
     Args:
         prediction: The predicted answer.
@@ -621,7 +629,10 @@ def compute_token_f1(prediction: str, truth: str, both_empty: float = 0.0) -> fl
 
 
 def score_answer(prediction: str, truths: Sequence[str], both_empty: float = 0.0) -> tuple[float, float]:
-    """Return the best exact match and F1 over all correct answers. Without answers, the empty text is correct."""
+    """Compute the best exact match and the best F1 over all correct answers.
+
+    If there are no correct answers, the empty text is correct.
+    """
     truths = truths or [""]
     return (
         max(compute_exact_match(prediction, truth) for truth in truths),
@@ -637,7 +648,7 @@ def _compute_mean(values: Sequence[float]) -> float:
 def _compute_split_means(
     scores: Mapping[str, tuple[float, float]], prefix: str, chosen: Callable[[str], bool]
 ) -> dict[str, float]:
-    """Return the metrics for the questions selected by `chosen`. Empty if none are selected."""
+    """Compute the metrics for the questions that `chosen` selects. The result is empty if it selects no questions."""
     rows = [row for key, row in scores.items() if chosen(key)]
     if not rows:
         return {}
@@ -652,13 +663,13 @@ def _compute_split_means(
 def find_best_threshold(
     scores: Mapping[str, float], odds: Mapping[str, float], texts: Mapping[str, str], has_answer: Mapping[str, bool]
 ) -> tuple[float, float]:
-    """Find the threshold for `odds` above which predicting "no answer" gives the best mean score.
+    """Find the threshold for `odds` above which predicting "no answer" results in the best mean score.
 
     Args:
-        scores: The score of each answer, by question id.
-        odds: The odds of "no answer", by question id.
-        texts: The predicted answers, by question id.
-        has_answer: Whether each question has an answer, by question id.
+        scores: Maps question ids to the scores of the answers.
+        odds: Maps question ids to the odds of "no answer".
+        texts: Maps question ids to the predicted answers.
+        has_answer: Maps question ids to True if the question has an answer.
 
     Returns:
         The best mean score from 0 to 100, and the largest value of `odds` for which answers are predicted (0 if no
@@ -667,7 +678,7 @@ def find_best_threshold(
     current = best = float(sum(not has_answer[key] for key in scores))
     threshold = 0.0
     for key in sorted(scores, key=odds.__getitem__):
-        # Predict one more answer. This adds its score or, for an unanswerable question, subtracts its point.
+        # Predicting one more answer adds its score or, for an unanswerable question, loses the point for "no answer".
         current += scores[key] if has_answer[key] else (-1.0 if texts[key] else 0.0)
         if current > best:
             best, threshold = current, odds[key]
@@ -680,19 +691,20 @@ def compute_squad_metrics(
     odds: Mapping[str, float] | None = None,
     no_answer_threshold: float = math.inf,
 ) -> dict[str, float]:
-    """Compute exact match and F1, from 0 to 100, like the official scripts.
+    """Compute exact match and F1, from 0 to 100, as in the official scripts.
 
     Args:
         questions: The questions.
-        texts: The predicted answers, by question id.
-        odds: For v2.0, a score by question id that is higher if an answer is less likely. None for v1.1.
-        no_answer_threshold: The value of `odds` above which the prediction counts as "no answer".
+        texts: Maps question ids to the predicted answers.
+        odds: For v2.0, maps question ids to the odds of "no answer", which are higher if an answer is less likely.
+            None for v1.1.
+        no_answer_threshold: The value of `odds` above which "no answer" is predicted.
 
     Returns:
         For v1.1, "exact_match" and "f1". For v2.0, "exact", "f1" and "total" for all questions, for questions with an
-        answer ("HasAns_") and for questions without one ("NoAns_"). For v2.0, there are also "best_exact" and
-        "best_f1" with their best thresholds ("best_exact_thresh", "best_f1_thresh"), which are optimistic because the
-        thresholds are chosen on the same questions.
+        answer (with the prefix "HasAns_") and for questions without an answer ("NoAns_"). For v2.0, the result also
+        contains "best_exact" and "best_f1" and the thresholds that result in these values ("best_exact_thresh",
+        "best_f1_thresh"). These values are optimistic because the thresholds are chosen on the same questions.
 
     Raises:
         ValueError: If there are no questions, or if a question has no prediction.
@@ -718,7 +730,7 @@ def _compute_v2_metrics(
     truths: Mapping[str, list[str]], texts: Mapping[str, str], odds: Mapping[str, float], no_answer_threshold: float
 ) -> dict[str, float]:
     """Compute the metrics for v2.0."""
-    # As in the official script, ignore correct answers that are empty after normalization.
+    # As in the official script, correct answers that are empty after normalization are ignored.
     raw = {
         key: score_answer(texts[key], [text for text in right if normalize_answer(text)], both_empty=1.0)
         for key, right in truths.items()

@@ -36,13 +36,13 @@ POSITIONS = ("start_positions", "end_positions")
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """A split to evaluate or to predict.
+    """A tokenized split for evaluation or prediction.
 
     Attributes:
         name: The name of the split.
         questions: The questions.
-        windows: Their windows.
-        batches: The batches of windows and the order of the windows in them.
+        windows: The windows of the questions.
+        batches: The batches of windows, and the order of the windows in the batches.
     """
 
     name: str
@@ -52,7 +52,7 @@ class QuestionSet:
 
 
 def make_span_objective() -> Objective:
-    """Create the objective, which averages the cross-entropies of the answer's start and end for each window."""
+    """Create the training objective, which is the mean of the cross-entropies of the answer's start and end."""
     return Objective(
         loss_sum=lambda model, batch: _compute_losses(_compute_span_logits(model, batch), batch).sum(),
         count=lambda batch: len(batch["input_ids"]),
@@ -60,17 +60,17 @@ def make_span_objective() -> Objective:
 
 
 def _compute_span_logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the logits of the answer's start and end [b, n, 2], with the lowest possible value at padding."""
+    """Compute the logits for the start and end of the answer [b, n, 2], with the lowest possible value for padding."""
     inputs: dict[str, Any] = {key: value for key, value in batch.items() if key not in POSITIONS}
     if getattr(model, "module", model).config.is_encoder_decoder:
-        inputs["use_cache"] = False  # otherwise, the decoder would store keys and values that are never read
+        inputs["use_cache"] = False  # a cache of the decoder's keys and values would never be read
     outputs = model(**inputs)
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=-1).float()
     return logits.masked_fill(batch["attention_mask"][..., None] == 0, torch.finfo(logits.dtype).min)
 
 
 def _compute_losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss of each window [b], given logits [b, n, 2]."""
+    """Compute the loss of each window [b] from logits [b, n, 2]."""
     labels = torch.stack([batch[name] for name in POSITIONS], dim=-1)  # [b, 2]
     return functional.cross_entropy(logits, labels, reduction="none").mean(-1)
 
@@ -78,8 +78,8 @@ def _compute_losses(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 class SquadFineTuning(FineTuningTask[SquadSettings]):
     """Fine-tuning on extractive question answering with SQuAD v1.1 (arXiv 1606.05250) or v2.0 (arXiv 1806.03822).
 
-    The results contain `eval_exact_match` and `eval_f1`. For v2.0, they contain `eval_exact`, `eval_f1`, the metrics
-    for questions with and without an answer, and the metrics at the best threshold.
+    The results for v1.1 contain `eval_exact_match` and `eval_f1`. The results for v2.0 contain `eval_exact`,
+    `eval_f1`, the metrics for questions with and without an answer, and the metrics at the best threshold.
 
     Example:
         ```python
@@ -108,10 +108,10 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         self.train = self.splits.get("train", [])
 
     def _load_splits(self) -> dict[str, list[Question]]:
-        """Read the splits, limited to the maximum numbers of samples."""
+        """Read the splits, and limit them to the maximum numbers of samples."""
         settings = self.settings
         from_hub, with_train = settings.validation_file is None, not settings.only_evaluates
-        # The main process loads the dataset first, and the other processes read its cache.
+        # The main process loads the dataset first, so that the other processes can read the cached files.
         with self.accelerator.main_process_first() if from_hub else nullcontext():
             splits = load_squad(settings.values(), from_hub, settings.version_2_with_negative, with_train)
         limits = {"train": settings.max_train_samples, "dev": settings.max_eval_samples}
@@ -135,22 +135,22 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return True
 
     def evaluate(self) -> dict[str, float]:
-        """Return the official metrics on the dev split, and the "loss" of its windows for the first answers."""
+        """Compute the official metrics on the dev split, and the mean "loss" of its windows for the first answers."""
         self.dev_predictions, loss = self._predict_answers(self.dev)
         threshold, texts = self.settings.threshold, {p.id: p.text for p in self.dev_predictions}
         null_options = () if threshold is None else ({p.id: p.null_odds for p in self.dev_predictions}, threshold)
         return {**compute_squad_metrics(self.dev.questions, texts, *null_options), "loss": loss}
 
     def _predict_answers(self, data: QuestionSet) -> tuple[list[Prediction], float]:
-        """Return the predictions of a split, in the order of its questions, and the mean loss of its windows."""
+        """Predict the answers for a split in the order of its questions, and compute the mean loss of its windows."""
         logits, losses = self.run_model_on_rows(data.batches, self._compute_outputs, data.name)
         limits = self.settings.n_best_size, self.settings.max_answer_length
         predictions = find_predictions(data.questions, data.windows, logits[..., 0], logits[..., 1], *limits)
-        # Sum in batch order because floating-point sums depend on the order.
+        # The losses are summed in batch order because floating-point sums depend on the order.
         return predictions, float(torch.from_numpy(losses[list(data.batches[1])]).mean())
 
     def _compute_outputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the logits of a batch, padded to the maximum length, and the loss of each window."""
+        """Compute the logits of a batch, padded to the maximum length, and the loss of each window."""
         logits = _compute_span_logits(self.model, batch)  # [b, n, 2]
         padding = (0, 0, 0, self.settings.max_length - logits.shape[1])
         padded = functional.pad(logits, padding, value=torch.finfo(logits.dtype).min)
@@ -186,12 +186,16 @@ class SquadFineTuning(FineTuningTask[SquadSettings]):
         return make_windows(questions, self.tokenizer, *lengths, token_types, for_training)
 
     def _make_question_set(self, name: str) -> QuestionSet:
-        """Return a split with its windows and batches."""
+        """Create the windows and batches of a split."""
         rows = self._make_windows(self.splits[name])
         return QuestionSet(name, self.splits[name], rows, self.make_eval_batches(rows, _count_tokens(rows)))
 
     def _format_files(self, split: str, predictions: list[Prediction]) -> dict[str, str]:
-        """Return the contents of a split's JSON files (predictions, n-best answers and, for v2.0, null odds)."""
+        """Format the JSON files of a split: the predictions, the n-best answers and, for v2.0, the null odds.
+
+        Returns:
+            A dictionary from file names to contents.
+        """
         threshold, n_best = self.settings.threshold, self.settings.n_best_size
         files: dict[str, dict[str, Any]] = {
             split: {p.id: p.answer(threshold) for p in predictions},

@@ -1,4 +1,4 @@
-"""Settings for uptraining."""
+"""Settings for uptraining, which continues the training of a converted checkpoint."""
 
 import importlib.util
 import math
@@ -23,18 +23,19 @@ from ..seq2seq import BleuSettings
 
 SPAN_CORRUPTION = "span_corruption"
 OBJECTIVES = ("distill", "mlm", "seq2seq", "embedding", SPAN_CORRUPTION)
-# The values for `trainable`.
+# The valid values of `trainable`.
 TRAINABLE = ("attention", "all", "lora")
 TERM_FLAGS = ("hidden_states_weight", "attention_outputs_weight", "logits_weight")
 WARMUP_RATIO = 0.05
-# T5 was pretrained (arXiv 1910.10683) with 512 tokens (section 3.1.2), 2^11 sequences per step for the released
-# checkpoints (section 3.7), and a learning rate of 1 / sqrt(max(step, 10^4)), which is 1e-3 after their million steps.
+# T5 was pretrained (arXiv 1910.10683) with 512 tokens per sequence (section 3.1.2), 2^11 sequences per step for the
+# released checkpoints (section 3.7), and a learning rate of 1 / sqrt(max(step, 10^4)), which is 1e-3 after one million
+# steps.
 T5_LENGTH, T5_SEQUENCES, T5_FLAT_STEPS, T5_LAST_RATE = 512, 2048, 10_000, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class UptrainingTextSettings(BleuSettings):
-    """Settings for the texts and their preparation."""
+    """Settings for reading and preparing the texts."""
 
     title: ClassVar[str] = "text"
 
@@ -60,7 +61,7 @@ class UptrainingTextSettings(BleuSettings):
     )
     dataset_config_name: str | None = override_option(owner=TextSettings)
     keep_whitespace: bool = override_option(owner=TextSettings)
-    # `UptrainingStream.fingerprint` contains the stream settings that must be the same in a resumed run.
+    # `resume` is None because `UptrainingStream.fingerprint` checks this value if the run reads a stream.
     shuffle_buffer_size: int = override_option(
         help="Number of blocks of a stream to hold in memory and shuffle.",
         resume=None,
@@ -97,16 +98,16 @@ class UptrainingTextSettings(BleuSettings):
 
     @property
     def text_column(self) -> str:
-        """The column of a text stream that contains the articles."""
+        """The column of a `datasets` source that contains the articles."""
         return self.text_columns[0] if self.text_columns else TextSettings.text_column
 
 
 @dataclass(frozen=True, kw_only=True)
 class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings, FineTuningSettings):
-    """Settings for the objective, the teacher and the trained parameters.
+    """Settings for uptraining, such as the objective, the teacher and the trainable parameters.
 
-    Some defaults depend on the objective. The defaults for "span_corruption" follow T5's pretraining, as in arXiv
-    2305.13245.
+    Some defaults depend on the objective. The defaults for "span_corruption" are those of T5's pretraining, as in
+    arXiv 2305.13245.
 
     Example:
         ```python
@@ -223,12 +224,12 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
 
     @property
     def is_stream(self) -> bool:
-        """True if the text is a stream of unknown length, packed into blocks, instead of rows."""
+        """True if the text is a stream that is split into blocks, and False if it consists of rows."""
         return self.objective == SPAN_CORRUPTION
 
     @property
     def alpha_steps(self) -> int | None:
-        """The number of steps that `alpha` results in, rounded up, or None if `alpha` is not set."""
+        """The product of `alpha` and `pretraining_steps`, rounded up, or None if one of them is not set."""
         if self.alpha is None or self.pretraining_steps is None:
             return None
         return math.ceil(Fraction(str(self.alpha)) * self.pretraining_steps)
@@ -261,10 +262,11 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         }
 
     def _get_t5_defaults(self) -> dict[str, Any]:
-        """Return the defaults for span corruption, which continue T5's pretraining."""
+        """Return the defaults for span corruption, with which T5's pretraining is continued."""
         is_adafactor = self.optim in (None, "adafactor")
-        # The schedule in Transformers decreases as 1 / sqrt(timescale + step), like T5's after pretraining. If
-        # pretraining ended during the steps with a constant rate, it is treated as if these steps had just ended.
+        # The inverse_sqrt schedule in Transformers decreases with 1 / sqrt(timescale + step), which continues T5's
+        # schedule. If pretraining ended within T5's first 10,000 steps, in which the rate is constant, the schedule
+        # starts at the end of these steps.
         timescale = None if self.pretraining_steps is None else max(self.pretraining_steps, T5_FLAT_STEPS)
         has_warmup = bool(self.num_warmup_steps or self.warmup_ratio)
         schedule = self.lr_scheduler_type or ("inverse_sqrt" if timescale else "constant")
@@ -286,7 +288,7 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
         }
 
     def check(self) -> None:
-        """Also check the settings that are specific to uptraining."""
+        """Check the settings, including those that are specific to uptraining."""
         super().check()
         if self.teacher is None:
             flags = [f"--objective {self.objective}"] if self.objective in ("distill", "embedding") else []
@@ -304,7 +306,7 @@ class UptrainingSettings(UptrainingTextSettings, NoiseSettings, LanguageSettings
     def _check_length(self) -> None:
         """Check the settings that determine the number of steps."""
         if self.alpha is None:
-            # A stream only requires --pretraining_steps because its schedule continues from there.
+            # --pretraining_steps may be set without --alpha because the schedule for streams continues from there.
             return
         if self.pretraining_steps is None:
             raise ValueError("--alpha requires --pretraining_steps. Set both or neither.")

@@ -1,4 +1,4 @@
-"""Losses for uptraining, which combine distillation from the original model with the model's own training objective.
+"""Losses for uptraining, which combine distillation from a teacher with the model's own training objective.
 
 In shapes, b is the number of texts, n is the number of tokens, and D is the hidden size.
 """
@@ -42,14 +42,14 @@ SCORES = ("logits", ENCODER)
 
 @dataclass
 class Activations:
-    """The results of a forward pass that are compared between student and teacher.
+    """The outputs of a forward pass that are compared between student and teacher.
 
     Attributes:
         logits: The logits [b, n, vocabulary] or [b, labels], or None for models without such a head.
-        span_logits: The logits of an answer's start and end [b, 2, n], with a low value at padding. None for other
-            models.
-        hidden_states: The output of each layer [b, n, D] by side: "encoder" and, for encoder-decoders, "decoder".
-        attention_outputs: The output of each attention module [b, n, D] by side.
+        span_logits: The logits for the start and end of an answer [b, 2, n], with a low value for padding. None unless
+            the model is a question answering model.
+        hidden_states: Maps "encoder" and, for encoder-decoder models, "decoder" to the output of each layer [b, n, D].
+        attention_outputs: Maps the same keys to the output of each attention module [b, n, D].
     """
 
     logits: Tensor | None = None
@@ -62,8 +62,8 @@ class ActivationRecorder:
     """Runs a model and records its `Activations`.
 
     Args:
-        model: The model. Hooks are added to its attention modules and are not removed. The model may be wrapped for
-            data-parallel training afterwards.
+        model: The model. If `attention_outputs` is True, hooks are added to its attention modules and are not removed.
+            The model may be wrapped for data-parallel training afterwards.
         attention_outputs: Whether to record the outputs of the attention modules.
 
     Raises:
@@ -95,10 +95,10 @@ class ActivationRecorder:
         Args:
             model: The model passed to the constructor, or its wrapper.
             inputs: The model inputs.
-            hidden_states: Whether to return the outputs of the layers.
+            hidden_states: Whether to record the outputs of the layers.
         """
         self._outputs = {}
-        # Otherwise, a decoder would store keys and values that are never read. Encoders do not have this argument.
+        # A decoder's cache would never be read. Encoder-only models do not have this argument.
         options = {"use_cache": False} if self.has_encoder_and_decoder else {}
         outputs = model(**inputs, output_hidden_states=hidden_states, **options)
         attention_outputs, self._outputs = self._outputs, None
@@ -112,21 +112,22 @@ class ActivationRecorder:
 
 
 def _get_span_logits(inputs: dict[str, Tensor], outputs: Any) -> Tensor | None:
-    """Return the logits of a question answering model [b, 2, n], or None for other models."""
+    """Return the start and end logits [b, 2, n] of a question answering model, or None for other models."""
     if getattr(outputs, "start_logits", None) is None:
         return None
     logits = torch.stack([outputs.start_logits, outputs.end_logits], dim=1)
-    # This value gives padding no weight at usual temperatures and is representable in half precision.
+    # With this value, padding has no weight at usual temperatures. The value can be represented in half precision.
     return logits.masked_fill(inputs["attention_mask"][:, None] == 0, PADDING_LOGIT)
 
 
 class TextPieces(NamedTuple):
-    """Describes how the pieces of a batch of texts are arranged.
+    """The arrangement of the pieces into which the texts in a batch are split.
 
     Attributes:
-        real: Whether each piece contains a token [b * p]. Pieces without tokens are not passed to the model.
-        texts: The number of texts, b.
-        length: The number of tokens per text, n.
+        real: A mask [b * p] that is True for pieces that contain a token, with p pieces per text. Pieces without
+            tokens are not passed to the model.
+        texts: The number of texts b.
+        length: The number of tokens per text n, including padding.
     """
 
     real: Tensor
@@ -134,18 +135,18 @@ class TextPieces(NamedTuple):
     length: int
 
     def join(self, states: Tensor) -> Tensor:
-        """Join the results for pieces [pieces, l, ...] into results for texts [b, n, ...], with zeros at padding."""
+        """Join outputs for pieces [pieces, l, ...] into outputs for texts [b, n, ...]. Omitted pieces are 0."""
         whole = states.new_zeros(len(self.real), *states.shape[1:])
         whole[self.real] = states
         return whole.unflatten(0, (self.texts, -1)).flatten(1, 2)[:, : self.length]
 
 
 def cut_into_pieces(inputs: Mapping[str, Tensor], length: int) -> tuple[dict[str, Tensor], TextPieces]:
-    """Split texts into pieces of equal length, which the model reads without surrounding special tokens.
+    """Split texts into pieces of equal length. No special tokens are added to the pieces.
 
     Args:
-        inputs: The model inputs [b, n], padded on the right and including `attention_mask`.
-        length: The length of a piece in tokens, l.
+        inputs: The model inputs [b, n], which are padded on the right and include `attention_mask`.
+        length: The length l of a piece in tokens.
 
     Returns:
         The inputs for all pieces that contain a token [pieces, l], and the arrangement of the pieces.
@@ -161,12 +162,12 @@ class Teacher:
     """A frozen model whose activations are the targets for a student.
 
     Args:
-        model: The model.
+        model: The model, whose parameters are frozen in place.
         hidden_states: Whether to return the outputs of the layers.
         attention_outputs: Whether to return the outputs of the attention modules.
         autocast: A function that returns the context manager in which the model runs.
-        max_length: The maximum number of tokens that the model reads at once. Longer texts are split into pieces (see
-            `cut_into_pieces`), which only encoders support. If None, texts are not split.
+        max_length: The maximum number of tokens per forward pass and text. Longer texts are split into pieces (see
+            `cut_into_pieces`), which is only supported for encoders. If None, texts are not split.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Teacher:
 
     @torch.no_grad()
     def run(self, inputs: dict[str, Tensor]) -> Activations:
-        """Return the teacher's activations for a batch of model inputs."""
+        """Compute the teacher's activations for a batch of model inputs."""
         pieces = None
         if self.max_length is not None and inputs["attention_mask"].shape[1] > self.max_length:
             inputs, pieces = cut_into_pieces(inputs, self.max_length)
@@ -201,10 +202,13 @@ class Teacher:
         return Activations(logits, None, *layers)
 
     def measure_variances(self, batches: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
-        """Measure the variances of layer activations over tokens and of scores, by which errors are divided.
+        """Measure the variances of the activations over tokens and of the scores over examples.
+
+        The variances are stored in `variances`. Errors are divided by them.
 
         Args:
-            batches: The model inputs of each batch, and the masks [b, n] of non-padding tokens by side.
+            batches: For each batch, the model inputs and a dictionary that maps "encoder" and "decoder" to masks
+                [b, n] of the tokens that are not padding.
         """
         moments: dict[tuple[str, str], list[_Moments]] = {}
         for inputs, masks in batches:
@@ -220,7 +224,7 @@ class Teacher:
 
 
 class _Moments:
-    """Accumulates sums of vectors to compute the mean variance of their coordinates."""
+    """Accumulates the sums and squared sums of vectors, from which the mean variance of a coordinate is computed."""
 
     def __init__(self) -> None:
         self.count, self.sum, self.squares = 0, torch.zeros(()), torch.zeros(())
@@ -232,7 +236,7 @@ class _Moments:
         self.sum, self.squares = self.sum + states.sum(0), self.squares + states.square().sum(0)
 
     def variance(self) -> Tensor:
-        """Return the variance, averaged over coordinates, as a positive scalar."""
+        """Compute the variance, averaged over the coordinates, as a positive scalar."""
         mean = self.sum / self.count
         variance = (self.squares / self.count - mean.square()).mean().float()
         return variance.clamp(min=torch.finfo(torch.float32).tiny)  # the variance is 0 if all vectors are equal
@@ -243,14 +247,17 @@ def compute_layer_error(
 ) -> Term:
     """Compute the squared error of each token relative to the variance, averaged over layers.
 
-    The error is 0 if student and teacher are identical, and 1 on average if the student always returns the teacher's
-    mean vector.
+    The error is 0 if student and teacher are identical, and 1 on average if the student always returns the mean of the
+    teacher's vectors.
 
     Args:
         student: The activations of the student, one tensor [b, n, D] per layer.
-        teacher: The activations of the teacher.
-        variances: The variances of the teacher, one scalar per layer.
-        mask: A mask [b, n] that is 1 for non-padding tokens.
+        teacher: The activations of the teacher, in the same format.
+        variances: The variances of the teacher's activations, one scalar per layer.
+        mask: A mask [b, n] that is 1 for tokens that are not padding.
+
+    Returns:
+        The sum of the errors [b] and the number of tokens [b] for each example.
     """
     errors = torch.zeros(mask.shape, device=mask.device)
     for student_states, teacher_states, variance in zip(student, teacher, variances, strict=True):
@@ -260,19 +267,22 @@ def compute_layer_error(
 
 
 def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
-    """Compute the Kullback-Leibler divergence of the student from the teacher, in nats (arXiv 1503.02531).
+    """Compute the Kullback-Leibler divergence of the student from the teacher in nats (arXiv 1503.02531).
 
     Args:
         student: The logits of the student [b, n, classes] or [b, classes].
-        teacher: The logits of the teacher.
-        mask: A mask [b, n] that is 1 for positions that count, or None for logits [b, classes].
-        temperature: The temperature by which the logits are divided. The result is multiplied by its square, so that
-            the magnitude of the gradients is preserved.
+        teacher: The logits of the teacher, with the same shape.
+        mask: A mask [b, n] that is 1 for positions to include, or None for logits [b, classes].
+        temperature: The temperature by which the logits are divided. The divergence is multiplied by the square of the
+            temperature, so that the magnitude of the gradients is preserved.
+
+    Returns:
+        The sum of the divergences [b] and the number of positions [b] for each example.
     """
     if mask is None:
         student, teacher = student.unsqueeze(1), teacher.unsqueeze(1)
         mask = torch.ones(student.shape[:2], device=student.device)
-    chosen = mask.bool()  # [b, n]; only these positions are computed because the vocabulary is large
+    chosen = mask.bool()  # [b, n], to which the computation is limited because the vocabulary is large
     log_student = functional.log_softmax(student[chosen].float() / temperature, dim=-1)
     log_teacher = functional.log_softmax(teacher[chosen].float() / temperature, dim=-1)
     divergence = functional.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
@@ -280,13 +290,16 @@ def compute_logits_divergence(student: Tensor, teacher: Tensor, mask: Tensor | N
 
 
 def compute_label_divergence(student: Tensor, teacher: Tensor, mask: Tensor | None, temperature: float) -> Term:
-    """Compute the Kullback-Leibler divergence between the label probabilities, in nats per label.
+    """Compute the Kullback-Leibler divergence for independent label probabilities (sigmoid outputs), in nats.
 
     Args:
-        student: The logits of the student before a sigmoid [b, labels].
-        teacher: The logits of the teacher.
-        mask: A mask [b, labels] that is 1 for labels that count. If None, all labels count.
+        student: The logits of the student [b, labels].
+        teacher: The logits of the teacher [b, labels].
+        mask: A mask [b, labels] that is 1 for labels to include. If None, all labels are included.
         temperature: The temperature, as in `compute_logits_divergence`.
+
+    Returns:
+        The sum of the divergences [b] and the number of labels [b] for each example.
     """
     # The sigmoid of z is the softmax of z and 0.
     student, teacher = (torch.stack([logits, torch.zeros_like(logits)], dim=-1) for logits in (student, teacher))
@@ -295,30 +308,43 @@ def compute_label_divergence(student: Tensor, teacher: Tensor, mask: Tensor | No
 
 
 def compute_scores_error(student: Tensor, teacher: Tensor, variance: Tensor) -> Term:
-    """Compute the squared error of each example's scores [b, scores], relative to their variance (a scalar)."""
+    """Compute the squared error of each example's scores [b, scores], relative to the variance (a scalar).
+
+    Returns:
+        The error [b] and the number of items, which is 1, for each example [b].
+    """
     errors = (student.float() - teacher.float()).square().mean(-1) / variance
     return errors, torch.ones_like(errors)
 
 
 def compute_embedding_distance(student: Tensor, teacher: Tensor, mask: Tensor) -> Term:
-    """Compute 1 - cosine of mean-pooled sentence embeddings, given hidden states [b, n, D] and the mask [b, n]."""
+    """Compute the cosine distance between mean-pooled sentence embeddings.
+
+    Args:
+        student: The hidden states of the student [b, n, D].
+        teacher: The hidden states of the teacher [b, n, D].
+        mask: A mask [b, n] that is 1 for tokens that are not padding.
+
+    Returns:
+        The distance (1 - cosine similarity) [b] and the number of items, which is 1, for each example [b].
+    """
     student_embedding, teacher_embedding = mean_pooled(student.float(), mask), mean_pooled(teacher.float(), mask)
     distance = 1 - functional.cosine_similarity(student_embedding, teacher_embedding, dim=-1)
     return distance, torch.ones_like(mask[:, 0])
 
 
 def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_outputs: bool, embedding: bool) -> None:
-    """Check, based on their configurations, that a student and a teacher can be compared.
+    """Check that the configurations of a student and a teacher allow comparing the two models.
 
     Args:
         student: The configuration of the student.
-        teacher: The teacher's configuration.
+        teacher: The configuration of the teacher.
         hidden_states: Whether the outputs of the layers are compared.
         attention_outputs: Whether the outputs of the attention modules are compared.
         embedding: Whether sentence embeddings are compared.
 
     Raises:
-        ValueError: If a field that must be the same differs. The message names the field.
+        ValueError: If the values of a field differ although they must be the same. The message names the field.
     """
     rules = {"vocab_size": "The teacher reads the student's token ids."}
     if hidden_states or attention_outputs or embedding:
@@ -327,7 +353,7 @@ def check_teacher(student: Any, teacher: Any, hidden_states: bool, attention_out
         reason = (
             "--hidden_states_weight and --attention_outputs_weight compare the models layer by layer. Set them to 0."
         )
-        # The first field belongs to the encoder. The decoder field is named as in T5 or as in BART.
+        # The first field is for the encoder. The field for the decoder has different names in T5 and BART.
         rules |= dict.fromkeys(("num_hidden_layers", "num_decoder_layers", "decoder_layers"), reason)
     for name, reason in rules.items():
         student_value, teacher_value = getattr(student, name, None), getattr(teacher, name, None)
@@ -351,7 +377,7 @@ WEIGHT_BY_TERM = {
 
 @dataclass(frozen=True)
 class TermWeights:
-    """The weights of the loss terms. Terms with weight 0 are omitted.
+    """The weights of the loss terms. Terms with weight 0 are omitted from the loss.
 
     Attributes:
         cross_entropy: The weight of the cross-entropy of the labels (masked tokens or target tokens).
@@ -359,7 +385,7 @@ class TermWeights:
         hidden_states: The weight of `compute_layer_error` for the layers.
         attention_outputs: The weight of `compute_layer_error` for the attention modules.
         logits: The weight of `compute_logits_divergence`, `compute_label_divergence` or `compute_scores_error`.
-        temperature: The temperature of the divergence.
+        temperature: The temperature for the divergence.
     """
 
     cross_entropy: float = 0.0
@@ -383,11 +409,12 @@ def get_model_inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 class UptrainingObjective:
     """A weighted sum of loss terms, each of which is the mean over its own items (tokens or sentences) in the batch.
 
-    The size of a batch is its number of labels (masked tokens or target tokens). Without labels, it is the number of
-    sentences if only sentence embeddings are compared, and otherwise the number of tokens.
+    Batches are weighted by their number of items, which is the number of labels (masked tokens or target tokens).
+    Without labels, it is the number of sentences if only sentence embeddings are compared, and the number of tokens
+    otherwise.
 
     Args:
-        model: The student, which has not been wrapped yet.
+        model: The student, which must not have been wrapped yet.
         weights: The weights of the loss terms.
         teacher: The teacher, or None if there is no teacher.
     """
@@ -407,11 +434,11 @@ class UptrainingObjective:
         return int(batch["attention_mask"].sum())
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        """Return the loss of a batch, multiplied by `count`."""
+        """Compute the loss of a batch, multiplied by the number of items (see `count`)."""
         return self.sum_terms(self.compute_terms(model, batch)) * self.count(batch)
 
     def sum_terms(self, terms: dict[str, Term]) -> Tensor:
-        """Return the weighted sum of the mean of each term."""
+        """Compute the weighted sum of the terms' means."""
         weights = {name: getattr(self.weights, WEIGHT_BY_TERM[name]) for name in terms}
         losses = [weights[name] * sums.sum() / items.sum().clamp(min=1) for name, (sums, items) in terms.items()]
         return torch.stack(losses).sum()
@@ -422,12 +449,12 @@ class UptrainingObjective:
         Args:
             model: The student or its wrapper.
             batch: The batch.
-            evaluating: Whether to also compute the cheap terms (cross-entropy and embedding distance) if they have no
-                weight.
+            evaluating: Whether to also compute the cheap terms (cross-entropy and embedding distance) if their weight
+                is 0.
         """
         weights, labels = self.weights, batch.get("labels")
         inputs = get_model_inputs(batch)
-        # With a teacher, evaluations compute the embedding distance regardless of the weights.
+        # If the teacher returns hidden states, evaluations include the embedding distance regardless of the weights.
         embeds = self.teacher is not None and not self.has_encoder_and_decoder and self.teacher.hidden_states
         student = self.recorder.run(
             model, inputs, hidden_states=weights.needs_hidden_states or (evaluating and embeds)
@@ -442,11 +469,11 @@ class UptrainingObjective:
         return terms
 
     def get_masks(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the masks [b, n] of non-padding tokens by side."""
+        """Return the masks [b, n] of the tokens that are not padding, for "encoder" and, if it exists, "decoder"."""
         masks = {ENCODER: batch["attention_mask"]}
         if not self.has_encoder_and_decoder:
             return masks
-        # Without targets, the decoder reads the same text as the encoder.
+        # If there are no targets, the decoder reads the same text as the encoder.
         return masks | {DECODER: (batch["labels"] >= 0).long() if "labels" in batch else batch["attention_mask"]}
 
     def _compute_teacher_terms(
@@ -481,9 +508,8 @@ class UptrainingObjective:
         """Compute the term that compares logits."""
         temperature, answer = self.weights.temperature, self.recorder.answer
         if student.span_logits is not None and teacher.span_logits is not None:
-            mask = torch.ones_like(
-                batch["attention_mask"][:, :2]
-            )  # one distribution for the start and one for the end
+            # There is one distribution for the start and one for the end.
+            mask = torch.ones_like(batch["attention_mask"][:, :2])
             spans = student.span_logits, teacher.span_logits
             return {"logits_divergence": compute_logits_divergence(*spans, mask, temperature)}
         teacher_answer = teacher_model.recorder.answer
@@ -495,7 +521,7 @@ class UptrainingObjective:
         logits = _check_logits(student.logits, teacher.logits, answer)
         if answer is LogitsKind.SCORES:
             return {"scores_error": compute_scores_error(*logits, teacher_model.variances[SCORES][0])}
-        of_tokens = None  # None means that all labels count
+        of_tokens = None  # None includes all labels
         if logits[0].dim() == 3 or answer is LogitsKind.TOKENS:
             of_tokens = batch["labels"] >= 0 if "labels" in batch else batch["attention_mask"]
         divergence = compute_logits_divergence if answer is LogitsKind.CLASSES else compute_label_divergence
@@ -503,9 +529,9 @@ class UptrainingObjective:
 
 
 def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: LogitsKind) -> tuple[Tensor, Tensor]:
-    """Check that the logits can be compared, and return them."""
+    """Check that the logits of student and teacher can be compared, and return them."""
     shapes = [None if logits is None else tuple(logits.shape) for logits in (student, teacher)]
-    # A distribution over a single class is always constant.
+    # A distribution over a single class is constant, so it cannot be trained.
     too_few = student is not None and answer is LogitsKind.CLASSES and student.shape[-1] < 2
     if student is None or teacher is None or shapes[0] != shapes[1] or too_few:
         got = " and ".join("none" if shape is None else str(list(shape)) for shape in shapes)
@@ -516,12 +542,12 @@ def _check_logits(student: Tensor | None, teacher: Tensor | None, answer: Logits
 
 
 class UptrainingEvaluator:
-    """Evaluates held-out rows, computing "loss", its terms, "embedding_cosine" and, with references, "bleu".
+    """Evaluates held-out rows by computing "loss", the loss terms, "embedding_cosine" and, with references, "bleu".
 
     Args:
         task: The `Uptraining` task with its prepared model.
-        loader: The held-out batches, prepared by the accelerator.
-        references: The targets in loader order. If None, no texts are generated.
+        loader: The held-out batches, prepared by Accelerate.
+        references: The target texts in the order of the loader. If None, no texts are generated.
     """
 
     def __init__(self, task: Any, loader: DataLoader, references: list[str] | None):
@@ -538,7 +564,7 @@ class UptrainingEvaluator:
 
     @torch.no_grad()
     def compute_scores(self) -> dict[str, float]:
-        """Return the metrics for the held-out rows."""
+        """Compute the metrics for the held-out rows."""
         model, objective = self.task.model.eval(), self.task.uptraining_objective
         sums: dict[str, list[Tensor]] = {}
         generated: list[str] = []
@@ -547,7 +573,7 @@ class UptrainingEvaluator:
             self.accelerator, disable, iterable=self.loader, desc="Evaluating", leave=False
         ):
             terms = objective.compute_terms(model, batch, evaluating=True)
-            # Drop the rows that were repeated to fill the last batch on each process.
+            # `gather_for_metrics` drops the rows that were repeated to fill the last batch on each process.
             for name, pair in self.accelerator.gather_for_metrics(terms).items():
                 sums.setdefault(name, []).append(torch.stack([part.cpu().double() for part in pair]).sum(-1))
             if self.references is not None:
@@ -555,8 +581,8 @@ class UptrainingEvaluator:
         totals: dict[str, Any] = {name: torch.stack(parts).sum(0).unbind() for name, parts in sums.items()}
         if not all(items for _, items in totals.values()):
             raise ValueError(
-                "The held-out text must contain tokens that count towards the loss, but none is masked or all rows "
-                "are empty. Provide more text with --validation_file."
+                "The held-out text must contain tokens that contribute to the loss, but no token is masked or all "
+                "rows are empty. Provide more text with --validation_file."
             )
         metrics = {"loss": float(objective.sum_terms(totals))}
         for name, (total, items) in totals.items():
@@ -588,7 +614,7 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
     """Check that the objective supports the checkpoint's architecture.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If the objective requires an encoder but the model is an encoder-decoder, or vice versa.
     """
     pairs = {"mlm": False, "embedding": False, "seq2seq": True, SPAN_CORRUPTION: True}
     is_encoder_decoder = pairs.get(settings.objective, config.is_encoder_decoder)
@@ -601,12 +627,15 @@ def check_architecture(settings: UptrainingSettings, config: PreTrainedConfig) -
 
 
 def compute_held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, bool]:
-    """Return whether training reduced the held-out loss, as an entry for the results. Warn if it did not.
+    """Determine whether training reduced the held-out loss, and log a warning if it did not.
 
     Args:
-        before: The log record from before training.
+        before: The log record of the evaluation before training.
         after: The dev metrics after training.
-        steps: The number of training steps. If it is 0, the result is empty.
+        steps: The number of training steps.
+
+    Returns:
+        A dictionary with "held_out_loss_improved", which is empty if there were no training steps.
     """
     if not steps or "eval_loss" not in before:
         return {}
@@ -619,14 +648,15 @@ def compute_held_out_gain(before: dict[str, Any], after: dict[str, Any], steps: 
 
 
 def resolve_term_weights(settings: UptrainingSettings, input_kind: DecoderInput) -> TermWeights:
-    """Return the weights of the loss terms, including the defaults.
+    """Determine the weights of the loss terms from the settings and the defaults.
 
     Args:
         settings: The settings of the run.
         input_kind: The kind of input that the model's decoder reads.
 
     Raises:
-        ValueError: If there is a teacher but all of its terms have weight 0, or if texts cannot be generated.
+        ValueError: If there is a teacher but the weights of its terms are all 0, or if `predict_with_generate` is set
+            for a model that cannot generate texts.
     """
     has_task, embeds = settings.objective in ("mlm", "seq2seq", SPAN_CORRUPTION), settings.objective == "embedding"
     if settings.predict_with_generate and input_kind is not DecoderInput.OWN_TARGETS:
@@ -658,12 +688,13 @@ def check_teacher_length(
 
     Args:
         settings: The settings of the run.
-        teacher: The teacher's configuration.
-        input_kind: The kind of input that the model's decoder reads.
+        teacher: The configuration of the teacher.
+        input_kind: The type of input that the model's decoder reads.
         weights: The weights of the loss terms.
 
     Raises:
-        ValueError: If the teacher has too few positions, or if pieces of texts cannot be compared.
+        ValueError: If the teacher has too few positions, or if `teacher_max_length` is not supported for the model or
+            the loss terms.
     """
     piece_length, positions = settings.teacher_max_length, max_input_length(teacher)
     has_pieces = piece_length is not None
@@ -682,5 +713,5 @@ def check_teacher_length(
 
 
 def _value_or_default(value: float | None, default: float) -> float:
-    """Return a value, or a default if it is None."""
+    """Return `value`, or `default` if `value` is None."""
     return default if value is None else value

@@ -1,4 +1,4 @@
-"""Uptraining of a converted model (GQA, arXiv 2305.13245, section 2.2), optionally by distillation."""
+"""Uptraining of a converted model (arXiv 2305.13245, section 2.1), optionally with distillation from a teacher."""
 
 import logging
 import math
@@ -82,9 +82,9 @@ logger = logging.getLogger(__name__)
 
 
 class UptrainingStream:
-    """Blocks of text for training and evaluation with span corruption (arXiv 1910.10683, section 3.1.4).
+    """Blocks from a text stream for training and evaluation with span corruption (arXiv 1910.10683, section 3.1.4).
 
-    With the same text, seed and noise, the batches are identical to those of `pretrain-t5`.
+    With the same text, seed and noise, the batches are identical to those in `pretrain-t5`.
 
     Args:
         settings: The settings of the run.
@@ -93,11 +93,11 @@ class UptrainingStream:
 
     Attributes:
         held_out: The prepared blocks for evaluation.
-        collate: Combines a list of prepared blocks into a batch.
+        collate: A function that combines a list of prepared blocks into a batch.
 
     Raises:
-        OSError, ValueError: If the text cannot be read or has no held-out part, or if the model or its tokenizer does
-            not support span corruption.
+        OSError, ValueError: If the text cannot be read, if there is no held-out text, or if the model or its tokenizer
+            does not support span corruption.
     """
 
     pairs = False
@@ -126,16 +126,16 @@ class UptrainingStream:
         return [self.prepare(block, (0, i)) for i, block in enumerate(blocks)]
 
     def warn_about_short_steps(self, sequences: int) -> None:
-        """Warn if the text has fewer sequences than a step, because a step stops at the end of the text."""
+        """Warn if the text has fewer sequences than a training step requires, because a step ends with the text."""
         count = len(read_blocks(self.text.train, *self.packing, sequences)) if self.text.train else sequences
         if count < sequences:
             logger.warning(
-                "The text has only %d sequences, but a step requires %d. Each step only reads those. Use more text or "
-                "a smaller --total_train_batch_size.", count, sequences,
+                "The text has only %d sequences, but a step requires %d, so the steps are smaller than requested. Use "
+                "more text or a smaller --total_train_batch_size.", count, sequences,
             )  # fmt: skip
 
     def training_batches(self, accelerator: Accelerator) -> TrainingBatches:
-        """Create the training batches."""
+        """Create the training batches from the text stream."""
         settings = self.settings
         return make_stream_batches(
             settings, accelerator, self.text.train, self.tokenizer, self.prepare, settings.shuffle_buffer_size
@@ -152,7 +152,7 @@ class UptrainingStream:
         return self.text.dev_fingerprint
 
     def results(self) -> dict[str, Any]:
-        """Return the numbers of tokens in a block and in its targets."""
+        """Return the numbers of tokens in a block and in its targets, as entries for the results."""
         return {"block_length": self.prepare.block_length, "target_length": self.prepare.target_length}
 
 
@@ -161,14 +161,16 @@ HELD_OUT_SHARE, MAX_HELD_OUT = 0.05, 512
 
 
 def split_off_held_out_rows(texts: list[Any], max_rows: int | None = None) -> tuple[list[Any], list[Any]]:
-    """Hold out the last rows for evaluation, because neighboring rows often come from the same article.
+    """Hold out the last rows for evaluation.
+
+    The held-out rows are not chosen randomly because neighboring rows often come from the same article.
 
     Args:
         texts: The rows.
         max_rows: The maximum number of held-out rows. Defaults to 512.
 
     Returns:
-        The training rows and the held-out rows (5 % of all rows, but at least one).
+        The training rows and the held-out rows (5% of all rows, but at least one row).
 
     Raises:
         ValueError: If there are fewer than two rows.
@@ -189,7 +191,7 @@ class UptrainingData:
     Attributes:
         train: The training rows.
         held_out: The rows for evaluation.
-        collate: Combines a list of rows into a batch.
+        collate: A function that combines a list of rows into a batch.
     """
 
     train: TextRows
@@ -220,18 +222,20 @@ def load_uptraining_data(
     tokenizer: PreTrainedTokenizerBase,
     input_kind: DecoderInput,
 ) -> UptrainingData:
-    """Read the rows of the run (sources with targets, or texts or text pairs that form a single model input).
+    """Read the rows for training and evaluation.
+
+    For models with targets, the rows are pairs of a source and a target. Otherwise, they are texts or text pairs.
 
     Args:
         settings: The settings of the run.
         config: The configuration of the model.
         tokenizer: The tokenizer.
-        input_kind: The kind of input that the model's decoder reads.
+        input_kind: The type of input that the model's decoder reads.
 
     Raises:
         OSError: If a file cannot be read.
-        ValueError: If a file has invalid content, if a flag is missing, if targets are longer than the model allows,
-            or if the tokenizer does not append an end-of-sequence token to targets.
+        ValueError: If a file has invalid content, if a flag is missing, if the maximum length of targets is not valid
+            for the model, or if the tokenizer does not append an end-of-sequence token to targets.
     """
     if input_kind.is_target:
         multiple = settings.pad_to_multiple_of
@@ -249,7 +253,7 @@ def load_uptraining_data(
 
 
 def _get_target_length(settings: UptrainingSettings) -> int:
-    """Return the maximum length of targets in tokens."""
+    """Return the maximum length of a target in tokens."""
     return settings.max_target_length or settings.max_length
 
 
@@ -316,7 +320,7 @@ def _read_pairs(settings: UptrainingSettings) -> tuple[list[Any], list[Any]]:
 def _make_collator(
     settings: UptrainingSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, has_targets: bool
 ) -> Collator:
-    """Create the function that combines rows into batches."""
+    """Create the collator that combines rows into batches for the objective."""
     shape = settings.max_length, settings.pad_to_multiple_of
     if settings.objective == "mlm":
         return make_masked_text_collator(tokenizer, *shape, settings.mlm_probability, settings.seed)
@@ -327,11 +331,11 @@ def _make_collator(
 
 
 def resolve_batch_size(settings: UptrainingSettings, accelerator: Accelerator) -> UptrainingSettings:
-    """Set the number of accumulation steps that results in `total_train_batch_size` examples per step.
+    """Set the number of accumulation steps so that each step has `total_train_batch_size` examples.
 
     Raises:
-        ValueError: If `total_train_batch_size` is not a multiple of the number of examples that all processes read at
-            once.
+        ValueError: If `total_train_batch_size` is not a multiple of the number of examples in one batch on all
+            processes.
     """
     total, processes = settings.total_train_batch_size, accelerator.num_processes
     if total is None:
@@ -355,12 +359,12 @@ def count_sequences_per_step(settings: UptrainingSettings, accelerator: Accelera
 
 
 def compute_mean_step_size(examples: int, steps: int) -> int | float:
-    """Return the mean number of examples per step, which is below the batch size if the text ended within steps."""
+    """Compute the mean number of examples per step. Steps are smaller if they contain the end of the text."""
     return examples // steps if examples % steps == 0 else round(examples / steps, 2)
 
 
 def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, prepare: SpanCorruptionPreparer) -> str:
-    """Describe the numbers of sequences and tokens per step, excluding padding."""
+    """Describe the number of sequences and the maximum numbers of input and target tokens per step."""
     sequences = count_sequences_per_step(settings, accelerator)
     return (
         f"A step reads {sequences} sequences (processes: {accelerator.num_processes}, batch size per device: "
@@ -370,7 +374,7 @@ def describe_step_size(settings: UptrainingSettings, accelerator: Accelerator, p
 
 
 DEFAULT_STEPS = 300
-# The classes for objectives with a specific head. Other objectives use the class that the checkpoint was saved from.
+# The classes for objectives with a specific head. Other objectives use the class from which the checkpoint was saved.
 AUTO_CLASSES: dict[str, Any] = {
     "mlm": AutoModelForMaskedLM,
     "seq2seq": AutoModelForSeq2SeqLM,
@@ -380,8 +384,8 @@ AUTO_CLASSES: dict[str, Any] = {
 VARIANCE_ROWS = 256
 EVALUATIONS = 5
 RISING_METRIC_NAMES = ("embedding_cosine", "bleu")
-# Objectives without dropout. A teacher has no dropout, so a student with dropout could reproduce its outputs only with
-# noise. The released T5 1.1 checkpoints were pretrained without dropout.
+# The objectives without dropout. A teacher has no dropout, so dropout in the student would only add noise to the
+# comparison. The released T5 1.1 checkpoints were pretrained without dropout.
 WITHOUT_DROPOUT = ("distill", "embedding", SPAN_CORRUPTION)
 
 
@@ -402,7 +406,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
     rows: TextRows
 
-    # The number of parameters in the merged model after LoRA.
+    # The number of parameters in the model after LoRA updates are merged, or None without LoRA.
     num_parameters: int | None = None
     main_metric = "loss"
     shown_metrics: Sequence[str] = ()
@@ -431,7 +435,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             check_teacher_length(settings, self.teacher_config, self.input_kind, self.weights)
 
     def _load_data(self) -> UptrainingData | UptrainingStream:
-        """Read the text of the run."""
+        """Read the training and evaluation text of the run."""
         settings = self.settings
         if settings.is_stream:
             return UptrainingStream(settings, self.config, self.tokenizer)
@@ -440,7 +444,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         return data
 
     def _load_config(self) -> None:
-        """Load the configuration for training, and store its dropout probabilities to restore them when saving."""
+        """Load the configuration for training, and store its dropout probabilities so that they can be restored."""
         settings = self.settings
         self.config = load_config(settings)
         check_architecture(settings, self.config)
@@ -451,9 +455,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             set_dropout(self.config, 0.0)
 
     def _get_decoder_input(self, source: ModelSettings, config: PreTrainedConfig) -> DecoderInput:
-        """Return the kind of input that a model's decoder reads."""
+        """Return the type of input that a model's decoder reads."""
         model_class = self._get_model_class(source, config)
-        # The variant of an Auto class reads the same input as the Transformers class.
+        # The variant class for an auto class reads the same input as the Transformers class.
         if not issubclass(model_class, PreTrainedModel):
             auto_classes = variant_config_class(config.model_type).auto_classes
             model_class = variant_model_class(auto_classes[model_class.__name__])
@@ -495,7 +499,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
             )
 
     def _get_model_class(self, source: ModelSettings, config: PreTrainedConfig) -> type:
-        """Return the model class for the objective."""
+        """Return the model class for the objective, which may be an auto class."""
         return AUTO_CLASSES.get(self.settings.objective) or resolve_architecture(source.source, config)
 
     def load_model(self) -> PreTrainedModel:
@@ -531,7 +535,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         )
 
     def _make_first_batches(self, count: int, size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield batches that contain the first `count` training rows, on the device."""
+        """Yield batches of the first `count` training rows on the accelerator's device, with `size` rows per batch."""
         rows = self.data.get_first_examples(count)
         for start in range(0, len(rows), size):
             yield send_to_device(self.collate(rows[start : start + size]), self.accelerator.device)
@@ -542,7 +546,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         of_scores = weights.logits > 0 and objective.recorder.answer is LogitsKind.SCORES
         if not (weights.hidden_states or weights.attention_outputs or of_scores):
             return
-        teacher: Any = objective.teacher  # it exists because these terms require it
+        teacher: Any = objective.teacher  # not None, because these terms require a teacher
         teacher.measure_variances(
             (get_model_inputs(batch), objective.get_masks(batch))
             for batch in self._make_first_batches(VARIANCE_ROWS, self.settings.per_device_eval_batch_size)
@@ -663,7 +667,7 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
         return merged
 
     def save(self, model: nn.Module, history: ModelHistory) -> None:
-        """Save the model together with the original model's other files."""
+        """Save the model, and copy the other files of the original model."""
         new_files = [TOKENIZER_CONFIG_FILE] if self.tokenizer_changed or self.target_start is not None else []
         new_files += [GENERATION_CONFIG_NAME] if self.target_start is not None else []
         add_files = partial(_copy_side_files, self.settings, new_files)
@@ -703,9 +707,9 @@ class Uptraining(FineTuningTask[UptrainingSettings]):
 
 
 def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
-    """Read the tensors in a checkpoint that the trained model does not use, such as a BERT model's pooler.
+    """Read the tensors in a checkpoint that the trained model does not use, such as the pooler of a BERT model.
 
-    They are saved with the model. Otherwise, a head that requires them would start with random weights.
+    These tensors are saved with the model. Otherwise, a head that requires them would start with random weights.
     """
     if not names:
         return {}
@@ -717,21 +721,22 @@ def _read_tensors(source: str, names: Sequence[str]) -> dict[str, Tensor]:
             "These tensors are not saved with the model because they cannot be read: %s (%s).", ", ".join(names), error
         )
         return {}
-    # Use float32, like the trained weights, except for integers such as the position ids in old checkpoints.
+    # Tensors are converted to float32, like the trained weights, except for integers, such as position ids in old
+    # checkpoints.
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def _copy_side_files(settings: UptrainingSettings, new_files: Sequence[str], output: Path) -> None:
-    """Copy the original model's other files to the output folder.
+    """Copy the other files of the original model to the output folder.
 
-    Files written by training are not copied (`new_files`, code, and the files of a different tokenizer). The model
-    card is also not copied because it describes the original model. The history contains its license.
+    Files that training has written (`new_files`, code, and the files of a different tokenizer) are not overwritten.
+    The model card is not copied because it describes the original model. Its license is recorded in the history.
     """
     if is_trained_in_place(settings):
         return
     folder = resolve_source(settings.source, weights=False)
     copied, _ = list_side_files(folder, [])
-    # The model was saved with its code, and a different tokenizer must not be overwritten.
+    # The model has been saved with its code, and the files of a different tokenizer must not be overwritten.
     names = [
         name
         for name in copied
