@@ -18,7 +18,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from ..registration import max_input_length
 from .onnx_decoder import BRANCH_INPUT, merge_decoders
 from .onnx_int8 import (
     ComparisonTexts,
-    Int8Graph,
+    Int8Export,
     compare_decoders,
     compare_encoders,
     compare_with_openvino,
@@ -328,8 +328,8 @@ def _make_audio_inputs(model: PreTrainedModel, sizes: Sizes) -> TensorDict:
     return {"input_features": torch.randn(shape, generator=_make_generator())}
 
 
-# The subfolder of the graphs, and the graph that is quantized for OpenVINO.
-FOLDER, OPENVINO_NAME = "onnx", "model_openvino_int8.onnx"
+# The subfolder of the graphs, the suffix of dynamically quantized files, and the file for OpenVINO.
+FOLDER, INT8_SUFFIX, OPENVINO_NAME = "onnx", "_quantized", "model_openvino_int8.onnx"
 # The number of tokens that are generated to compare graphs.
 MAX_COMPARED_TOKENS = 32
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -352,14 +352,14 @@ class OnnxExport:
         architecture: The name of the Transformers class of the model.
         opset: The opset of the graphs.
         graphs: {file: (largest difference between the outputs of ONNX Runtime and PyTorch, names of the inputs)}.
-        int8_graphs: {file: agreement with the float32 graph}.
+        int8: The int8 graphs, or None.
     """
 
     output_dir: str
     architecture: str
     opset: int
     graphs: dict[str, tuple[float, list[str]]]
-    int8_graphs: dict[str, Int8Graph] = field(default_factory=dict)
+    int8: Int8Export | None = None
 
     def summary(self) -> str:
         """Return a printable summary."""
@@ -367,8 +367,7 @@ class OnnxExport:
         for name, (error, inputs) in self.graphs.items():
             shown = ", ".join(inputs[:3]) + (f", ... ({len(inputs)} inputs)" if len(inputs) > 3 else "")
             lines.append(f"  {name:<33} within {error:.0e} of torch; inputs: {shown}")
-        lines += [f"  {name:<33} {graph}" for name, graph in self.int8_graphs.items()]
-        return "\n".join(lines)
+        return "\n".join(lines + ([] if self.int8 is None else self.int8.summary()))
 
 
 @torch.no_grad()
@@ -452,8 +451,8 @@ def export_onnx(
         if model.can_generate():
             model.generation_config.save_pretrained(stage)
         written = _write_graphs(graphs, opset, stage)
-        int8_graphs = {} if quantization is None else _write_int8_graphs(model, graphs, texts, stage)
-    return OnnxExport(os.fspath(output_dir), upstream_class_name(model_class), opset, written, int8_graphs)
+        int8 = None if quantization is None else _write_int8_graphs(model, graphs, texts, stage)
+    return OnnxExport(os.fspath(output_dir), upstream_class_name(model_class), opset, written, int8)
 
 
 def _write_graphs(graphs: list[Graph], opset: int, stage: Path) -> dict[str, tuple[float, list[str]]]:
@@ -483,39 +482,32 @@ def _merge_decoder_files(stage: Path, suffix: str) -> str:
     return merged
 
 
-def _write_int8_graphs(
-    model: PreTrainedModel, graphs: list[Graph], texts: ComparisonTexts, stage: Path
-) -> dict[str, Int8Graph]:
-    """Write an int8 graph for each graph, compare it with the float32 graph, and return the comparisons by file."""
-    threads, suffix = torch.get_num_threads(), "_quantized"
-    files = [
-        (stage / FOLDER / f"{graph.name}.onnx", stage / FOLDER / f"{graph.name}{suffix}.onnx") for graph in graphs
-    ]
+def _write_int8_graphs(model: PreTrainedModel, graphs: list[Graph], texts: ComparisonTexts, stage: Path) -> Int8Export:
+    """Write an int8 graph for each graph, and compare them with the float32 graphs."""
+    threads, names, folder = torch.get_num_threads(), list(graphs[0].axes), stage / FOLDER
+    files = [(folder / f"{graph.name}.onnx", folder / f"{graph.name}{INT8_SUFFIX}.onnx") for graph in graphs]
     if texts.calibration:
-        path = stage / FOLDER / OPENVINO_NAME
-        inputs = make_text_batches(texts.calibration, stage, model.config, list(graphs[0].axes), batch_size=1)
-        quantize_statically(files[0][0], path, inputs)
-        files = [(files[0][0], path)]
+        files = [(files[0][0], folder / OPENVINO_NAME)]
+        quantize_statically(*files[0], make_text_batches(texts.calibration, stage, model.config, names, batch_size=1))
     else:
+        float32_modules = getattr(model, "_keep_in_fp32_modules", None) or ()
         for path, int8_path in progress_bar(files, desc="int8"):
-            quantize_dynamically(path, int8_path)
-    sizes = Sizes(batch=16, source=32)
-    names = list(graphs[0].axes)
-    batches = [{name: tensor.numpy() for name, tensor in graphs[0].inputs(sizes).items()}]
-    described = "random inputs"
+            quantize_dynamically(path, int8_path, float32_modules, quantizes_embeddings=len(graphs) == 1)
     if texts.validation and "input_ids" in names:
         batches = make_text_batches(texts.validation, stage, model.config, names)
-        described = f"{len(texts.validation)} texts"
+        inputs = f"{len(texts.validation)} texts"
+    else:
+        random_inputs = graphs[0].inputs(Sizes(batch=16, source=32))
+        batches, inputs = [{name: tensor.numpy() for name, tensor in random_inputs.items()}], "random inputs"
+    written = [f"{FOLDER}/{path.name}" for _, path in files]
     if len(graphs) == 1:
         compare = compare_with_openvino if texts.calibration else compare_encoders
         result = compare(*files[0], batches, threads)
     else:
-        _merge_decoder_files(stage, suffix)
+        written.append(_merge_decoder_files(stage, INT8_SUFFIX))
         batches = [batch | {"tokens": _generate_tokens(model, batch)} for batch in batches]
         result = compare_decoders(files[0], files[1], batches, threads)
-    runtime = "OpenVINO" if texts.calibration else "ONNX Runtime"
-    names = [path.name for _, path in files] + ([f"{MERGED_NAME}{suffix}.onnx"] if len(graphs) > 1 else [])
-    return {f"{FOLDER}/{name}": Int8Graph(runtime, *result, described) for name in names}
+    return Int8Export(written, "OpenVINO" if texts.calibration else "ONNX Runtime", *result, inputs)
 
 
 def _generate_tokens(model: Any, batch: dict[str, np.ndarray]) -> np.ndarray:

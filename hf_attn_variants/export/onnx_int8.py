@@ -5,9 +5,12 @@ scales are computed from calibration texts, and OpenVINO can fuse more operators
 runtime.
 """
 
+import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +23,6 @@ from ..text_files import is_table, read_lines
 
 Arrays = dict[str, np.ndarray]
 
-# The operators with weights: products and embeddings.
-QUANTIZED_OPERATORS = ("MatMul", "Gemm", "Gather")
 # The number of texts that nncf reads. More texts took longer and did not improve MiniLM.
 CALIBRATION_TEXTS = 300
 # The share of the calibration texts that are held out to compare the graphs.
@@ -30,24 +31,30 @@ MAX_COMPARED_TEXTS, MAX_TOKENS = 256, 128
 
 
 @dataclass(frozen=True)
-class Int8Graph:
-    """An int8 graph and its agreement with the float32 graph.
+class Int8Export:
+    """The int8 graphs of a model, and their agreement with the float32 graphs.
 
     Args:
-        runtime: "ONNX Runtime" or "OpenVINO", the program that the graph is made for.
+        files: The names of the files.
+        runtime: "ONNX Runtime" or "OpenVINO". The graphs are slow in the other program.
         measure: "cosine similarity", "equal predictions" or "equal tokens".
         agreement: The value of the measure.
-        texts: A description of the compared inputs.
+        inputs: A description of the compared inputs.
     """
 
+    files: list[str]
     runtime: str
     measure: str
     agreement: float
-    texts: str
+    inputs: str
 
-    def __str__(self) -> str:
+    def summary(self) -> list[str]:
+        """Return printable lines."""
         value = f"{self.agreement:.4f}" if self.measure == "cosine similarity" else f"{self.agreement:.1%}"
-        return f"int8 for {self.runtime}; {self.measure} with float32: {value} ({self.texts})"
+        return [
+            f"int8 graphs for {self.runtime}: {', '.join(self.files)}",
+            f"  {self.measure} with the float32 graphs on {self.inputs}: {value}",
+        ]
 
 
 class ComparisonTexts(NamedTuple):
@@ -107,23 +114,53 @@ def make_text_batches(
     return batches
 
 
-def quantize_dynamically(path: Path, int8_path: Path) -> None:
+def quantize_dynamically(
+    path: Path, int8_path: Path, float32_modules: Sequence[str] = (), quantizes_embeddings: bool = True
+) -> None:
     """Write a graph with int8 weights, one scale per output, for ONNX Runtime.
 
     The weights have 7 bits. On x86 processors without VNNI, ONNX Runtime adds two products in 16 bits, which could
     overflow with 8 bits.
+
+    Args:
+        path: The float32 graph.
+        int8_path: The file to write.
+        float32_modules: The names of modules that remain in float32.
+        quantizes_embeddings: Whether to quantize the embeddings. Their precision matters most for a decoder.
     """
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    quantize_dynamic(
-        path,
-        int8_path,
-        op_types_to_quantize=list(QUANTIZED_OPERATORS),
-        per_channel=True,
-        reduce_range=True,
-        weight_type=QuantType.QInt8,
-        use_external_data_format=_is_large(path),
-    )
+    scopes = {
+        node.name: {item.key: item.value for item in node.metadata_props}.get("pkg.torch.onnx.name_scopes", "")
+        for node in onnx.load(path, load_external_data=False).graph.node
+    }
+    excluded = [
+        node for node, scope in scopes.items() if any(re.search(rf"\b{name}'", scope) for name in float32_modules)
+    ]
+    with _suppress_root_warnings():
+        quantize_dynamic(
+            path,
+            int8_path,
+            op_types_to_quantize=["MatMul", "Gemm", *(["Gather"] if quantizes_embeddings else [])],
+            nodes_to_exclude=excluded,
+            per_channel=True,
+            reduce_range=True,
+            weight_type=QuantType.QInt8,
+            use_external_data_format=_is_large(path),
+        )
+
+
+@contextmanager
+def _suppress_root_warnings() -> Iterator[None]:
+    """Suppress the advice of ONNX Runtime to simplify graphs first, which does not change these graphs."""
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
 
 
 def quantize_statically(path: Path, int8_path: Path, inputs: Sequence[Arrays]) -> None:
